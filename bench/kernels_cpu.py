@@ -1,0 +1,184 @@
+"""How fast the CPU kernels are on the shapes of SmolLM2-135M, beside torch's own linear.
+
+    python bench/kernels_cpu.py [--rows 1,8,32,128,512] [--dtype bfloat16] [--threads N]
+
+Prints GB/s of packed weights and GFLOP/s for each matrix, then whole decode and prefill steps made of the
+backend's operations in the order a model calls them, with random weights in the model's 4-bit format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import (
+    AttentionBatch,
+    AttentionLayer,
+    GroupQuantWeight,
+    Ops,
+    SamplingBatch,
+    WeightData,
+)
+from penstock.kernels.select import capabilities, select_ops, set_num_threads
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 576, 30, 9, 3, 64, 1536, 49152
+MATRICES = {
+    "qkv": (HIDDEN, [(HEADS + 2 * KV_HEADS) * HEAD_DIM]),
+    "output": (HEADS * HEAD_DIM, [HIDDEN]),
+    "gate_up": (HIDDEN, [INTERMEDIATE, INTERMEDIATE]),
+    "down": (INTERMEDIATE, [HIDDEN]),
+    "head": (HIDDEN, [VOCABULARY]),
+}
+BLOCK_SIZE = 16
+
+
+def random_weight(out_features: int, in_features: int, bits: int) -> WeightData:
+    groups = in_features // 32
+    scales = torch.rand(out_features, groups).mul_(0.01).half().float()
+    if bits == 4:
+        codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
+        return GroupQuantWeight(codes, scales, (scales * -8).half().float(), 32, 4)
+    codes = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
+    return GroupQuantWeight(codes, scales / 16, None, 32, 8)
+
+
+def best_time_s(function: Callable[[], object], seconds: float = 0.3) -> float:
+    """The fastest of many runs: what the machine does when nobody else is on it."""
+    function()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def bench_matrices(ops: Ops, rows_list: list[int], bits: int) -> None:
+    print(f"\n{'matrix':10} {'rows':>5} {'us':>9} {'GB/s':>7} {'GFLOP/s':>8} {'torch us':>9}")
+    for name, (inputs, outputs) in MATRICES.items():
+        # Several copies in turn, so that no call finds its weights where the last one left them.
+        copies = 1 if name == "head" else LAYERS
+        packed = [ops.pack_linear([random_weight(out, inputs, bits) for out in outputs]) for _ in range(copies)]
+        dense = torch.randn(sum(outputs), inputs).to(ops.dtype)
+        for rows in rows_list:
+            x = torch.randn(rows, inputs).to(ops.dtype)
+            run = ops.logits if name == "head" else ops.linear
+            elapsed = best_time_s(lambda run=run, x=x, packed=packed: [run(x, w) for w in packed]) / copies
+            flops = 2 * rows * inputs * sum(outputs)
+            torch_elapsed = best_time_s(lambda x=x, dense=dense: torch.nn.functional.linear(x, dense), 0.1)
+            print(
+                f"{name:10} {rows:5} {elapsed * 1e6:9.1f} {packed[0].num_bytes / elapsed / 1e9:7.1f} "
+                f"{flops / elapsed / 1e9:8.0f} {torch_elapsed * 1e6:9.1f}"
+            )
+
+
+@dataclass
+class Model:
+    """SmolLM2-135M's sequence of operations with random weights."""
+
+    ops: Ops
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        ops, angles = self.ops, torch.rand(8192, HEAD_DIM // 2)
+        self.head = ops.pack_linear([random_weight(VOCABULARY, HIDDEN, self.bits)])
+        self.table = ops.pack_embedding(random_weight(16, HIDDEN, self.bits), tied=self.head)
+        self.attention = AttentionLayer(
+            HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, torch.cat([angles.cos(), angles.sin()], 1)
+        )
+        self.norm = torch.ones(HIDDEN, dtype=ops.dtype)
+        self.layers = [
+            {
+                name: ops.pack_linear([random_weight(out, inputs, self.bits) for out in outputs])
+                for name, (inputs, outputs) in MATRICES.items()
+                if name != "head"
+            }
+            for _ in range(LAYERS)
+        ]
+        self.num_bytes = self.head.num_bytes + sum(w.num_bytes for layer in self.layers for w in layer.values())
+
+    def forward(self, ids: Tensor, batch: AttentionBatch, caches: list, sampling: SamplingBatch) -> Tensor:
+        ops, norm = self.ops, self.norm
+        residual = ops.embed(ids, self.table)
+        x = ops.rms_norm(residual, norm, 1e-5)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = ops.attend(ops.linear(x, layer["qkv"]), self.attention, cache, batch)
+            x = ops.add_rms_norm(ops.linear(x, layer["output"]), residual, norm, 1e-5)
+            x = ops.gated(ops.linear(x, layer["gate_up"]), "silu")
+            x = ops.add_rms_norm(ops.linear(x, layer["down"]), residual, norm, 1e-5)
+        last = x[batch.query_starts[1:].long() - 1]
+        return ops.sample(ops.logits(last, self.head), sampling)
+
+
+def make_step(model: Model, requests: int, query_len: int, context_len: int) -> Callable[[], Tensor]:
+    ops = model.ops
+    blocks = -(-context_len // BLOCK_SIZE)
+    store = ops.allocate_kv(LAYERS, requests * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    caches = [store.layer(i) for i in range(LAYERS)]
+    tables = torch.randperm(requests * blocks, dtype=torch.int32).view(requests, blocks)
+    positions = torch.arange(context_len - query_len, context_len)
+    slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    batch = AttentionBatch(
+        positions=positions.repeat(requests).int(),
+        slots=slots.flatten().int(),
+        query_starts=torch.arange(0, requests * query_len + 1, query_len, dtype=torch.int32),
+        context_lens=torch.full((requests,), context_len, dtype=torch.int32),
+        block_tables=tables,
+        num_requests=requests,
+        max_query_len=query_len,
+        max_context_len=context_len,
+    )
+    ids = torch.randint(0, VOCABULARY, (requests * query_len,), dtype=torch.int32)
+    sampling = SamplingBatch(
+        temperature=torch.zeros(requests),
+        top_k=torch.zeros(requests, dtype=torch.int32),
+        top_p=torch.ones(requests),
+        min_p=torch.zeros(requests),
+        seed=torch.arange(requests),
+        position=torch.zeros(requests, dtype=torch.int64),
+        all_greedy=True,
+    )
+    return lambda: model.forward(ids, batch, caches, sampling)
+
+
+def bench_steps(ops: Ops, bits: int) -> None:
+    model = Model(ops, bits)
+    print(f"\nwhole steps, {model.num_bytes / 1e6:.0f} MB of weights")
+    print(f"{'step':24} {'ms':>8} {'tokens/s':>9} {'GFLOP/s':>8}")
+    weights = HIDDEN * sum(sum(outputs) for name, (_, outputs) in MATRICES.items() if name in ("qkv", "gate_up"))
+    weights = LAYERS * (weights + HEADS * HEAD_DIM * HIDDEN + INTERMEDIATE * HIDDEN)
+    for requests, context_len in ((1, 128), (1, 1024), (8, 256), (32, 256), (128, 256)):
+        elapsed = best_time_s(make_step(model, requests, 1, context_len), 1.0)
+        flops = 2 * requests * (weights + VOCABULARY * HIDDEN)
+        name = f"decode {requests} × 1 @ {context_len}"
+        print(f"{name:24} {elapsed * 1e3:8.2f} {requests / elapsed:9.0f} {flops / elapsed / 1e9:8.0f}")
+    for prompt in (128, 512, 1024):
+        elapsed = best_time_s(make_step(model, 1, prompt, prompt), 1.0)
+        name = f"prefill {prompt}"
+        print(f"{name:24} {elapsed * 1e3:8.2f} {prompt / elapsed:9.0f} {2 * prompt * weights / elapsed / 1e9:8.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="1,8,32,128,512")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--bits", type=int, default=4, choices=[4, 8])
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--steps-only", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        set_num_threads(arguments.threads)
+    ops = select_ops("cpu", getattr(torch, arguments.dtype))
+    print(f"backend {ops.name}, {ops.dtype}, {capabilities()}")
+    if not arguments.steps_only:
+        bench_matrices(ops, [int(rows) for rows in arguments.rows.split(",")], arguments.bits)
+    bench_steps(ops, arguments.bits)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Send a workload to one OpenAI-compatible server and record what happened to every request.
+
+Token times are the times at which events arrive; token counts are the server's own (`usage`), or the number of
+events where it reports none. A request that fails in any way is an outcome with an `error`, never an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from penstock.bench.http import Endpoint, ProtocolError, exchange
+from penstock.bench.workload import ClosedLoop, Prompt, Workload
+from penstock.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under test."""
+
+    name: str
+    endpoint: Endpoint
+    model: str
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened to one request. Times are seconds on one clock; `gaps_s` are between token events."""
+
+    num_input_tokens: int
+    start_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    end_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    outcomes: list[Outcome]
+    duration_s: float  # from the first request sent to the last one answered
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Model]
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+class _StreamReader:
+    """Fills an Outcome from the payloads of one stream."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._num_events = 0
+        self._usage: _Usage | None = None
+        self.saw_done = False
+
+    def on_payload(self, payload: bytes, now: float) -> None:
+        outcome = self._outcome
+        if payload == b"[DONE]":
+            self.saw_done = True
+            return
+        event = _decode_event(payload)
+        if event.error is not None:
+            raise ProtocolError(f"the stream reported {str(event.error)[:200]}")
+        self._usage = event.usage or self._usage
+        if not event.choices:
+            return
+        choice = event.choices[0]
+        if choice.finish_reason and not choice.text and outcome.first_token_s is not None:
+            return  # the closing event carries no token
+        if outcome.last_token_s is None:
+            outcome.first_token_s = now
+        else:
+            outcome.gaps_s.append(now - outcome.last_token_s)
+        outcome.last_token_s = now
+        self._num_events += 1
+
+    def finish(self) -> None:
+        usage = self._usage
+        self._outcome.num_output_tokens = usage.completion_tokens if usage else self._num_events
+        if usage and usage.prompt_tokens_details:
+            self._outcome.num_cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+
+
+async def find_target(name: str | None, url: str, model: str | None, api_key: str | None) -> Target:
+    """Ask the server what it serves. Raises UsageError when nothing usable answers."""
+    endpoint = Endpoint.parse(url, api_key)
+    try:
+        async with asyncio.timeout(10):
+            status, body = await exchange(endpoint, endpoint.request("GET", "/v1/models"))
+    except (OSError, ProtocolError, TimeoutError) as error:
+        raise UsageError(
+            f"No server answers at {url} ({str(error) or type(error).__name__}).",
+            hint="Start one with `penstock serve`, or check the address.",
+        ) from error
+    if status != 200:
+        hint = "Give its key with --api-key." if status in (401, 403) else "Check the address."
+        raise UsageError(f"The server at {url} answered /v1/models with status {status}.", hint=hint)
+    try:
+        served = [entry.id for entry in msgspec.json.decode(body, type=_ModelList).data]
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"The server at {url} does not speak the OpenAI API: {error}.") from error
+    if model is None and not served:
+        raise UsageError(f"The server at {url} serves no model.", hint="Name one with --model.")
+    return Target(name or f"{endpoint.host}:{endpoint.port}", endpoint, model or served[0])
+
+
+def encode_request(target: Target, prompt: Prompt) -> bytes:
+    body = {
+        "model": target.model,
+        "prompt": prompt.token_ids,
+        "max_tokens": prompt.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return target.endpoint.request("POST", "/v1/completions", msgspec.json.encode(body))
+
+
+async def run_load(
+    target: Target,
+    workload: Workload,
+    *,
+    timeout_s: float = 600.0,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> LoadResult:
+    """Send every prompt of the workload; `on_done` is called with 1 after each answer."""
+    prompts = workload.prompts()
+    # Encoded ahead, so that the timed part does nothing but move bytes.
+    requests = [encode_request(target, prompt) for prompt in prompts]
+    outcomes: list[Outcome] = []
+
+    async def send(index: int) -> None:
+        outcome = Outcome(len(prompts[index].token_ids), time.perf_counter())
+        outcomes.append(outcome)
+        await _send(target, requests[index], outcome, timeout_s)
+        on_done(1)
+
+    start = time.perf_counter()
+    arrival_times = workload.arrival_times_s()
+    if arrival_times is None:
+        assert isinstance(workload.arrivals, ClosedLoop)
+        waiting = iter(range(len(requests)))
+        clients = min(workload.arrivals.concurrency, len(requests))
+        await asyncio.gather(*(_client(waiting, send) for _ in range(clients)))
+    else:
+        async with asyncio.TaskGroup() as group:
+            for index, arrival_s in enumerate(arrival_times):
+                await asyncio.sleep(max(0.0, start + arrival_s - time.perf_counter()))
+                group.create_task(send(index))
+    return LoadResult(outcomes, time.perf_counter() - start)
+
+
+async def _client(waiting: Iterator[int], send: Callable[[int], Awaitable[None]]) -> None:
+    for index in waiting:
+        await send(index)
+
+
+async def _send(target: Target, request: bytes, outcome: Outcome, timeout_s: float) -> None:
+    reader = _StreamReader(outcome)
+    try:
+        async with asyncio.timeout(timeout_s):
+            status, body = await exchange(target.endpoint, request, reader.on_payload)
+        if status != 200:
+            outcome.error = f"status {status}: {body[:200].decode(errors='replace')}"
+        elif not reader.saw_done:
+            outcome.error = "the stream ended without [DONE]"
+        elif outcome.first_token_s is None:
+            outcome.error = "the stream held no token"
+    except TimeoutError:
+        outcome.error = f"no complete answer within {timeout_s:g} s"
+    except (OSError, ProtocolError, msgspec.MsgspecError) as error:
+        outcome.error = str(error) or type(error).__name__
+    reader.finish()
+    outcome.end_s = time.perf_counter()

@@ -1,0 +1,165 @@
+"""`penstock chat`: a conversation in the terminal, with a running server or one of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.commands import PenstockCommand, sigterm_unwinds
+from penstock.cli.environment import API_KEY_VARIABLE
+from penstock.cli.models import fetch_model
+from penstock.cli.options import model_argument
+from penstock.core.config import ModelConfig
+from penstock.core.errors import PenstockError, UsageError
+
+if TYPE_CHECKING:
+    from penstock.cli.chat_client import ChatClient
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
+
+
+@click.command(cls=PenstockCommand, short_help="Talk to a model in the terminal.")
+@model_argument
+@click.option("-m", "--message", help="Ask one question, print the answer and leave.")
+@click.option(
+    "--url", help=f"Server to talk to. Default: {_DEFAULT_URL} if it answers, else a server of our own."
+)
+@click.option("--api-key", envvar=API_KEY_VARIABLE, show_envvar=True, help="Key that the server wants.")
+@click.option("--system", help="Instructions that stand before the conversation.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer. Default: the server's.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token. "
+              "Default: the server's.")  # fmt: skip
+def chat(
+    positional_model: str | None,
+    message: str | None,
+    url: str | None,
+    api_key: str | None,
+    system: str | None,
+    **settings: Any,
+) -> None:
+    """Talk to MODEL in the terminal.
+
+    A server that already runs is used if it serves MODEL. Otherwise one is started in the background, on a port
+    of its own, and ends with the conversation.
+
+    \b
+      penstock chat
+      penstock chat -m "What is the capital of France?"
+      penstock chat qwen2.5-coder-1.5b
+    """
+    with _connect(positional_model, url, api_key) as (client, served_model):
+        given = {name: value for name, value in settings.items() if value is not None}
+        conversation = Conversation(client, served_model, system, given)
+        if message is not None:
+            conversation.ask(message)
+            return
+        click.echo(f"Talking to {served_model}. {_HELP}", err=True)
+        _talk(conversation)
+
+
+class Conversation:
+    """The messages so far. Each answer is printed as it arrives, and remembered."""
+
+    def __init__(self, client: ChatClient, model: str, system: str | None, settings: dict[str, Any]) -> None:
+        self._client = client
+        self._model = model
+        self._settings = settings
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = list(self._opening)
+
+    def ask(self, text: str) -> None:
+        """Print the answer. A question whose answer failed is forgotten; one that was stopped is kept."""
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        try:
+            with closing(self._client.answer(self._model, self.messages, **self._settings)) as answer:  # type: ignore[type-var]
+                for piece in answer:
+                    pieces.append(piece)
+                    click.echo(piece, nl=False)
+        except PenstockError:
+            self.messages.pop()
+            raise
+        finally:
+            if pieces:
+                click.echo()
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _talk(conversation: Conversation) -> None:
+    _enable_line_editing()
+    while True:
+        try:
+            text = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return
+        match text:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return
+            case "/reset":
+                conversation.reset()
+                click.echo("The conversation is forgotten.", err=True)
+            case _ if text.startswith("/"):
+                click.echo(_HELP, err=True)
+            case _:
+                _ask_and_go_on(conversation, text)
+
+
+def _ask_and_go_on(conversation: Conversation, text: str) -> None:
+    """Neither a stopped answer nor a refused one ends the conversation."""
+    try:
+        conversation.ask(text)
+    except KeyboardInterrupt:
+        click.echo("(stopped)", err=True)
+    except PenstockError as error:
+        click.echo(f"Error: {error.message}" + (f"\nHint: {error.hint}" if error.hint else ""), err=True)
+
+
+def _enable_line_editing() -> None:
+    try:
+        import readline  # noqa: F401  importing it gives input() arrow keys and a history
+    except ImportError:
+        return
+
+
+@contextmanager
+def _connect(model: str | None, url: str | None, api_key: str | None) -> Iterator[tuple[ChatClient, str]]:
+    """A client and the name its server has for the model."""
+    from penstock.cli.chat_client import ChatClient
+
+    with closing(ChatClient(url or _DEFAULT_URL, api_key)) as client:
+        try:
+            served = client.served_models()
+        except UsageError:
+            if url is not None:
+                raise
+            served = []
+        chosen = model if model in served else None if model else next(iter(served), None)
+        if chosen is not None:
+            yield client, chosen
+            return
+        if url is not None:
+            raise UsageError(
+                f"The server at {url} does not serve {model or 'any model'}.",
+                hint=f"It serves {', '.join(served) or 'nothing'}.",
+            )
+    from penstock.cli.background import background_server
+
+    own_model = model or ModelConfig().model
+    fetch_model(own_model)  # here, where its progress can be seen
+    with (
+        sigterm_unwinds(),
+        background_server(own_model) as own_url,
+        closing(ChatClient(own_url, api_key)) as client,
+    ):
+        yield client, client.served_models()[0]

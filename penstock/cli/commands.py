@@ -1,0 +1,139 @@
+"""How every command behaves: one sentence for an error, options in groups, `--debug` everywhere.
+
+Knows click and the error tree; knows nothing of what the commands do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import IO, Any, NoReturn
+
+import click
+
+from penstock.cli.console import configure_logging
+from penstock.cli.environment import DEBUG_VARIABLE
+from penstock.core.errors import ConfigError, PenstockError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class Failure(click.ClickException):
+    """An error as a person reads it: one sentence, then what to do about it."""
+
+    def __init__(self, message: str, hint: str | None, exit_code: int) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance too
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"{click.style('Error:', fg='red', bold=True)} {self.message}", err=True)
+        if self.hint:
+            click.echo(f"{click.style('Hint:', fg='yellow')} {self.hint}", err=True)
+
+
+class PenstockCommand(click.Command):
+    """A command that turns exceptions into sentences and shows its options in sections.
+
+    Options with a `section` attribute are listed under that heading, in the order they were added.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--debug"],
+                is_flag=True,
+                envvar=DEBUG_VARIABLE,
+                show_envvar=True,
+                expose_value=False,
+                is_eager=True,
+                callback=_remember_debug,
+                help="Show tracebacks and detailed logs.",
+            )
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        debug = bool(ctx.meta.get("penstock.debug"))
+        configure_logging(debug=debug)
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            raise  # click ends quietly when the reader of a pipe has gone
+        except PenstockError as error:
+            if debug:
+                raise
+            code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
+            raise Failure(error.message, error.hint, code) from error
+        except Exception as error:
+            if debug:
+                raise
+            summary = str(error) or "no message"
+            raise Failure(
+                f"Penstock met an error it did not expect, {type(error).__name__}: {summary}",
+                "Run the same command with --debug for the traceback, and please report it.",
+                EXIT_FAILURE,
+            ) from error
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if isinstance(parameter, click.Option) and record is not None:
+                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def _remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta["penstock.debug"] = True
+
+
+class PenstockGroup(click.Group):
+    """Commands in the order they were added, which is the order a newcomer needs them in."""
+
+    command_class = PenstockCommand
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            raise click.UsageError(f"There is no command '{name}'.{did_you_mean(name, self.commands)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing when no choice is near."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+@contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM unwind the stack like Ctrl-C does, so that what is underway is cleaned up."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,110 @@
+"""What the commands share for talking to a terminal: consoles, progress bars, logging.
+
+Results go to standard output; everything else (progress, banners, logs, errors) goes to standard error, so
+that output can be piped. rich is imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.models.hub import PullProgress
+
+_NOISY_LIBRARIES = (
+    "uvicorn",
+    "uvicorn.access",
+    "uvicorn.error",
+    "httpx",
+    "httpcore",
+    "asyncio",
+    "matplotlib",
+)
+
+
+def stdout_console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def stderr_console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def configure_logging(*, debug: bool) -> None:
+    """One line per event on standard error; libraries speak up only when something is wrong."""
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s" if debug else "%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    for library in _NOISY_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.INFO if debug else logging.WARNING)
+
+
+@contextmanager
+def pull_progress(model_name: str) -> Iterator[Callable[[PullProgress], None]]:
+    """A bar for one model's download. Nothing is drawn before the first report."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=stderr_console(),
+    )
+    task = bar.add_task(f"Fetching {model_name}", total=None)
+
+    def report(progress: PullProgress) -> None:
+        bar.start()
+        if progress.stage == "waiting":
+            bar.update(task, description=f"Waiting for another process that fetches {model_name}")
+        else:
+            bar.update(
+                task,
+                description=f"Fetching {model_name}",
+                completed=progress.done_bytes,
+                total=progress.total_bytes,
+            )
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+@contextmanager
+def count_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over a known number of things; call what it yields with how many more are done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr_console(), transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda more: bar.advance(task, more)
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """Something that moves while we wait; call what it yields to change the text."""
+    with stderr_console().status(text) as status:
+        yield lambda changed: status.update(changed)

@@ -1,0 +1,161 @@
+"""`penstock doctor`: look at everything that has to be right before a model is served."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
+from penstock.cli.console import spinner, stdout_console
+from penstock.cli.models import model_hub
+from penstock.core.config import ServerConfig
+from penstock.models.hub import ModelHub
+from penstock.version import __version__
+
+Level = Literal["ok", "warn", "fail"]
+_COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
+_PROBE_TIMEOUT_S = 120
+_LOW_MEMORY_BYTES = 2 << 30
+_LOW_DISK_BYTES = 1 << 30
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    subject: str
+    detail: str
+    hint: str | None = None
+
+
+@click.command(cls=PenstockCommand, short_help="Check that this machine is ready to serve.")
+def doctor() -> None:
+    """Check Python, torch, the kernels, memory, disk, cached models and the default port.
+
+    The exit code is 1 if something must be repaired before a model can be served.
+    """
+    console = stdout_console()
+    failed = False
+    for finding in _findings():
+        colour = _COLOURS[finding.level]
+        console.print(
+            f"[{colour}]{finding.level:>4}[/{colour}]  [bold]{finding.subject:<8}[/bold] {finding.detail}",
+            soft_wrap=True,
+        )
+        if finding.hint:
+            console.print(f"{'':16}{finding.hint}", style="dim", soft_wrap=True)
+        failed = failed or finding.level == "fail"
+    if failed:
+        raise click.exceptions.Exit(EXIT_FAILURE)
+
+
+def _findings() -> Iterator[Finding]:
+    yield Finding("ok", "Python", f"{sys.version.split()[0]} at {sys.executable}; Penstock {__version__}")
+    yield check_cpu(Path("/proc/cpuinfo"))
+    with spinner("Importing torch"):
+        engine_findings = list(check_engine([sys.executable, "-m", "penstock.cli.probe"]))
+    yield from engine_findings
+    yield check_memory(Path("/proc/meminfo"))
+    hub = model_hub()
+    yield check_disk(hub.cache_dir)
+    yield check_models(hub)
+    yield check_port(ServerConfig().host, ServerConfig().port)
+
+
+def check_cpu(cpuinfo: Path) -> Finding:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return Finding("ok", "CPU", f"{count} cores")
+    flags = set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+    known = [flag for flag in _CPU_FLAGS if flag in flags]
+    return Finding("ok", "CPU", f"{count} cores" + (f" with {', '.join(known)}" if known else ""))
+
+
+def check_engine(command: list[str]) -> Iterator[Finding]:
+    """torch, GPUs and kernels, as a process of their own reports them."""
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield Finding("fail", "torch", f"could not be imported within {_PROBE_TIMEOUT_S} s")
+        return
+    if probe.returncode != 0:
+        reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        yield Finding(
+            "fail", "torch", f"cannot be used: {reason}", "Run `pip install --force-reinstall torch`."
+        )
+        return
+    found: dict[str, Any] = json.loads(probe.stdout.splitlines()[-1])
+    yield Finding("ok", "torch", found["torch"])
+    yield Finding("ok", "GPU", ", ".join(found["gpus"]) or "none; models run on the CPU")
+    yield check_kernels(found["kernels"])
+
+
+def check_kernels(kernels: dict[str, Any]) -> Finding:
+    """`kernels` holds the fields of kernels.select.Capabilities."""
+    if not kernels["native"]:
+        return Finding(
+            "warn",
+            "Kernels",
+            "native CPU kernels are missing, so torch does their work more slowly",
+            "Install a C++ compiler and run `pip install --force-reinstall --no-deps penstock`.",
+        )
+    return Finding("ok", "Kernels", f"native, for {kernels['isa']}, on {kernels['num_threads']} threads")
+
+
+def check_memory(meminfo: Path) -> Finding:
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        available = int(lines["MemAvailable"].split()[0]) << 10
+        total = int(lines["MemTotal"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return Finding("warn", "Memory", "this system does not say how much there is")
+    detail = f"{available / 2**30:,.1f} of {total / 2**30:,.1f} GiB available"
+    if available < _LOW_MEMORY_BYTES:
+        return Finding(
+            "warn", "Memory", detail, "The default model needs about 1.5 GiB; see --kv-cache-memory."
+        )
+    return Finding("ok", "Memory", detail)
+
+
+def check_disk(cache_dir: Path) -> Finding:
+    existing = next(folder for folder in (cache_dir, *cache_dir.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    detail = f"{free / 1e9:,.1f} GB free for {cache_dir}"
+    if not os.access(existing, os.W_OK):
+        return Finding(
+            "fail", "Disk", f"{existing} cannot be written to", "Choose a folder with PENSTOCK_CACHE."
+        )
+    if free < _LOW_DISK_BYTES:
+        return Finding("warn", "Disk", detail, "Free some space, or choose another disk with PENSTOCK_CACHE.")
+    return Finding("ok", "Disk", detail)
+
+
+def check_models(hub: ModelHub) -> Finding:
+    here = [name for name in hub.catalog if hub.is_cached(name)]
+    if here:
+        return Finding("ok", "Models", f"{', '.join(here)} in the cache")
+    return Finding("warn", "Models", "none in the cache", "`penstock serve` fetches the default one.")
+
+
+def check_port(host: str, port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return Finding(
+                "warn", "Port", f"{host}:{port} cannot be used ({error.strerror})", "Serve on another --port."
+            )
+    return Finding("ok", "Port", f"{host}:{port} is free")

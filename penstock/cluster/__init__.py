@@ -1,0 +1,1 @@
+"""Replicas: launching them, reaching them, knowing how they are. Only `worker` imports the engine."""

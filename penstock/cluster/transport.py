@@ -1,0 +1,183 @@
+"""The gateway's end of the wire to one engine process: ZeroMQ frames in, callbacks out.
+
+Runs on the event loop of the gateway, without threads: the socket's file descriptor wakes us, and we read until it
+is empty. Knows no engine, no HTTP and no policy. The engine's end is in `worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
+from penstock.core.messages import (
+    AbortRequests,
+    AddRequest,
+    Codec,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Hello,
+    LoadProgress,
+    RequestRejected,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+)
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    on_event: Callable[[TokenEvent], None]
+    on_error: Callable[[PenstockError], None]
+
+
+class ZmqEngineClient:
+    """Implements `client.EngineClient`. `start` connects; `fail` is for whoever watches the process."""
+
+    def __init__(self, endpoint: str, *, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
+        self._endpoint = endpoint
+        self._on_progress = on_progress
+        self._codec = Codec()
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._listeners: dict[str, _Listener] = {}
+        self._ready: EngineReady | None = None
+        self._stats = EngineStats()
+        self._fd = -1  # of the socket, while there is one
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._became_ready: asyncio.Future[EngineReady] | None = None
+
+    @property
+    def ready(self) -> EngineReady | None:
+        return self._ready
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def start(self) -> None:
+        """Connect, and ask the engine to report when it is ready. Called again for a restarted engine: a fresh
+        socket makes sure that nothing meant for the old process reaches the new one."""
+        self._disconnect()
+        self._loop = asyncio.get_running_loop()
+        if self._became_ready is None or self._became_ready.done():
+            self._became_ready = self._loop.create_future()
+        socket = self._context.socket(zmq.DEALER)
+        # Neither side may block the other: queues are bounded by the requests in flight, not by the socket.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._endpoint)
+        self._socket = socket
+        self._fd = socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._read)
+        self._send(Hello())
+
+    async def wait_ready(self) -> EngineReady:
+        """Raises the engine's own error when it could not start."""
+        if self._became_ready is None:
+            raise RuntimeError("start() comes first")
+        return await asyncio.shield(self._became_ready)
+
+    def add(
+        self,
+        request: Request,
+        *,
+        timeout_s: float | None,
+        on_event: Callable[[TokenEvent], None],
+        on_error: Callable[[PenstockError], None],
+    ) -> None:
+        if self._ready is None:
+            on_error(EngineUnavailable("The engine is not ready yet.", retry_after_s=1.0))
+            return
+        self._listeners[request.id] = _Listener(on_event, on_error)
+        self._send(AddRequest(request, timeout_s))
+
+    def abort(self, request_id: str) -> None:
+        if self._listeners.pop(request_id, None) is not None:
+            self._send(AbortRequests((request_id,)))
+
+    def fail(self, error: PenstockError) -> None:
+        """The engine is gone: every request it had ends with `error`."""
+        self._ready = None
+        self._stats = EngineStats()
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.on_error(error)
+        if self._became_ready is not None and not self._became_ready.done():
+            self._became_ready.set_exception(error)
+            self._became_ready.exception()  # mark as seen: nobody may be waiting
+
+    def shut_down_engine(self) -> None:
+        self._send(Shutdown())
+
+    def close(self) -> None:
+        self._disconnect()
+        self._context.term()
+
+    def _disconnect(self) -> None:
+        if self._socket is not None and self._loop is not None:
+            self._loop.remove_reader(self._fd)
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, message: ToEngine) -> None:
+        if self._socket is None or self._loop is None:
+            return
+        self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        # The descriptor signals edges, and sending may swallow one.
+        self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        socket = self._socket
+        while socket is not None and not socket.closed:
+            try:
+                data = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(self._codec.decode_from_engine(data))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case StepOutputs():
+                if message.stats is not None:
+                    self._stats = message.stats
+                for event in message.events:
+                    self._deliver(event)
+            case RequestRejected():
+                listener = self._listeners.pop(message.request_id, None)
+                if listener is not None:
+                    error = error_from_code(
+                        message.code, message.message, retry_after_s=message.retry_after_s
+                    )
+                    listener.on_error(error)
+            case EngineReady():
+                self._ready = message
+                if self._became_ready is not None and not self._became_ready.done():
+                    self._became_ready.set_result(message)
+            case LoadProgress():
+                if self._on_progress is not None:
+                    self._on_progress(message)
+            case EngineFailed():
+                error = error_from_code(message.code, message.message)
+                error.hint = message.hint
+                self.fail(error)
+
+    def _deliver(self, event: TokenEvent) -> None:
+        # Events of aborted requests may still be on their way; they have no listener any more.
+        listener = self._listeners.get(event.request_id)
+        if listener is None:
+            return
+        if event.finish_reason is not None:
+            del self._listeners[event.request_id]
+        listener.on_event(event)

@@ -1,0 +1,202 @@
+"""The engine process: messages in, steps, messages out. Run as `python -m penstock.cluster.worker`.
+
+The only module of this room that imports the engine. One thread does everything: it drains its inbox between steps,
+so a request or an abort takes effect at the next step, and sends one message per step to each gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from penstock.core.config import EngineConfig
+from penstock.core.errors import PenstockError
+from penstock.core.messages import (
+    AbortRequests,
+    AddRequest,
+    Codec,
+    EngineFailed,
+    FromEngine,
+    Hello,
+    LoadProgress,
+    RequestRejected,
+    Shutdown,
+    StepOutputs,
+)
+from penstock.core.plan import TokenEvent
+from penstock.engine.build import Engine, build_engine
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.25  # how often an idle engine looks for expired requests and for its parent
+STATS_INTERVAL_S = 0.1
+
+
+class Worker:
+    """Serves any number of gateways; a request belongs to the one that sent it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._codec = Codec()
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(endpoint)
+        self._gateways: dict[bytes, None] = {}
+        self._gateway_of: dict[str, bytes] = {}
+        self._engine: Engine | None = None
+        self._stopping = False
+        self._stats_sent_s = 0.0
+        self._parent = os.getppid()
+
+    def start(self, config: EngineConfig, model_path: Path) -> None:
+        def progress(stage: str, fraction: float) -> None:
+            self._read_inbox(0.0)
+            self._broadcast(LoadProgress(stage, fraction))
+
+        self._engine = build_engine(config, model_path, on_progress=progress)
+        self._broadcast(self._engine.ready)
+
+    def run(self) -> None:
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("start() comes first")
+        loop = engine.loop
+        while not self._stopping:
+            busy = loop.has_work
+            self._read_inbox(0.0 if busy else IDLE_POLL_S)
+            if os.getppid() != self._parent:
+                log.warning("the gateway process has gone; leaving")
+                return
+            was_busy = busy or loop.has_work
+            self._send_events(loop.step())
+            self._send_stats(force=was_busy and not loop.has_work)
+
+    def report_failure(self, error: BaseException) -> None:
+        if isinstance(error, PenstockError):
+            failure = EngineFailed(error.code, error.message, error.hint)
+        else:
+            failure = EngineFailed(
+                "engine_unavailable", f"The engine stopped: {type(error).__name__}: {error}"
+            )
+        self._read_inbox(0.0)
+        self._broadcast(failure)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._socket.close()
+        self._context.term()
+
+    def _read_inbox(self, wait_s: float) -> None:
+        if wait_s > 0 and not self._socket.poll(wait_s * 1000):
+            return
+        while True:
+            try:
+                gateway, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(gateway, data)
+
+    def _handle(self, gateway: bytes, data: bytes) -> None:
+        self._gateways[gateway] = None
+        match self._codec.decode_to_engine(data):
+            case AddRequest() as message:
+                self._add(gateway, message)
+            case AbortRequests(request_ids=request_ids):
+                for request_id in request_ids:
+                    self._gateway_of.pop(request_id, None)
+                    if self._engine is not None:
+                        self._engine.loop.abort(request_id)
+            case Hello():
+                if self._engine is not None:
+                    self._send(gateway, self._engine.ready)
+            case Shutdown():
+                self._stopping = True
+
+    def _add(self, gateway: bytes, message: AddRequest) -> None:
+        request_id = message.request.id
+        if self._engine is None:
+            self._send(
+                gateway,
+                RequestRejected(request_id, "engine_unavailable", "The engine is still starting.", 1.0),
+            )
+            return
+        try:
+            self._engine.loop.add(message.request, message.timeout_s)
+        except PenstockError as error:
+            self._send(gateway, RequestRejected(request_id, error.code, error.message, error.retry_after_s))
+        else:
+            self._gateway_of[request_id] = gateway
+
+    def _send_events(self, events: list[TokenEvent]) -> None:
+        if not events:
+            return
+        by_gateway: defaultdict[bytes, list[TokenEvent]] = defaultdict(list)
+        for event in events:
+            gateway = self._gateway_of.get(event.request_id)
+            if gateway is None:
+                continue
+            by_gateway[gateway].append(event)
+            if event.finish_reason is not None:
+                del self._gateway_of[event.request_id]
+        for gateway, its_events in by_gateway.items():
+            self._send(gateway, StepOutputs(tuple(its_events)))
+
+    def _send_stats(self, *, force: bool) -> None:
+        now = time.monotonic()
+        if self._engine is None or not (force or now - self._stats_sent_s >= STATS_INTERVAL_S):
+            return
+        self._stats_sent_s = now
+        self._broadcast(StepOutputs((), self._engine.loop.stats()))
+
+    def _broadcast(self, message: FromEngine) -> None:
+        for gateway in self._gateways:
+            self._send(gateway, message)
+
+    def _send(self, gateway: bytes, message: FromEngine) -> None:
+        self._socket.send_multipart((gateway, self._codec.encode(message)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="One Penstock engine. Started by `penstock serve`, not by hand."
+    )
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--model-path", required=True, type=Path)
+    parser.add_argument("--log-level", default="INFO")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=arguments.log_level, format="%(asctime)s engine %(levelname)s %(message)s")
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group; the gateway drains first and then
+    # sends Shutdown. If the gateway dies instead, run() notices.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    worker = Worker(arguments.endpoint)
+    try:
+        worker.start(config, arguments.model_path)
+        worker.run()
+    except PenstockError as error:
+        worker.report_failure(error)
+        return 1
+    except Exception as error:
+        log.exception("the engine failed")
+        worker.report_failure(error)
+        return 1
+    finally:
+        worker.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

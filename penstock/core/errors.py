@@ -1,0 +1,130 @@
+"""Every error a user can meet.
+
+    PenstockError                     500  internal_error
+    ├── InvalidRequest                400  invalid_request_error
+    │   └── ContextLengthExceeded     400  context_length_exceeded
+    ├── AuthenticationFailed          401  invalid_api_key
+    ├── ModelNotFound                 404  model_not_found
+    ├── NotFound                      404  not_found
+    ├── RequestTooLarge               413  request_too_large
+    ├── RateLimited                   429  rate_limit_exceeded
+    ├── Overloaded                    503  overloaded            (queues are full)
+    │   └── ShuttingDown              503  shutting_down         (draining)
+    ├── EngineUnavailable             503  engine_unavailable    (starting, restarting, gone)
+    ├── DeadlineExceeded              504  deadline_exceeded
+    └── UsageError                    500  usage_error           (the operator's: flags, files, models on disk)
+        ├── ConfigError                    config_error
+        └── ModelLoadError                 model_load_error
+
+Each knows its HTTP status, a code for programs and the sentence a person reads. `hint` says what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PenstockError(Exception):
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    type: ClassVar[str] = "api_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        hint: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.hint = hint
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(PenstockError):
+    status = 400
+    code = "invalid_request_error"
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class AuthenticationFailed(PenstockError):
+    status = 401
+    code = "invalid_api_key"
+    type = "invalid_request_error"
+
+
+class ModelNotFound(PenstockError):
+    status = 404
+    code = "model_not_found"
+    type = "invalid_request_error"
+
+
+class NotFound(PenstockError):
+    status = 404
+    code = "not_found"
+    type = "invalid_request_error"
+
+
+class RequestTooLarge(PenstockError):
+    status = 413
+    code = "request_too_large"
+    type = "invalid_request_error"
+
+
+class RateLimited(PenstockError):
+    status = 429
+    code = "rate_limit_exceeded"
+    type = "rate_limit_error"
+
+
+class Overloaded(PenstockError):
+    status = 503
+    code = "overloaded"
+    type = "overloaded_error"
+
+
+class ShuttingDown(Overloaded):
+    code = "shutting_down"
+
+
+class EngineUnavailable(PenstockError):
+    status = 503
+    code = "engine_unavailable"
+    type = "api_error"
+
+
+class DeadlineExceeded(PenstockError):
+    status = 504
+    code = "deadline_exceeded"
+    type = "api_error"
+
+
+class UsageError(PenstockError):
+    code = "usage_error"
+
+
+class ConfigError(UsageError):
+    code = "config_error"
+
+
+class ModelLoadError(UsageError):
+    code = "model_load_error"
+
+
+def _tree(root: type[PenstockError]) -> dict[str, type[PenstockError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def error_from_code(code: str, message: str, *, retry_after_s: float | None = None) -> PenstockError:
+    """Rebuild an error that crossed a process boundary as (code, message)."""
+    return _tree(PenstockError).get(code, PenstockError)(message, retry_after_s=retry_after_s)

@@ -1,0 +1,129 @@
+"""Every message between a gateway process and an engine process, and nothing else.
+
+Encoded with msgspec as tagged MessagePack; one engine→gateway message carries the news of a whole step.
+Times never cross as absolute values, because two processes need not share a clock.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    request: Request
+    timeout_s: float | None = None  # becomes Request.deadline_s on the engine's clock
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    request_ids: tuple[str, ...]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A gateway introduces itself and asks for EngineReady."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave after the current step. Draining is the gateway's business: it sends this when nothing runs."""
+
+
+ToEngine: TypeAlias = AddRequest | AbortRequests | Hello | Shutdown
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a gateway needs to know about a served model. It travels with EngineReady, so that a gateway needs
+    no model files, no torch, and may run on another machine."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    tokenizer_json: bytes  # a Hugging Face `tokenizers` file
+    chat_template: str | None
+    special_tokens: dict[str, str]  # bos_token, eos_token, … as chat templates name them
+    bos_token_id: int | None
+    add_bos_token: bool  # whether a plain-text prompt gets bos_token_id in front
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    num_parameters: int
+    dtype: str
+    quantization: str | None
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    model: ModelCard
+    num_kv_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_output_tokens: int  # server cap on max_tokens
+
+
+class RequestRejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The engine did not take a request; `code` is one of core.errors."""
+
+    request_id: str
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Gauges as they stand, and counters since the engine started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_kv_blocks: int = 0
+    num_kv_blocks_used: int = 0  # active or pinned
+    kv_fragmentation: float = 0.0  # share of allocated token slots of running requests that hold nothing
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    num_preemptions: int = 0
+    num_steps: int = 0
+    step_tokens: int = 0  # tokens computed in the latest step
+    tokens_computed: int = 0
+    step_s: float = 0.0  # duration of the latest step
+    plan_s: float = 0.0  # seconds spent in scheduler.plan and commit for the latest step
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
+    events: tuple[TokenEvent, ...]
+    stats: EngineStats | None = None
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine cannot serve; the process ends after sending this."""
+
+    code: str
+    message: str
+    hint: str | None = None
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
+    stage: str
+    fraction: float
+
+
+FromEngine: TypeAlias = EngineReady | RequestRejected | StepOutputs | EngineFailed | LoadProgress
+
+
+class Codec:
+    """Encoders and decoders for both directions, made once."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+    def encode(self, message: ToEngine | FromEngine) -> bytes:
+        return self._encoder.encode(message)
+
+    def decode_to_engine(self, data: bytes) -> ToEngine:
+        return self._to_engine.decode(data)
+
+    def decode_from_engine(self, data: bytes) -> FromEngine:
+        return self._from_engine.decode(data)

@@ -1,0 +1,84 @@
+"""The data that crosses the seam between a scheduler and whatever executes its steps.
+
+A plan is frozen: it can be printed, logged and replayed. The executor needs nothing else from the scheduler, and
+the scheduler needs nothing from the executor but a `StepResult`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.request import FinishReason
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Compute tokens `[start, start + num_tokens)` of one request in this step.
+
+    `new_block_ids` extend the request's block table; when `begins` is set (first chunk after admission or
+    resumption) they are the whole table, cached prefix included. `in_flight` counts the trailing tokens of the
+    chunk whose ids an earlier, not yet committed step is still sampling: the executor takes those from its own
+    last output. `samples` asks for one sampled token from the chunk's last position.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    samples: bool
+    new_block_ids: tuple[int, ...]
+    begins: bool = False
+    in_flight: int = 0
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One forward pass. `released` names requests that ended or were preempted since the previous plan: the
+    executor drops their rows before it looks at `chunks` (a resumed request may appear in both)."""
+
+    step_id: int
+    chunks: tuple[Chunk, ...]
+    released: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the sampled token's, and the most likely alternatives."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """What the executor sampled for one chunk with `samples`. `error` replaces the token when the position could
+    not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR."""
+
+    request_id: str
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What came out of one plan. `elapsed_s` is how long the step occupied the executor: it feeds the step-time
+    predictor, which therefore never reads a clock."""
+
+    step_id: int
+    sampled: tuple[SampledToken, ...]
+    elapsed_s: float
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """News about one request after a commit: a token, its end, or both.
+
+    `num_cached_tokens` is set on a request's first event only: how many prompt tokens were reused.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    queue_s: float | None = None  # set on the first event: time from arrival to first planned chunk
+    error: str | None = None

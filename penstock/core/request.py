@@ -1,0 +1,61 @@
+"""What a client asks for, after the gateway has checked and tokenized it.
+
+Everything here is immutable: the scheduler keeps the changing state of a request in a record of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Tier(enum.StrEnum):
+    """How urgent a request is. The scheduler serves tiers in this order, with aging so that none starves."""
+
+    PRIORITY = "priority"
+    DEFAULT = "default"
+    BATCH = "batch"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request produced its last token."""
+
+    STOP = "stop"  # end-of-sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # the client went away or cancelled
+    DEADLINE = "deadline"  # the request's own deadline passed
+    ERROR = "error"  # the engine could not go on with it
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to turn logits into tokens. `n` is not here: the gateway submits n requests that share a prefix."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 means greedy
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int | None = None  # the engine draws one when absent
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = (
+        None  # number of alternatives to report beside the sampled token; 0 reports it alone
+    )
+    stop: tuple[str, ...] = ()  # looked for by the gateway, which alone sees text
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate. `tenant` salts the prefix cache and carries fairness between users."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    tenant: str = ""
+    tier: Tier = Tier.DEFAULT
+    deadline_s: float | None = None  # on the engine's clock; set from AddRequest.timeout_s on arrival

@@ -1,0 +1,199 @@
+"""From a configuration to a running engine: choose the device, load the model, size the KV cache, connect the parts.
+
+All sizes are decided here, once, with the numbers at hand; a model that does not fit is refused with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.core.clock import Clock, SystemClock
+from penstock.core.config import EngineConfig
+from penstock.core.errors import ConfigError
+from penstock.core.messages import EngineReady, ModelCard
+from penstock.core.plan_log import LogHeader
+from penstock.core.sizes import format_bytes, parse_bytes
+from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
+from penstock.engine.loop import EngineLoop, Executor
+from penstock.engine.plain_tokenizers import numbered_tokenizer_json
+from penstock.engine.record import PlanRecorder
+from penstock.kvcache.cache import KVCache
+from penstock.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from penstock.models.model import Model
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CPU_KV_MEMORY = "512MiB"
+ECHO_KV_BLOCKS = 1 << 16
+ECHO_MAX_MODEL_LEN = 1 << 16
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    loop: EngineLoop
+    ready: EngineReady
+    recorder: PlanRecorder | None
+
+    def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What the model side contributes: an executor, and the facts that size everything else."""
+
+    executor: Executor
+    card: ModelCard
+    num_kv_blocks: int
+    default_steps_in_flight: int = 1
+
+
+def build_engine(config: EngineConfig, model_path: Path, *, on_progress: Progress | None = None) -> Engine:
+    clock = SystemClock()
+    if str(model_path) == ECHO_MODEL:
+        loaded = _load_echo(config, clock)
+    else:
+        loaded = _load_model(config, model_path, clock, on_progress)
+    card = loaded.card
+    cache = KVCache(
+        loaded.num_kv_blocks,
+        block_size=config.cache.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_pinned_fraction=config.cache.max_pinned_fraction,
+    )
+    eos_token_ids = frozenset(card.eos_token_ids)
+    scheduler = Scheduler(
+        config.scheduler, cache, max_model_len=card.max_model_len, eos_token_ids=eos_token_ids
+    )
+    recorder = None
+    if config.record_plans is not None:
+        header = LogHeader(
+            config=config.scheduler,
+            num_blocks=loaded.num_kv_blocks,
+            block_size=config.cache.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_pinned_fraction=config.cache.max_pinned_fraction,
+            max_model_len=card.max_model_len,
+            eos_token_ids=card.eos_token_ids,
+        )
+        recorder = PlanRecorder(Path(config.record_plans), header)
+    ready = EngineReady(
+        model=card,
+        num_kv_blocks=loaded.num_kv_blocks,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_output_tokens=min(config.scheduler.max_output_tokens or card.max_model_len, card.max_model_len),
+    )
+    depth = config.steps_in_flight or loaded.default_steps_in_flight
+    return Engine(
+        EngineLoop(scheduler, loaded.executor, clock, depth=depth, recorder=recorder), ready, recorder
+    )
+
+
+def _load_echo(config: EngineConfig, clock: Clock) -> _Loaded:
+    card = echo_card(
+        config.model.served_model_name or ECHO_MODEL, config.model.max_model_len or ECHO_MAX_MODEL_LEN
+    )
+    return _Loaded(EchoExecutor(clock), card, config.cache.num_kv_blocks or ECHO_KV_BLOCKS)
+
+
+def _load_model(
+    config: EngineConfig, model_path: Path, clock: Clock, on_progress: Progress | None
+) -> _Loaded:
+    # torch takes seconds to import, and an echo engine has no use for it.
+    from penstock.engine.batch import BatchRows
+    from penstock.engine.device import choose_ops
+    from penstock.engine.executor import ModelExecutor
+    from penstock.engine.sampler import Sampler
+    from penstock.models.load import load_model
+
+    ops = choose_ops(config)
+    model = load_model(
+        model_path,
+        ops,
+        quantization=config.model.quantization,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        max_model_len=config.model.max_model_len,
+        on_progress=on_progress,
+    )
+    block_size = config.cache.block_size
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ops.dtype.itemsize
+    num_kv_blocks = _num_kv_blocks(config, bytes_per_token * block_size)
+    max_model_len = _fit_context(config, model.max_model_len, num_kv_blocks)
+    card = _card(config, model_path, model, max_model_len, str(ops.dtype).removeprefix("torch."))
+    max_rows = config.scheduler.max_num_seqs
+    executor = ModelExecutor(
+        model,
+        ops,
+        ops.allocate_kv(model.num_layers, num_kv_blocks, block_size, model.num_kv_heads, model.head_dim),
+        rows=BatchRows(max_rows, max_model_len, block_size, ops.device),
+        sampler=Sampler(ops, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed),
+        clock=clock,
+    )
+    return _Loaded(
+        executor, card, num_kv_blocks, default_steps_in_flight=2 if ops.device.type == "cuda" else 1
+    )
+
+
+def _card(config: EngineConfig, model_path: Path, model: Model, max_model_len: int, dtype: str) -> ModelCard:
+    from penstock.models.load import load_tokenizer
+
+    architecture = model.config
+    tokenizer = load_tokenizer(model_path)
+    return ModelCard(
+        name=config.model.served_model_name or config.model.model,
+        architecture=architecture.architecture,
+        vocab_size=architecture.vocab_size,
+        max_model_len=max_model_len,
+        tokenizer_json=(
+            tokenizer.tokenizer_json if tokenizer else numbered_tokenizer_json(architecture.vocab_size)
+        ),
+        chat_template=tokenizer.chat_template if tokenizer else None,
+        special_tokens=tokenizer.special_tokens if tokenizer else {},
+        bos_token_id=tokenizer.bos_token_id if tokenizer else None,
+        add_bos_token=tokenizer.add_bos_token if tokenizer else False,
+        eos_token_ids=tokenizer.eos_token_ids if tokenizer else architecture.eos_token_ids,
+        weight_bytes=model.weight_bytes,
+        num_parameters=model.num_parameters,
+        dtype=dtype,
+        quantization=config.model.quantization,
+    )
+
+
+def _num_kv_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    if config.cache.num_kv_blocks is not None:
+        return config.cache.num_kv_blocks
+    memory = parse_bytes(config.cache.kv_cache_memory or DEFAULT_CPU_KV_MEMORY)
+    blocks = memory // bytes_per_block
+    if blocks < 2:
+        raise ConfigError(
+            f"A KV cache of {format_bytes(memory)} holds no two blocks of {format_bytes(bytes_per_block)}.",
+            hint="Raise --kv-cache-memory.",
+        )
+    return blocks
+
+
+def _fit_context(config: EngineConfig, model_max_len: int, num_kv_blocks: int) -> int:
+    """The longest context that both the model and the KV cache allow."""
+    capacity = num_kv_blocks * config.cache.block_size
+    asked = config.model.max_model_len
+    if asked is not None and asked > capacity:
+        raise ConfigError(
+            f"--max-model-len {asked} needs more KV cache than there is: it holds {capacity} tokens.",
+            hint="Raise --kv-cache-memory or lower --max-model-len.",
+        )
+    if capacity < model_max_len:
+        log.info(
+            "context limited to %d of %d tokens by the KV cache (--kv-cache-memory)", capacity, model_max_len
+        )
+    return min(model_max_len, capacity)

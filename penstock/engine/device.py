@@ -1,0 +1,37 @@
+"""Where and in which number format a model runs: the `auto` of `--device` and `--dtype` made concrete."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from penstock.core.config import EngineConfig
+from penstock.core.errors import ConfigError
+from penstock.kernels.interface import Ops
+from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_ops(config: EngineConfig) -> Ops:
+    device = _choose_device(config.model.device)
+    if device.type == "cpu":
+        set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    return select_ops(device, _choose_dtype(config.model.dtype, device))
+
+
+def _choose_device(asked: str) -> torch.device:
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda was asked for, but torch finds no CUDA device.", hint="Try --device auto."
+        )
+    return torch.device(asked)
+
+
+def _choose_dtype(asked: str, device: torch.device) -> torch.dtype:
+    if asked != "auto":
+        return _DTYPES[asked]
+    return torch.bfloat16 if device.type == "cuda" else preferred_cpu_dtype()

@@ -1,0 +1,71 @@
+"""An engine without a model: it answers with the prompt, over and over. Knows no torch.
+
+`penstock serve echo` runs it behind the real scheduler, wire and gateway, which makes those measurable and testable
+on their own. Tokens are bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.core.clock import Clock
+from penstock.core.messages import ModelCard
+from penstock.core.plan import SampledToken, StepPlan, StepResult
+from penstock.core.request import Request
+from penstock.engine.plain_tokenizers import END_TOKEN, NUM_BYTES, byte_tokenizer_json
+
+ECHO_MODEL = "echo"
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+class EchoExecutor:
+    """Samples the prompt's tokens in order, starting over at its end. A step takes no time of its own."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._prompts: dict[str, tuple[int, ...]] = {}
+        self._submitted: deque[StepResult] = deque()
+
+    def add(self, request: Request) -> None:
+        self._prompts[request.id] = request.prompt_token_ids
+
+    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+        """The next token follows from the position alone."""
+
+    def remove(self, request_id: str) -> None:
+        self._prompts.pop(request_id, None)
+
+    def submit(self, plan: StepPlan) -> None:
+        started_s = self._clock.now()
+        sampled = tuple(
+            SampledToken(chunk.request_id, self._token(chunk.request_id, chunk.start + chunk.num_tokens))
+            for chunk in plan.chunks
+            if chunk.samples
+        )
+        self._submitted.append(StepResult(plan.step_id, sampled, self._clock.now() - started_s))
+
+    def collect(self) -> StepResult:
+        return self._submitted.popleft()
+
+    def _token(self, request_id: str, position: int) -> int:
+        prompt = self._prompts.get(request_id, (0,))
+        return prompt[position % len(prompt)]
+
+
+def echo_card(name: str, max_model_len: int) -> ModelCard:
+    return ModelCard(
+        name=name,
+        architecture="echo",
+        vocab_size=NUM_BYTES + 1,
+        max_model_len=max_model_len,
+        tokenizer_json=byte_tokenizer_json(),
+        chat_template=_CHAT_TEMPLATE,
+        special_tokens={"eos_token": END_TOKEN},
+        bos_token_id=None,
+        add_bos_token=False,
+        eos_token_ids=(NUM_BYTES,),
+        weight_bytes=0,
+        num_parameters=0,
+        dtype="none",
+        quantization=None,
+    )

@@ -1,0 +1,192 @@
+"""From logits to tokens for all sampled rows at once. Knows requests' sampling settings, not the model.
+
+Settings live in arrays with one entry per batch row, written once when a request begins. Only requests that change
+their logits (penalties, bias, min_tokens) cost anything per row, and the random draw is a function of a request's
+seed and the token's index in its answer, so neither batch mates nor a resumption change what is sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.plan import SampledToken, TokenLogprobs
+from penstock.core.request import Request, SamplingParams
+from penstock.kernels.interface import Ops, SamplingBatch
+
+NOT_A_NUMBER = "The model produced values that are not numbers for this request."
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """What one request does to its logits before sampling. Lives on the device."""
+
+    params: SamplingParams
+    bias_ids: Tensor | None
+    bias_values: Tensor | None
+    banned_early: Tensor | None  # end tokens, banned until min_tokens
+    prompt_mask: Tensor | None  # bool [V], for the repetition penalty
+    counts: Tensor | None  # float32 [V], how often each token stands in the answer so far
+
+    def apply(self, logits: Tensor, position: int) -> None:
+        params = self.params
+        if self.counts is not None:
+            if self.prompt_mask is not None:
+                seen = self.prompt_mask | (self.counts > 0)
+                penalty = params.repetition_penalty
+                penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+                logits.copy_(torch.where(seen, penalised, logits))
+            logits.sub_(self.counts, alpha=params.frequency_penalty)
+            logits.sub_((self.counts > 0).to(logits.dtype), alpha=params.presence_penalty)
+        if self.bias_ids is not None and self.bias_values is not None:
+            logits.index_add_(0, self.bias_ids, self.bias_values)
+        if self.banned_early is not None and position < params.min_tokens:
+            logits[self.banned_early] = float("-inf")
+
+
+class Sampler:
+    def __init__(
+        self, ops: Ops, max_rows: int, vocab_size: int, eos_token_ids: Sequence[int], seed: int
+    ) -> None:
+        self._ops = ops
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._seed = seed
+        self._temperature = np.zeros(max_rows, dtype=np.float32)
+        self._top_k = np.zeros(max_rows, dtype=np.int32)
+        self._top_p = np.ones(max_rows, dtype=np.float32)
+        self._min_p = np.zeros(max_rows, dtype=np.float32)
+        self._seeds = np.zeros(max_rows, dtype=np.int64)
+        self._positions = np.zeros(max_rows, dtype=np.int64)  # index of the row's next token in its answer
+        self._edits: dict[int, LogitEdits] = {}
+        self._logprobs: dict[int, int] = {}
+
+    def begin(self, row: int, request: Request, output_token_ids: Sequence[int]) -> None:
+        params = request.sampling
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k or 0
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._seeds[row] = self._drawn_seed(request.id) if params.seed is None else params.seed
+        self._positions[row] = len(output_token_ids)
+        if params.logprobs is not None:
+            self._logprobs[row] = params.logprobs
+        edits = self._make_edits(request, output_token_ids)
+        if edits is not None:
+            self._edits[row] = edits
+
+    def end(self, row: int) -> None:
+        self._edits.pop(row, None)
+        self._logprobs.pop(row, None)
+
+    def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Sample one token for each row of float32 `logits` [S, V]; returns int64 [S] on the device, and the
+        log-probabilities (before penalties and temperature) of the rows that asked for them, by index in S."""
+        logprobs = (
+            {
+                i: torch.log_softmax(logits[i], dim=-1)
+                for i, row in enumerate(rows)
+                if int(row) in self._logprobs
+            }
+            if self._logprobs
+            else {}
+        )
+        edited = [
+            (i, self._edits[int(row)], int(row)) for i, row in enumerate(rows) if int(row) in self._edits
+        ]
+        for i, edits, row in edited:
+            edits.apply(logits[i], int(self._positions[row]))
+        token_ids = self._ops.sample(logits, self._batch(rows))
+        for i, edits, _ in edited:
+            if edits.counts is not None:
+                one = torch.ones(1, dtype=edits.counts.dtype, device=edits.counts.device)
+                edits.counts.index_add_(0, token_ids[i : i + 1].clamp_min(0), one)
+        self._positions[rows] += 1
+        return token_ids, logprobs
+
+    def report(
+        self,
+        request_ids: Sequence[str],
+        rows: NDArray[np.int64],
+        token_ids: Sequence[int],
+        logprobs: dict[int, Tensor],
+    ) -> tuple[SampledToken, ...]:
+        if not logprobs and min(token_ids, default=0) >= 0:
+            return tuple(map(SampledToken, request_ids, token_ids))
+        sampled = []
+        for i, (request_id, token_id) in enumerate(zip(request_ids, token_ids, strict=True)):
+            if token_id < 0:
+                sampled.append(SampledToken(request_id, 0, error=NOT_A_NUMBER))
+            elif i in logprobs:
+                wanted = self._logprobs.get(int(rows[i]), 0)
+                sampled.append(
+                    SampledToken(request_id, token_id, _token_logprobs(logprobs[i], token_id, wanted))
+                )
+            else:
+                sampled.append(SampledToken(request_id, token_id))
+        return tuple(sampled)
+
+    def _batch(self, rows: NDArray[np.int64]) -> SamplingBatch:
+        temperature = self._temperature[rows]
+        device = self._ops.device
+
+        def tensor(array: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        return SamplingBatch(
+            temperature=tensor(temperature),
+            top_k=tensor(self._top_k[rows]),
+            top_p=tensor(self._top_p[rows]),
+            min_p=tensor(self._min_p[rows]),
+            seed=tensor(self._seeds[rows]),
+            position=tensor(self._positions[rows]),
+            all_greedy=not temperature.any(),
+        )
+
+    def _drawn_seed(self, request_id: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{request_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def _make_edits(self, request: Request, output_token_ids: Sequence[int]) -> LogitEdits | None:
+        params = request.sampling
+        repeats = params.repetition_penalty != 1.0
+        counted = repeats or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+        ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
+        delayed = params.min_tokens > 0 and bool(ends)
+        if not (counted or delayed or params.logit_bias):
+            return None
+        device = self._ops.device
+
+        def ids(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        prompt_mask = counts = None
+        if repeats:
+            prompt_mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=device)
+            prompt_mask[ids(request.prompt_token_ids)] = True
+        if counted:
+            counts = torch.bincount(ids(output_token_ids), minlength=self._vocab_size).to(torch.float32)
+        return LogitEdits(
+            params=params,
+            bias_ids=ids(list(params.logit_bias)) if params.logit_bias else None,
+            bias_values=torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+            if params.logit_bias
+            else None,
+            banned_early=ids(ends) if delayed else None,
+            prompt_mask=prompt_mask,
+            counts=counts,
+        )
+
+
+def _token_logprobs(logprobs: Tensor, token_id: int, num_alternatives: int) -> TokenLogprobs:
+    own = float(logprobs[token_id])
+    if num_alternatives == 0:
+        return TokenLogprobs(own)
+    values, indices = torch.topk(logprobs, min(num_alternatives, logprobs.shape[0]))
+    return TokenLogprobs(own, tuple(indices.tolist()), tuple(values.tolist()))

@@ -1,0 +1,187 @@
+"""One answer on its way from engine events to text: detokenized, cut at a stop string, buffered for its reader.
+
+Does no waiting and wakes nobody: `stream.Generation` owns the choices of a request and does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.core.plan import TokenEvent, TokenLogprobs
+from penstock.core.request import FinishReason, Request
+from penstock.gateway.stop import StopMatcher
+from penstock.gateway.tokenizer import TextTokenizer
+
+# What a buffered log-probability weighs against the reader's byte limit, roughly its size on the wire.
+LOGPROB_BYTES = 80
+
+
+class TokenAlternative(msgspec.Struct, frozen=True):
+    data: bytes
+    logprob: float
+
+
+class TokenDetail(msgspec.Struct, frozen=True):
+    """A token of the answer, for clients that asked for log-probabilities."""
+
+    data: bytes  # what the token stands for; not always whole characters
+    logprob: float
+    text_offset: int  # where in the answer's text the token begins, in characters
+    alternatives: tuple[TokenAlternative, ...]
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What is new about one answer since its reader last looked."""
+
+    index: int
+    text: str
+    details: tuple[TokenDetail, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class Choice:
+    """The state of one answer. `num_tokens` counts what the engine generated, up to and including the token that
+    ended the answer."""
+
+    __slots__ = (
+        "_details",
+        "_detokenizer",
+        "_is_announced",
+        "_matcher",
+        "_num_released_chars",
+        "_num_seen_chars",
+        "_parts",
+        "_stop_ids",
+        "_tokenizer",
+        "_wants_details",
+        "buffered_bytes",
+        "finish_reason",
+        "first_token_at",
+        "index",
+        "is_dirty",
+        "last_token_at",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "request_id",
+    )
+
+    def __init__(
+        self, index: int, request: Request, tokenizer: TextTokenizer, eos_ids: Sequence[int]
+    ) -> None:
+        sampling = request.sampling
+        self.index = index
+        self.request_id = request.id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
+        self.is_dirty = False  # whether the owner has it on its list of choices with news
+        self.buffered_bytes = 0
+        self._is_announced = False
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids)
+        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._stop_ids = frozenset(
+            sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
+        )
+        self._wants_details = sampling.logprobs is not None
+        self._parts: list[str] = []
+        self._details: list[TokenDetail] = []
+        self._num_seen_chars = 0  # of the detokenized text, held back or not
+        self._num_released_chars = 0
+
+    def push(self, event: TokenEvent) -> None:
+        """Take in one event. Sets `finish_reason` when the answer is over, which a stop string may decide here."""
+        token_ids = event.token_ids
+        reason = event.finish_reason
+        if self._matcher is None and not self._wants_details and reason is None:
+            self.num_tokens += len(token_ids)
+            self._release(self._detokenizer.push(token_ids))
+            return
+        ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_ids
+        shown_ids = token_ids[:-1] if ends_by_token else token_ids
+        for position, token_id in enumerate(shown_ids):
+            self._push_token(token_id, event.logprobs[position] if self._wants_details else None)
+            if self._is_stopped:
+                return
+        self.num_tokens += len(token_ids) - len(shown_ids)
+        if reason is not None:
+            self._finish(reason)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a reader would see a difference. The first event counts even without text: it says that the
+        answer has begun."""
+        return bool(self._parts) or self.finish_reason is not None or not self._is_announced
+
+    def take(self) -> Delta:
+        """Everything new, as one delta; the buffer is empty afterwards."""
+        self._is_announced = True
+        text = "".join(self._parts)
+        self._parts.clear()
+        self.buffered_bytes = 0
+        return Delta(self.index, text, self._take_details(), self.finish_reason)
+
+    def drop_buffer(self) -> None:
+        self._parts.clear()
+        self._details.clear()
+        self.buffered_bytes = 0
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._matcher is not None and self._matcher.matched is not None
+
+    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        self.num_tokens += 1
+        if logprobs is not None:
+            self._details.append(self._detail(token_id, logprobs))
+            self.buffered_bytes += LOGPROB_BYTES * (1 + len(logprobs.top_token_ids))
+        self._push_text(self._detokenizer.push((token_id,)))
+
+    def _push_text(self, text: str) -> None:
+        self._num_seen_chars += len(text)
+        if self._matcher is not None:
+            text = self._matcher.push(text)
+            if self._matcher.matched is not None:
+                self.finish_reason = FinishReason.STOP
+        self._release(text)
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._push_text(self._detokenizer.finish())
+        if self._is_stopped:
+            return
+        if self._matcher is not None:
+            self._release(self._matcher.finish())
+        self.finish_reason = reason
+
+    def _release(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+            self._num_released_chars += len(text)
+            self.buffered_bytes += len(text) if text.isascii() else len(text.encode())
+
+    def _detail(self, token_id: int, logprobs: TokenLogprobs) -> TokenDetail:
+        token_bytes = self._tokenizer.token_bytes
+        alternatives = tuple(
+            TokenAlternative(token_bytes(top_id), logprob)
+            for top_id, logprob in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        )
+        return TokenDetail(token_bytes(token_id), logprobs.logprob, self._num_seen_chars, alternatives)
+
+    def _take_details(self) -> tuple[TokenDetail, ...]:
+        """Details travel with their text: a token that is held back, or that lies behind a stop string, is not
+        shown."""
+        if not self._details:
+            return ()
+        if self.finish_reason is not None and not self._is_stopped:
+            released = len(self._details)
+        else:
+            released = sum(detail.text_offset < self._num_released_chars for detail in self._details)
+        details = tuple(self._details[:released])
+        del self._details[:released]
+        return details

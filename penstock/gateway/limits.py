@@ -1,0 +1,134 @@
+"""What a request may ask for. Every refusal is an InvalidRequest that names the parameter and the bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest
+from penstock.core.messages import EngineReady
+from penstock.gateway.prompts import GenerationRequest, SamplingOptions
+
+MAX_N = 128
+MAX_CHOICES = 2048  # prompts times n, in one request
+MAX_STOP_STRINGS = 16
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+
+
+def check_request(request: GenerationRequest, vocab_size: int) -> None:
+    """Everything that can be checked before the prompt is tokenized."""
+    if not request.prompts:
+        raise InvalidRequest("There must be at least one prompt.", param="prompt")
+    _check_range("n", request.n, 1, MAX_N)
+    if len(request.prompts) * request.n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(request.prompts)} prompts with n={request.n} are more than the {MAX_CHOICES} answers that one "
+            "request may ask for.",
+            param="n",
+        )
+    _check_sampling(request.sampling, vocab_size)
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, param: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"Token id {token_id} is not in the model's vocabulary of {vocab_size} tokens.", param=param
+            )
+
+
+def resolve_max_tokens(
+    wished: int | None, default: int | None, num_prompt_tokens: int, engine: EngineReady, *, prompt_param: str
+) -> int:
+    """The number of tokens an answer may have. A wish is granted or refused; a default is cut to what fits."""
+    context = engine.model.max_model_len
+    if num_prompt_tokens < 1:
+        raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)
+    room = context - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"The model's context holds {context} tokens, but the prompt alone has {num_prompt_tokens}.",
+            param=prompt_param,
+            hint="Shorten it, and leave room for the answer.",
+        )
+    if wished is None:
+        return min(room, engine.max_output_tokens, default or room)
+    if wished > room:
+        raise ContextLengthExceeded(
+            f"The model's context holds {context} tokens, but {num_prompt_tokens + wished} were asked for: "
+            f"{num_prompt_tokens} in the prompt and {wished} for the answer (max_tokens).",
+            param="max_tokens",
+            hint="Shorten the prompt or lower max_tokens.",
+        )
+    if wished > engine.max_output_tokens:
+        raise InvalidRequest(
+            f"max_tokens is {wished}, but this server allows at most {engine.max_output_tokens}.",
+            param="max_tokens",
+        )
+    return wished
+
+
+def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, not {options.max_tokens}.", param="max_tokens")
+    if options.min_tokens < 0:
+        raise InvalidRequest(f"min_tokens must be at least 0, not {options.min_tokens}.", param="min_tokens")
+    if options.max_tokens is not None and options.min_tokens > options.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {options.min_tokens}, more than max_tokens, which is {options.max_tokens}.",
+            param="min_tokens",
+        )
+    _check_range("temperature", options.temperature, 0, 2)
+    _check_above_zero("top_p", options.top_p, 1)
+    if options.top_k is not None:
+        _check_range("top_k", options.top_k, 1, None)
+    _check_range("min_p", options.min_p, 0, 1)
+    _check_above_zero("repetition_penalty", options.repetition_penalty, None)
+    _check_range("presence_penalty", options.presence_penalty, -2, 2)
+    _check_range("frequency_penalty", options.frequency_penalty, -2, 2)
+    if options.seed is not None:
+        _check_range("seed", options.seed, -(2**63), 2**63 - 1)
+    if options.logprobs is not None:
+        _check_range("logprobs", options.logprobs, 0, MAX_TOP_LOGPROBS)
+    _check_stop(options.stop)
+    check_token_ids(options.stop_token_ids, vocab_size, param="stop_token_ids")
+    _check_logit_bias(options.logit_bias, vocab_size)
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"There may be at most {MAX_STOP_STRINGS} stop strings, not {len(stop)}.", param="stop"
+        )
+    if "" in stop:
+        raise InvalidRequest("A stop string must not be empty.", param="stop")
+
+
+def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:
+    if len(logit_bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(
+            f"logit_bias may name at most {MAX_LOGIT_BIASES} tokens, not {len(logit_bias)}.",
+            param="logit_bias",
+        )
+    check_token_ids(logit_bias, vocab_size, param="logit_bias")
+    for token_id, bias in logit_bias.items():
+        if not -100 <= bias <= 100:
+            raise InvalidRequest(
+                f"The logit_bias of token {token_id} must be between -100 and 100, not {bias}.",
+                param="logit_bias",
+            )
+
+
+def _check_range(name: str, value: float, low: float, high: float | None) -> None:
+    if low <= value < math.inf and (high is None or value <= high):
+        return
+    bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+    raise InvalidRequest(f"{name} must be {bounds}, not {value}.", param=name)
+
+
+def _check_above_zero(name: str, value: float, high: float | None) -> None:
+    if 0 < value < math.inf and (high is None or value <= high):
+        return
+    bounds = "above 0" if high is None else f"above 0 and at most {high}"
+    raise InvalidRequest(f"{name} must be {bounds}, not {value}.", param=name)

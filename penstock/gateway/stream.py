@@ -1,0 +1,214 @@
+"""The output of one request: its answers, the reader who waits for them, and what happens when either goes.
+
+The engine never waits for a reader. News of an answer is merged until the reader comes for it; a reader that falls
+too far behind loses the request. All of it runs on one event loop, without locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from penstock.cluster.client import EngineClient
+from penstock.core.clock import Clock
+from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason, Request
+from penstock.gateway.choice import Choice, Delta
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.prompts import Usage
+
+
+class ReaderGone(Exception):
+    """The request was cancelled by its own reader; nobody is left to answer."""
+
+
+class StreamContext(Protocol):
+    """What a generation needs of the gateway that started it."""
+
+    engine: EngineClient
+    metrics: GatewayMetrics
+    clock: Clock
+    max_buffer_bytes: int
+
+
+class Generation:
+    """Iterate for deltas as they come, or `collect` the whole; `cancel` at any moment.
+
+    An iteration yields every delta that is ready, at least one, and ends after the last answer's finish_reason. It
+    raises the PenstockError that ended the request early, or ReaderGone after `cancel`.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        choices: Sequence[Choice],
+        n: int,
+        context: StreamContext,
+        on_end: Callable[[Generation], None],
+    ) -> None:
+        self.id = request_id
+        self._choices = choices
+        self._n = n
+        self._context = context
+        self._on_end = on_end
+        self._arrived_at = context.clock.now()
+        self._num_open = len(choices)
+        self._dirty: list[Choice] = []
+        self._error: PenstockError | ReaderGone | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._wants_all_at_once = False
+
+    def start(self, requests: Sequence[Request], timeout_s: float | None) -> None:
+        """Send one request per choice to the engine."""
+        for choice, request in zip(self._choices, requests, strict=True):
+            if self._error is not None:  # an engine may refuse before `add` returns
+                return
+            self._context.engine.add(
+                request, timeout_s=timeout_s, on_event=partial(self._on_event, choice), on_error=self.fail
+            )
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        """As things stand. A prompt counts once, however many answers share it."""
+        leaders = self._choices[:: self._n]
+        return Usage(
+            prompt_tokens=sum(choice.num_prompt_tokens for choice in leaders),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            cached_tokens=sum(choice.num_cached_tokens for choice in leaders),
+        )
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while True:
+            if self._dirty and not (self._wants_all_at_once and self._num_open):
+                return self._take()
+            if self._error is not None:
+                raise self._error
+            if not self._num_open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def collect(self) -> list[Delta]:
+        """All answers in order, whole. Their reader is not woken before the end, and has no byte limit."""
+        self._wants_all_at_once = True
+        deltas = await anext(self)
+        if self._error is not None:
+            raise self._error
+        return sorted(deltas, key=lambda delta: delta.index)
+
+    def cancel(self) -> None:
+        """The reader has gone: free what the engine holds, at once."""
+        self._end_early(ReaderGone())
+
+    def fail(self, error: PenstockError) -> None:
+        """End every answer with an error that the reader will see."""
+        self._end_early(error)
+
+    def _on_event(self, choice: Choice, event: TokenEvent) -> None:
+        if self._error is not None or choice.finish_reason is not None:
+            return
+        self._context.metrics.observe_stats(self._context.engine.stats)
+        if event.num_cached_tokens is not None:
+            choice.num_cached_tokens = event.num_cached_tokens
+        if event.finish_reason is not None and (error := _early_end(event, choice)):
+            self.fail(error)
+            return
+        if event.token_ids:
+            self._time_tokens(choice, event)
+        choice.push(event)
+        if choice.finish_reason is not None:
+            if event.finish_reason is None:  # a stop string: the engine does not know yet
+                self._context.engine.abort(choice.request_id)
+            self._close(choice, choice.finish_reason)
+        elif choice.buffered_bytes > self._context.max_buffer_bytes and not self._wants_all_at_once:
+            self._give_up_on_reader()
+            return
+        if not choice.has_news:
+            return
+        if not choice.is_dirty:
+            choice.is_dirty = True
+            self._dirty.append(choice)
+        if not (self._wants_all_at_once and self._num_open):
+            self._wake()
+
+    def _time_tokens(self, choice: Choice, event: TokenEvent) -> None:
+        now = self._context.clock.now()
+        metrics = self._context.metrics
+        num_tokens = len(event.token_ids)
+        metrics.generation_tokens += num_tokens
+        if choice.first_token_at is None:
+            choice.first_token_at = now
+            waited_s = now - self._arrived_at
+            metrics.prompt_tokens += choice.num_prompt_tokens
+            metrics.first_token_s.observe(waited_s)
+            if event.queue_s is not None:
+                metrics.queue_s.observe(event.queue_s)
+                metrics.prefill_s.observe(max(0.0, waited_s - event.queue_s))
+        else:
+            metrics.inter_token_s.observe((now - choice.last_token_at) / num_tokens)
+        choice.last_token_at = now
+
+    def _close(self, choice: Choice, reason: FinishReason) -> None:
+        metrics = self._context.metrics
+        metrics.finished[reason] += 1
+        if choice.first_token_at is not None:
+            metrics.end_to_end_s.observe(self._context.clock.now() - self._arrived_at)
+            metrics.decode_s.observe(choice.last_token_at - choice.first_token_at)
+            metrics.request_prompt_tokens.observe(choice.num_prompt_tokens)
+            metrics.request_generation_tokens.observe(choice.num_tokens)
+        self._num_open -= 1
+        if not self._num_open:
+            self._on_end(self)
+
+    def _give_up_on_reader(self) -> None:
+        for choice in self._choices:
+            choice.drop_buffer()
+        self._dirty.clear()
+        limit = self._context.max_buffer_bytes
+        self.fail(Overloaded(f"The reader fell more than {limit} bytes behind, so the request was aborted."))
+
+    def _end_early(self, error: PenstockError | ReaderGone) -> None:
+        if self._error is not None or not self._num_open:
+            return
+        self._error = error
+        reason = FinishReason.ABORT if isinstance(error, ReaderGone | Overloaded) else FinishReason.ERROR
+        for choice in self._choices:
+            if choice.finish_reason is None:  # and stays so: the error tells how it ended
+                self._context.engine.abort(choice.request_id)
+                self._close(choice, reason)
+        self._wake()
+
+    def _take(self) -> list[Delta]:
+        dirty, self._dirty = self._dirty, []
+        deltas = []
+        for choice in dirty:
+            choice.is_dirty = False
+            deltas.append(choice.take())
+        return deltas
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _early_end(event: TokenEvent, choice: Choice) -> PenstockError | None:
+    """The error that a last event stands for; None when it is an ordinary end, such as a deadline with an answer
+    to show for it."""
+    match event.finish_reason:
+        case FinishReason.ERROR:
+            return PenstockError(event.error or "The engine could not go on with this request.")
+        case FinishReason.ABORT:
+            return EngineUnavailable("The engine ended this request early.", hint="Try again.")
+        case FinishReason.DEADLINE if not choice.num_tokens and not event.token_ids:
+            return DeadlineExceeded("The request's deadline passed before its first token.")
+    return None

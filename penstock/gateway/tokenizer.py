@@ -1,0 +1,150 @@
+"""Text to token ids and back, for one served model.
+
+Wraps a `tokenizers.Tokenizer`; knows nothing of requests or streams. Streaming text comes from `detokenizer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from penstock.core.errors import ModelLoadError
+from penstock.core.messages import ModelCard
+from penstock.gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+# Below this a hop to another thread costs more than the encoding that it would take off the event loop.
+DIRECT_ENCODE_CHARS = 4096
+ENCODE_THREADS = 2
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "▁"
+
+
+def _bytes_of_byte_level_characters() -> dict[str, int]:
+    """Byte-level vocabularies write each byte as one printable character: itself where Latin-1 has a visible one,
+    else the next free code point from 256 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
+
+
+_BYTE_LEVEL = _bytes_of_byte_level_characters()
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id to the bytes it stands for, worked out the first time it is asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, *, byte_level: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._byte_level = byte_level
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        data = b"" if piece is None else self._bytes_of(piece)
+        self[token_id] = data
+        return data
+
+    def _bytes_of(self, piece: str) -> bytes:
+        if self._byte_level:
+            try:
+                return bytes([_BYTE_LEVEL[character] for character in piece])
+            except KeyError:  # an added token, written as plain text
+                return piece.encode()
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return piece.replace(_WORD_START, " ").encode()
+
+
+class TextTokenizer:
+    """Encodes, decodes and makes detokenizers. One per model card; safe to share between requests."""
+
+    def __init__(self, card: ModelCard) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_buffer(card.tokenizer_json)
+        except Exception as error:  # the bindings raise a bare Exception
+            raise ModelLoadError(f"The tokenizer of {card.name} cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._bos = (card.bos_token_id,) if card.add_bos_token and card.bos_token_id is not None else ()
+        self._decoder = _DecoderKind.of(msgspec.json.decode(card.tokenizer_json, type=_TokenizerFile).decoder)
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._token_bytes = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
+        self._visible_bytes = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
+        self._visible_bytes.update(dict.fromkeys(self._special_ids, b""))
+        self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of `text`, after the model's beginning-of-sequence token where it wants one and
+        `add_special_tokens` allows it. Long texts are encoded off the event loop."""
+        if len(text) <= DIRECT_ENCODE_CHARS:
+            ids = self._encode(text)
+        else:
+            ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text)
+        return (*self._bos, *ids) if add_special_tokens else tuple(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The whole text, special tokens included."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for on its own; not always whole characters."""
+        return self._token_bytes[token_id]
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """For the text that follows a prompt, special tokens left out."""
+        if not self._decoder.bytewise:
+            return WindowDetokenizer(self._tokenizer, self._special_ids, prompt_token_ids)
+        starts_text = self._decoder.strips_first_space and self._special_ids.issuperset(prompt_token_ids)
+        return ByteDetokenizer(self._visible_bytes, strip_first_space=starts_text)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The one part of a tokenizer file that is read here."""
+
+    decoder: dict[str, Any] | None = None
+
+
+class _DecoderKind:
+    """What the tokenizer file says about turning tokens into text.
+
+    Almost every language model's decoder maps each token to bytes, whatever stands around it: byte-level
+    vocabularies, and SentencePiece ones with byte fallback. Those are `bytewise`; the rest needs context.
+    """
+
+    def __init__(self, *, byte_level: bool, bytewise: bool, strips_first_space: bool) -> None:
+        self.byte_level = byte_level
+        self.bytewise = bytewise
+        self.strips_first_space = strips_first_space
+
+    @classmethod
+    def of(cls, decoder: dict[str, Any] | None) -> _DecoderKind:
+        steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        kinds = [step["type"] for step in steps]
+        byte_level = kinds == ["ByteLevel"]
+        sentencepiece = (
+            kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+            and steps[0]["pattern"] == {"String": _WORD_START}
+            and steps[0]["content"] == " "
+            and (len(steps) == 3 or steps[3:] == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}])
+        )
+        return cls(
+            byte_level=byte_level,
+            bytewise=byte_level or sentencepiece,
+            strips_first_space=sentencepiece and len(steps) == 4,
+        )

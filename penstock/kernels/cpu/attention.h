@@ -1,0 +1,107 @@
+// Paged attention: what a call knows, and how the cache is laid out.
+//
+// The cache of a layer is a run of units of 16 tokens (a block of the engine is one or more units), each holding,
+// per KV head,
+//   keys    float32 [d][16 tokens]         bfloat16 [d / 2][16 tokens][2]   d padded to 32
+//   values  float32 [16 tokens][d]         bfloat16 [8 token pairs][d][2]   d padded to 16
+// so that both are second operands of a matrix product as they stand.
+//
+// Keys are taken in splits of 512 counted from position 0. Inside a split the softmax has one maximum per row;
+// splits are merged in order. Neither depends on what else is in the batch, on where a prefill was cut, or on how
+// the work was shared, so neither do the results, to the bit.
+#pragma once
+
+#include "common.h"
+
+namespace penstock {
+
+constexpr int kUnitTokens = 16;
+constexpr int kSplitUnits = 32;
+constexpr int kSplitTokens = kSplitUnits * kUnitTokens;
+constexpr int kTileRows = 16;
+constexpr int kMaxHeadDim = 256;
+
+// Mirrored field by field in native.py.
+struct AttentionLayer {
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t window;        // tokens seen, itself included
+  const float* rope;     // [positions][head_dim]: cosines, then sines
+  const float* q_norm;   // null when absent
+  const float* k_norm;
+  float scale;
+  float softcap;         // 0 when absent
+  float norm_eps;
+};
+
+struct AttentionBatch {
+  int64_t num_tokens;
+  int64_t num_requests;
+  int64_t max_context_len;
+  int64_t table_stride;
+  const int32_t* positions;
+  const int32_t* slots;
+  const int32_t* query_starts;
+  const int32_t* context_lens;
+  const int32_t* block_tables;
+};
+
+struct CacheLayout {
+  int64_t units_per_block;
+  int64_t key_dim;      // padded
+  int64_t value_dim;    // padded
+  int64_t value_bytes;  // of one element
+  int64_t num_kv_heads;
+
+  int64_t keys_bytes() const { return key_dim * kUnitTokens * value_bytes; }
+  int64_t head_bytes() const { return (key_dim + value_dim) * kUnitTokens * value_bytes; }
+  int64_t unit_bytes() const { return head_bytes() * num_kv_heads; }
+};
+
+CacheLayout cache_layout(Dtype dtype, int64_t block_size, int64_t num_kv_heads, int64_t head_dim);
+
+struct AttendCall {
+  const AttentionLayer* layer;
+  const AttentionBatch* batch;
+  CacheLayout layout;
+  Dtype dtype;
+  uint8_t* cache;
+  const void* qkv;
+  void* queries;  // [kv head][token][query head of it][key_dim], after norm and rope
+  void* out;
+
+  int64_t heads_per_kv_head() const { return layer->num_heads / layer->num_kv_heads; }
+  uint8_t* keys(int64_t unit, int64_t kv_head) const {
+    return cache + unit * layout.unit_bytes() + kv_head * layout.head_bytes();
+  }
+  uint8_t* values(int64_t unit, int64_t kv_head) const {
+    return keys(unit, kv_head) + layout.keys_bytes();
+  }
+  // The physical unit that holds a request's tokens 16 * index, 16 * index + 1, ...
+  int64_t unit_of(int64_t request, int64_t index) const {
+    const int32_t* table = batch->block_tables + request * batch->table_stride;
+    return table[index / layout.units_per_block] * layout.units_per_block + index % layout.units_per_block;
+  }
+};
+
+// The softmax-weighted sum of some rows over some keys, not yet divided by the sum of weights.
+struct RowState {
+  float maximum[kTileRows];
+  float weight_sum[kTileRows];
+  float* output;  // [kTileRows][value_dim]
+};
+
+// Up to 16 of a request's rows for one KV head. Row r is query head r % heads_per_kv_head of the request's token
+// r / heads_per_kv_head of this step.
+struct QueryTile {
+  int64_t request;
+  int64_t kv_head;
+  int64_t first_row;
+  int64_t num_rows;
+  int64_t first_split;
+  int64_t end_split;
+  RowState* partial;  // null: write the answer; else leave the state here
+};
+
+}  // namespace penstock

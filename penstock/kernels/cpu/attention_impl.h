@@ -1,0 +1,317 @@
+// Attention of one tile of query rows, compiled once per instruction set. An Engine supplies the two matrix
+// products; softmax, masking and merging are shared, so every engine has the same invariants.
+#pragma once
+
+#include "attention.h"
+#include "vec.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+// Rows of scores are not a power of two apart, to spread them over the cache.
+constexpr int kScoreStride = kSplitTokens + kLanes;
+
+template <typename Weight>
+struct AttendScratch {
+  alignas(64) float scores[kTileRows * kScoreStride];
+  alignas(64) Weight weights[kTileRows * kScoreStride];
+  alignas(64) float split_output[kTileRows * kMaxHeadDim];
+  alignas(64) float output[kTileRows * kMaxHeadDim];
+  alignas(64) uint8_t last_values[kUnitTokens * kMaxHeadDim * 4];
+  const uint8_t* keys[kSplitUnits];
+  const uint8_t* values[kSplitUnits];
+};
+
+// What the rows of a tile may see: row r sees keys [first(r), end(r)).
+struct Sight {
+  int64_t first_position;
+  int64_t heads;
+  int64_t first_row;
+  int64_t window;
+
+  int64_t end(int64_t row) const { return first_position + (first_row + row) / heads + 1; }
+  int64_t first(int64_t row) const {
+    const int64_t last = end(row);
+    return last > window ? last - window : 0;
+  }
+};
+
+PENSTOCK_INLINE Sight sight_of(const AttendCall& call, const QueryTile& tile) {
+  const int32_t* starts = call.batch->query_starts + tile.request;
+  const int64_t num_queries = starts[1] - starts[0];
+  return {call.batch->context_lens[tile.request] - num_queries, call.heads_per_kv_head(), tile.first_row,
+          call.layer->window};
+}
+
+// Scores of one row → weights, their maximum and their sum. `start` is the key of column 0.
+template <typename Weight>
+static void soften_row(const AttentionLayer& layer, float* scores, Weight* weights, int64_t num_units, int64_t start,
+                       int64_t first, int64_t end, float* maximum_out, float* sum_out) {
+  const Ints lanes = lane_indices();
+  const Floats scale = broadcast(layer.scale);
+  const Floats lowest = broadcast(-__builtin_inff());
+  Floats highest = lowest;
+  for (int64_t unit = 0; unit < num_units; ++unit) {
+    const int64_t at = start + unit * kUnitTokens;
+    if (at + kUnitTokens <= first || at >= end) continue;
+    Floats score = load(scores + unit * kUnitTokens) * scale;
+    if (layer.softcap > 0) {
+      score = broadcast(layer.softcap) * hyperbolic_tangent(score / broadcast(layer.softcap));
+    }
+    if (at < first || at + kUnitTokens > end) {
+      score = keep_between(score, lanes, at, first, end, -__builtin_inff());
+    }
+    store(scores + unit * kUnitTokens, score);
+    highest = maximum(score, highest);
+  }
+  const float top = reduce_max(highest);
+  const bool blind = top == -__builtin_inff();
+  Floats sum = zeros();
+  for (int64_t unit = 0; unit < num_units; ++unit) {
+    const int64_t at = start + unit * kUnitTokens;
+    if (blind || at + kUnitTokens <= first || at >= end) {
+      store(weights + unit * kUnitTokens, zeros());
+      continue;
+    }
+    const Floats weight = exponential(load(scores + unit * kUnitTokens) - broadcast(top));
+    sum = sum + weight;
+    store(weights + unit * kUnitTokens, weight);
+  }
+  *maximum_out = top;
+  *sum_out = reduce_sum(sum);
+}
+
+// Adds a later split's state to an earlier one's.
+static void merge_states(RowState& into, const RowState& from, int64_t num_rows, int64_t value_dim) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float later = from.maximum[row], earlier = into.maximum[row];
+    if (later == -__builtin_inff()) continue;
+    float* to = into.output + row * value_dim;
+    const float* add = from.output + row * value_dim;
+    if (earlier == -__builtin_inff()) {
+      into.maximum[row] = later;
+      into.weight_sum[row] = from.weight_sum[row];
+      for (int64_t d = 0; d < value_dim; d += kLanes) store(to + d, load(add + d));
+      continue;
+    }
+    const float top = later > earlier ? later : earlier;
+    const Floats keep = exponential(broadcast(earlier - top)), gain = exponential(broadcast(later - top));
+    into.maximum[row] = top;
+    const Floats sum = multiply_add(broadcast(into.weight_sum[row]), keep, broadcast(from.weight_sum[row]) * gain);
+    into.weight_sum[row] = sum.part[0][0];
+    for (int64_t d = 0; d < value_dim; d += kLanes) {
+      store(to + d, multiply_add(load(to + d), keep, load(add + d) * gain));
+    }
+  }
+}
+
+static void clear_state(RowState& state, int64_t num_rows, int64_t value_dim) {
+  for (int row = 0; row < kTileRows; ++row) {
+    state.maximum[row] = -__builtin_inff();
+    state.weight_sum[row] = 0.0f;
+  }
+  memset(state.output, 0, sizeof(float) * static_cast<size_t>(num_rows * value_dim));
+}
+
+template <typename Element>
+static void write_rows(const AttendCall& call, const QueryTile& tile, const RowState& state) {
+  const int64_t heads = call.heads_per_kv_head(), dim = call.layer->head_dim;
+  const int64_t first_token = call.batch->query_starts[tile.request];
+  for (int64_t row = 0; row < tile.num_rows; ++row) {
+    const int64_t index = tile.first_row + row;
+    const int64_t token = first_token + index / heads, head = tile.kv_head * heads + index % heads;
+    Element* to = static_cast<Element*>(call.out) + (token * call.layer->num_heads + head) * dim;
+    const Floats divide = broadcast(1.0f) / broadcast(state.weight_sum[row]);
+    const float* from = state.output + row * call.layout.value_dim;
+    for (int64_t d = 0; d < dim; d += kLanes) store_some(to + d, load(from + d) * divide, dim - d);
+  }
+}
+
+// Slots past the context may hold anything, NaN included, which a zero weight would not silence.
+template <typename Element>
+static const uint8_t* without_tail(const AttendCall& call, const uint8_t* values, int64_t num_tokens, uint8_t* copy) {
+  const int64_t dim = call.layout.value_dim;
+  memcpy(copy, values, static_cast<size_t>(dim * kUnitTokens) * sizeof(Element));
+  Element* elements = reinterpret_cast<Element*>(copy);
+  if (sizeof(Element) == 4) {
+    memset(elements + num_tokens * dim, 0, static_cast<size_t>((kUnitTokens - num_tokens) * dim) * sizeof(Element));
+    return copy;
+  }
+  const int64_t half_filled = num_tokens / 2;
+  if (num_tokens % 2 != 0) {
+    for (int64_t d = 0; d < dim; ++d) elements[(half_filled * dim + d) * 2 + 1] = 0;
+  }
+  const int64_t empty = (num_tokens + 1) / 2;
+  memset(elements + empty * dim * 2, 0, static_cast<size_t>((kUnitTokens / 2 - empty) * dim * 2) * sizeof(Element));
+  return copy;
+}
+
+template <typename Engine>
+static void attend_split(const AttendCall& call, const QueryTile& tile, const Sight& sight, int64_t split,
+                         AttendScratch<typename Engine::Weight>& scratch, RowState& state) {
+  const int64_t context_len = call.batch->context_lens[tile.request];
+  const int64_t see_first = sight.first(0), see_end = sight.end(tile.num_rows - 1);
+  int64_t unit = split * kSplitUnits, end_unit = unit + kSplitUnits;
+  if (see_first / kUnitTokens > unit) unit = see_first / kUnitTokens;
+  if (ceil_div(see_end, kUnitTokens) < end_unit) end_unit = ceil_div(see_end, kUnitTokens);
+  const int64_t start = unit * kUnitTokens, num_units = end_unit - unit;
+
+  for (int64_t i = 0; i < num_units; ++i) {
+    const int64_t physical = call.unit_of(tile.request, unit + i);
+    scratch.keys[i] = call.keys(physical, tile.kv_head);
+    scratch.values[i] = call.values(physical, tile.kv_head);
+    const int64_t filled = context_len - (unit + i) * kUnitTokens;
+    if (filled < kUnitTokens) {
+      scratch.values[i] =
+          without_tail<typename Engine::Element>(call, scratch.values[i], filled, scratch.last_values);
+    }
+  }
+  Engine::score(call, tile, scratch.keys, num_units, scratch.scores);
+  for (int64_t row = 0; row < tile.num_rows; ++row) {
+    soften_row(*call.layer, scratch.scores + row * kScoreStride, scratch.weights + row * kScoreStride, num_units,
+               start, sight.first(row), sight.end(row), &state.maximum[row], &state.weight_sum[row]);
+  }
+  Engine::weigh(call, tile, scratch.weights, scratch.values, num_units, state.output);
+}
+
+template <typename Engine>
+static void attend_tile_with(const AttendCall& call, const QueryTile& tile) {
+  static thread_local AttendScratch<typename Engine::Weight> scratch;
+  const Sight sight = sight_of(call, tile);
+  RowState whole;
+  whole.output = tile.partial != nullptr ? tile.partial->output : scratch.output;
+  clear_state(whole, tile.num_rows, call.layout.value_dim);
+  RowState part;
+  part.output = scratch.split_output;
+  Engine::begin(call, tile);
+  for (int64_t split = tile.first_split; split < tile.end_split; ++split) {
+    attend_split<Engine>(call, tile, sight, split, scratch, part);
+    merge_states(whole, part, tile.num_rows, call.layout.value_dim);
+  }
+  if (tile.partial != nullptr) {
+    *tile.partial = whole;
+  } else {
+    write_rows<typename Engine::Element>(call, tile, whole);
+  }
+}
+
+template <typename Element>
+static void merge_tile_as(const AttendCall& call, const QueryTile& tile, const RowState* partials, int64_t count) {
+  RowState whole = partials[0];
+  for (int64_t i = 1; i < count; ++i) merge_states(whole, partials[i], tile.num_rows, call.layout.value_dim);
+  write_rows<Element>(call, tile, whole);
+}
+
+[[maybe_unused]] static void merge_tile(const AttendCall& call, const QueryTile& tile, const RowState* partials, int64_t count) {
+  if (call.dtype == Dtype::float32) return merge_tile_as<float>(call, tile, partials, count);
+  return merge_tile_as<bf16>(call, tile, partials, count);
+}
+
+template <typename Query>
+PENSTOCK_INLINE const Query* tile_queries(const AttendCall& call, const QueryTile& tile) {
+  const int64_t first_token = call.batch->query_starts[tile.request];
+  const int64_t row =
+      (tile.kv_head * call.batch->num_tokens + first_token) * call.heads_per_kv_head() + tile.first_row;
+  return static_cast<const Query*>(call.queries) + row * call.layout.key_dim;
+}
+
+// The engine for plain vectors: products and sums in float32, one row group at a time.
+template <typename CacheElement>
+struct VectorEngine {
+  using Element = CacheElement;
+  using Weight = float;
+  static constexpr int kRowsAtOnce = 4;
+
+  static void begin(const AttendCall&, const QueryTile&) {}
+
+  // Vectors 2i and 2i + 1 of a matrix of 16 columns: two dimensions of keys, or two tokens of values.
+  PENSTOCK_INLINE void load_pair(const uint8_t* matrix, int64_t pair, int64_t columns, int64_t column, Floats* first,
+                                 Floats* second) {
+    if (sizeof(CacheElement) == 4) {
+      const float* from = reinterpret_cast<const float*>(matrix) + pair * 2 * columns + column;
+      *first = load(from);
+      *second = load(from + columns);
+    } else {
+      const Ints pairs = load_ints(matrix + (pair * columns + column) * 4);
+      *first = low_halves(pairs);
+      *second = high_halves(pairs);
+    }
+  }
+
+  template <int kRows>
+  static void score_unit(const float* queries, int64_t key_dim, const uint8_t* keys, float* scores) {
+    Floats sum[kRows];
+    for (int r = 0; r < kRows; ++r) sum[r] = zeros();
+    for (int64_t pair = 0; pair < key_dim / 2; ++pair) {
+      Floats even, odd;
+      load_pair(keys, pair, kUnitTokens, 0, &even, &odd);
+      for (int r = 0; r < kRows; ++r) {
+        sum[r] = multiply_add(even, broadcast(queries[r * key_dim + 2 * pair]), sum[r]);
+        sum[r] = multiply_add(odd, broadcast(queries[r * key_dim + 2 * pair + 1]), sum[r]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) store(scores + r * kScoreStride, sum[r]);
+  }
+
+  static void score(const AttendCall& call, const QueryTile& tile, const uint8_t* const* keys, int64_t num_units,
+                    float* scores) {
+    const int64_t key_dim = call.layout.key_dim;
+    const float* queries = tile_queries<float>(call, tile);
+    for (int64_t unit = 0; unit < num_units; ++unit) {
+      for (int64_t row = 0; row < tile.num_rows; row += kRowsAtOnce) {
+        const float* q = queries + row * key_dim;
+        float* to = scores + row * kScoreStride + unit * kUnitTokens;
+        switch (tile.num_rows - row) {
+          case 1: score_unit<1>(q, key_dim, keys[unit], to); break;
+          case 2: score_unit<2>(q, key_dim, keys[unit], to); break;
+          case 3: score_unit<3>(q, key_dim, keys[unit], to); break;
+          default: score_unit<kRowsAtOnce>(q, key_dim, keys[unit], to);
+        }
+      }
+    }
+  }
+
+  template <int kRows>
+  static void weigh_column(const float* weights, const uint8_t* const* values, int64_t num_units, int64_t value_dim,
+                           int64_t column, float* output) {
+    Floats sum[kRows];
+    for (int r = 0; r < kRows; ++r) sum[r] = zeros();
+    for (int64_t unit = 0; unit < num_units; ++unit) {
+      for (int64_t pair = 0; pair < kUnitTokens / 2; ++pair) {
+        Floats even, odd;
+        load_pair(values[unit], pair, value_dim, column, &even, &odd);
+        const float* w = weights + unit * kUnitTokens + 2 * pair;
+        for (int r = 0; r < kRows; ++r) {
+          sum[r] = multiply_add(even, broadcast(w[r * kScoreStride]), sum[r]);
+          sum[r] = multiply_add(odd, broadcast(w[r * kScoreStride + 1]), sum[r]);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) store(output + r * value_dim + column, sum[r]);
+  }
+
+  static void weigh(const AttendCall& call, const QueryTile& tile, const float* weights,
+                    const uint8_t* const* values, int64_t num_units, float* output) {
+    const int64_t dim = call.layout.value_dim;
+    for (int64_t row = 0; row < tile.num_rows; row += kRowsAtOnce) {
+      const float* w = weights + row * kScoreStride;
+      float* to = output + row * dim;
+      for (int64_t column = 0; column < dim; column += kLanes) {
+        switch (tile.num_rows - row) {
+          case 1: weigh_column<1>(w, values, num_units, dim, column, to); break;
+          case 2: weigh_column<2>(w, values, num_units, dim, column, to); break;
+          case 3: weigh_column<3>(w, values, num_units, dim, column, to); break;
+          default: weigh_column<kRowsAtOnce>(w, values, num_units, dim, column, to);
+        }
+      }
+    }
+  }
+};
+
+[[maybe_unused]] static void attend_tile(const AttendCall& call, const QueryTile& tile) {
+  if (call.dtype == Dtype::float32) return attend_tile_with<VectorEngine<float>>(call, tile);
+  return attend_tile_with<VectorEngine<bf16>>(call, tile);
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

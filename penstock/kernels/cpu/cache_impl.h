@@ -1,0 +1,82 @@
+// Head norms, rope and the write of one token's keys and values, compiled once per instruction set.
+#pragma once
+
+#include "attention.h"
+#include "elementwise_impl.h"
+#include "vec.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+// One head of `from`, in float32, with norm and rope applied where given.
+template <typename Element>
+static void prepare_head(const AttentionLayer& layer, const Element* from, const float* norm, const float* rope,
+                         float* to) {
+  const int64_t dim = layer.head_dim, half = dim / 2;
+  alignas(64) float head[kMaxHeadDim + kLanes];
+  for (int64_t d = 0; d < dim; d += kLanes) store(head + d, load_some(from + d, dim - d));
+  if (norm != nullptr) {
+    const Floats scale = broadcast(inverse_rms(head, dim, layer.norm_eps));
+    for (int64_t d = 0; d < dim; d += kLanes) store(head + d, load(head + d) * scale * load_some(norm + d, dim - d));
+  }
+  for (int64_t d = 0; d < half; ++d) {
+    const float first = head[d], second = head[d + half], cosine = rope[d], sine = rope[d + half];
+    to[d] = first * cosine - second * sine;
+    to[d + half] = second * cosine + first * sine;
+  }
+}
+
+// To the cache's precision, which queries share.
+template <typename Element>
+static void round_head(const float* head, int64_t dim, Element* to) {
+  for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(head + d));
+}
+
+template <typename Element, typename Query>
+static void store_token_as(const AttendCall& call, int64_t token) {
+  const AttentionLayer& layer = *call.layer;
+  const int64_t dim = layer.head_dim, key_dim = call.layout.key_dim, value_dim = call.layout.value_dim;
+  const int64_t heads = call.heads_per_kv_head();
+  const float* rope = layer.rope + static_cast<int64_t>(call.batch->positions[token]) * dim;
+  const Element* row =
+      static_cast<const Element*>(call.qkv) + token * (layer.num_heads + 2 * layer.num_kv_heads) * dim;
+  const int64_t slot = call.batch->slots[token];
+  const int64_t unit = slot / kUnitTokens, offset = slot % kUnitTokens;
+
+  alignas(64) float head[kMaxHeadDim + kLanes] = {};
+  alignas(64) Element rounded[kMaxHeadDim + kLanes];
+  for (int64_t index = 0; index < layer.num_heads; ++index) {
+    prepare_head(layer, row + index * dim, layer.q_norm, rope, head);
+    const int64_t to_row = (index / heads * call.batch->num_tokens + token) * heads + index % heads;
+    Query* to = static_cast<Query*>(call.queries) + to_row * key_dim;
+    round_head(head, key_dim, rounded);
+    for (int64_t d = 0; d < key_dim; d += kLanes) store(to + d, load(rounded + d));
+  }
+  for (int64_t index = 0; index < layer.num_kv_heads; ++index) {
+    prepare_head(layer, row + (layer.num_heads + index) * dim, layer.k_norm, rope, head);
+    round_head(head, key_dim, rounded);
+    const Element* value = row + (layer.num_heads + layer.num_kv_heads + index) * dim;
+    Element* keys = reinterpret_cast<Element*>(call.keys(unit, index));
+    Element* values = reinterpret_cast<Element*>(call.values(unit, index));
+    if (sizeof(Element) == 4) {
+      for (int64_t d = 0; d < key_dim; ++d) keys[d * kUnitTokens + offset] = rounded[d];
+      for (int64_t d = 0; d < value_dim; ++d) values[offset * value_dim + d] = d < dim ? value[d] : Element{0};
+    } else {
+      for (int64_t d = 0; d < key_dim; ++d) {
+        keys[((d / 2) * kUnitTokens + offset) * 2 + d % 2] = rounded[d];
+      }
+      for (int64_t d = 0; d < value_dim; ++d) {
+        values[((offset / 2) * value_dim + d) * 2 + offset % 2] = d < dim ? value[d] : Element{0};
+      }
+    }
+  }
+}
+
+// For VectorEngine, whose queries are float32.
+[[maybe_unused]] static void store_token(const AttendCall& call, int64_t token) {
+  if (call.dtype == Dtype::float32) return store_token_as<float, float>(call, token);
+  return store_token_as<bf16, float>(call, token);
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

@@ -1,0 +1,41 @@
+// AMX tiles for matrix work in bfloat16; everything else is AVX-512 with bfloat16.
+#include "kernels.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+
+namespace penstock {
+
+namespace amx {
+void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row);
+void attend_tile_bf16(const AttendCall& call, const QueryTile& tile);
+void store_token_bf16(const AttendCall& call, int64_t token);
+
+static void attend_tile(const AttendCall& call, const QueryTile& tile) {
+  if (call.dtype == Dtype::bfloat16) return attend_tile_bf16(call, tile);
+  return avx512_bf16_kernels()->attend_tile(call, tile);
+}
+
+static void store_token(const AttendCall& call, int64_t token) {
+  if (call.dtype == Dtype::bfloat16) return store_token_bf16(call, token);
+  return avx512_bf16_kernels()->store_token(call, token);
+}
+}  // namespace amx
+
+const Kernels* amx_kernels() {
+  static const Kernels table = [] {
+    Kernels made = *avx512_bf16_kernels();
+    made.multiply_strip_bf16 = amx::multiply_strip;
+    made.attend_tile = amx::attend_tile;
+    made.store_token = amx::store_token;
+    return made;
+  }();
+  return &table;
+}
+
+}  // namespace penstock
+
+#else
+
+const penstock::Kernels* penstock::amx_kernels() { return nullptr; }
+
+#endif

@@ -1,0 +1,11 @@
+// Whatever the compiler's baseline is: SSE2 on x86-64, NEON on aarch64.
+#include "kernels.h"
+
+#define PENSTOCK_ISA generic
+#define PENSTOCK_REGISTER_BYTES 16
+#include "table_impl.h"
+
+const penstock::Kernels* penstock::generic_kernels() {
+  static const Kernels table = generic::make_table();
+  return &table;
+}

@@ -1,0 +1,83 @@
+// Packed weight matrices.
+//
+// Outputs are cut into panels of 16 and inputs into runs of 32; a tile is one run of one panel, and a panel's
+// tiles lie one behind the other. Inside a tile elements are ordered [16 input pairs][16 outputs][2], the order
+// in which AMX takes its second operand (float32, which AMX does not take, is [32 inputs][16 outputs]). A tile is
+// stored as
+//   float32   2048 bytes
+//   bfloat16  1024 bytes
+//   int8      scales, offsets, 512 bytes of codes
+//   int4      scales, offsets, 256 bytes of codes: four vectors of sixteen 32-bit lanes. Vector 2s + h, lane l,
+//             nibble j is the code of output 8h + l / 2, input 16s + 2j + l % 2, so that shifting by 4j and
+//             masking gives whole vectors in tile order.
+// with scales and offsets as [groups per tile][16 outputs], of float16 where that loses nothing, else float32.
+// Padding (outputs past the last, inputs past the last) has zero codes, scales and offsets.
+#pragma once
+
+#include <vector>
+
+#include "common.h"
+
+namespace penstock {
+
+constexpr int kPanelOutputs = 16;
+constexpr int kTileInputs = 32;
+constexpr int kTileElements = kPanelOutputs * kTileInputs;
+
+enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3 };
+
+struct Part {
+  Format format;
+  bool half_scales;
+  bool has_offsets;
+  int32_t groups_per_tile;  // 0 when not quantized
+  int64_t rows;
+  int64_t first_output;
+  int64_t num_panels;
+  int64_t tile_bytes;
+  int64_t panel_bytes;
+  uint8_t* data;
+  size_t data_bytes;
+
+  int64_t table_bytes() const { return groups_per_tile * kPanelOutputs * (half_scales ? 2 : 4); }
+  int64_t codes_at() const { return table_bytes() * (has_offsets ? 2 : 1); }
+  const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }
+};
+
+// One unit of work: one or two neighbouring panels of a part.
+struct Strip {
+  int32_t part;
+  int32_t num_panels;
+  int64_t first_panel;
+  int64_t first_output;
+  int64_t num_outputs;
+};
+
+constexpr int kStripPanels = 2;
+
+struct Linear {
+  int64_t in_features;
+  int64_t out_features = 0;
+  int64_t num_tiles;  // per panel
+  std::vector<Part> parts;
+  std::vector<Strip> strips;
+  std::vector<float> bias;  // empty, or padded to a whole panel
+
+  explicit Linear(int64_t in) : in_features(in), num_tiles(ceil_div(in, kTileInputs)) {}
+  ~Linear();
+};
+
+// Plain pointers only: this is read by code that is compiled per instruction set.
+struct LinearCall {
+  const Part* parts;
+  const float* bias;  // null when absent
+  int64_t in_features;
+  int64_t out_features;
+  int64_t num_tiles;
+  const void* x;  // prepared activations, rows x_stride elements apart
+  int64_t x_stride;
+  void* y;
+  Dtype y_dtype;
+};
+
+}  // namespace penstock

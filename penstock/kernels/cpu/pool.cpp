@@ -1,0 +1,153 @@
+#include "pool.h"
+
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "common.h"
+
+namespace penstock {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Long enough to bridge the caller's work between two operations of a step, short enough to be no burden.
+constexpr auto kSpinTime = std::chrono::microseconds(60);
+constexpr int kPausesPerClockRead = 16;
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  explicit Pool(int workers) {
+    for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(sleep_mutex_);
+      stopping_ = true;
+      epoch_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
+
+  void run(int64_t items, ItemFunction function, void* context) {
+    function_ = function;
+    context_ = context;
+    items_ = items;
+    next_.store(0, std::memory_order_relaxed);
+    gate_.fetch_and(~kClosed, std::memory_order_release);
+    epoch_.fetch_add(1);
+    if (sleepers_.load() > 0) {
+      { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+      wake_.notify_all();
+    }
+    take_items();
+    gate_.fetch_or(kClosed, std::memory_order_acq_rel);
+    for (int spins = 0; (gate_.load(std::memory_order_acquire) & ~kClosed) != 0; ++spins) {
+      pause_briefly();
+      if (spins % 256 == 255) sched_yield();
+    }
+  }
+
+ private:
+  // The gate counts the workers inside a region. A worker that finds it closed leaves without touching the job,
+  // which is why the caller may rewrite the job once the gate is closed and empty.
+  static constexpr int32_t kClosed = 1 << 30;
+
+  void take_items() {
+    const int64_t items = items_;
+    for (int64_t item = next_.fetch_add(1, std::memory_order_relaxed); item < items;
+         item = next_.fetch_add(1, std::memory_order_relaxed)) {
+      function_(context_, item);
+    }
+  }
+
+  void work() {
+    uint32_t seen = 0;
+    for (;;) {
+      await_change(seen);
+      seen = epoch_.load(std::memory_order_acquire);
+      if (stopping_) return;
+      if ((gate_.fetch_add(1, std::memory_order_acq_rel) & kClosed) == 0) take_items();
+      gate_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void await_change(uint32_t seen) {
+    const auto deadline = Clock::now() + kSpinTime;
+    do {
+      for (int i = 0; i < kPausesPerClockRead; ++i) {
+        if (epoch_.load(std::memory_order_acquire) != seen) return;
+        pause_briefly();
+      }
+    } while (Clock::now() < deadline);
+    std::unique_lock<std::mutex> lock(sleep_mutex_);
+    sleepers_.fetch_add(1);
+    wake_.wait(lock, [&] { return epoch_.load() != seen; });
+    sleepers_.fetch_sub(1);
+  }
+
+  ItemFunction function_ = nullptr;
+  void* context_ = nullptr;
+  int64_t items_ = 0;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<int32_t> gate_{kClosed};
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+  std::mutex sleep_mutex_;
+  std::condition_variable wake_;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+std::mutex region_mutex;  // held by the one caller that has the workers
+
+// Leaked at exit on purpose: joining threads while the process is torn down can hang.
+Pool*& shared_pool() {
+  static Pool* pool = new Pool(static_cast<int>(std::thread::hardware_concurrency()) - 1);
+  return pool;
+}
+
+}  // namespace
+
+void run_items(int64_t items, ItemFunction function, void* context) {
+  if (items > 1) {
+    std::unique_lock<std::mutex> lock(region_mutex, std::try_to_lock);
+    if (lock.owns_lock() && shared_pool()->num_threads() > 1) {
+      shared_pool()->run(items, function, context);
+      return;
+    }
+  }
+  for (int64_t item = 0; item < items; ++item) function(context, item);
+}
+
+int num_threads() { return shared_pool()->num_threads(); }
+
+void set_num_threads(int count) {
+  std::lock_guard<std::mutex> lock(region_mutex);
+  if (count < 1 || count == shared_pool()->num_threads()) return;
+  delete shared_pool();
+  shared_pool() = new Pool(count - 1);
+}
+
+}  // namespace penstock
+
+PENSTOCK_API int penstock_num_threads() { return penstock::num_threads(); }
+PENSTOCK_API void penstock_set_num_threads(int count) { penstock::set_num_threads(count); }

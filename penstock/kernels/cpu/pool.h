@@ -1,0 +1,24 @@
+// A small fork-join pool. Work items are handed out one by one, so a thread that the system takes off its core
+// delays a region by at most the item it was on. Idle workers spin for a moment, then sleep.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+using ItemFunction = void (*)(void* context, int64_t item);
+
+// Runs function(context, i) for every i in [0, items), on the caller and whichever workers arrive in time.
+// Several threads may call at once: one gets the workers, the others do their items alone.
+void run_items(int64_t items, ItemFunction function, void* context);
+
+template <typename Body>
+void parallel_for(int64_t items, Body&& body) {
+  run_items(
+      items, [](void* context, int64_t item) { (*static_cast<Body*>(context))(item); }, &body);
+}
+
+int num_threads();
+void set_num_threads(int count);
+
+}  // namespace penstock

@@ -1,0 +1,42 @@
+// The passes over a whole row of logits, compiled once per instruction set.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+static bool scan_logits(const float* logits, int64_t vocabulary, float* block_maxima) {
+  const Floats lowest = broadcast(-__builtin_inff());
+  Ints any_nan = broadcast_int(0);
+  for (int64_t start = 0; start < vocabulary; start += kSampleBlock) {
+    const int64_t end = vocabulary - start < kSampleBlock ? vocabulary : start + kSampleBlock;
+    Floats highest = lowest;
+    for (int64_t i = start; i < end; i += kLanes) {
+      Floats v;
+      if (end - i >= kLanes) {
+        v = load(logits + i);
+      } else {
+        v = keep_between(load_some(logits + i, end - i), lane_indices(), 0, 0, end - i, -__builtin_inff());
+      }
+      highest = maximum(v, highest);
+      any_nan = any_nan | is_nan(v);
+    }
+    block_maxima[start / kSampleBlock] = reduce_max(highest);
+  }
+  return reduce_max(to_floats(shift_right(any_nan, 31))) == 0.0f;
+}
+
+static void weigh_logits(const float* logits, int64_t vocabulary, float top, float inverse_temperature, float lowest,
+                         float* weights) {
+  const Floats shift = broadcast(top), factor = broadcast(inverse_temperature);
+  for (int64_t i = 0; i < vocabulary; i += kLanes) {
+    const int64_t left = vocabulary - i;
+    const Floats weight = exponential((load_some(logits + i, left) - shift) * factor);
+    store_some(weights + i, zero_below(weight, lowest), left);
+  }
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

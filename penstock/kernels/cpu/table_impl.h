@@ -1,0 +1,32 @@
+// Gathers everything compiled for one instruction set into its table.
+#pragma once
+
+#include "attention_impl.h"
+#include "cache_impl.h"
+#include "elementwise_impl.h"
+#include "linear_impl.h"
+#include "sample_impl.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+static Kernels make_table() {
+  Kernels table = {};
+  table.rms_norm = rms_norm;
+  table.add_rms_norm = add_rms_norm;
+  table.gated = gated;
+  table.widen = widen;
+  table.multiply_strip_f32 = multiply_strip;
+  table.multiply_strip_bf16 = multiply_strip;
+  table.bf16_activations = false;
+  table.read_row = read_row;
+  table.store_token = store_token;
+  table.attend_tile = attend_tile;
+  table.merge_tile = merge_tile;
+  table.scan_logits = scan_logits;
+  table.weigh_logits = weigh_logits;
+  return table;
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

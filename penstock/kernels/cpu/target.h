@@ -1,0 +1,16 @@
+// Compile what lies between BEGIN and END for more than the baseline. The code must run only where the processor
+// has been asked for those features.
+#pragma once
+
+#define PENSTOCK_PRAGMA(text) _Pragma(#text)
+
+#if defined(__clang__)
+#define PENSTOCK_TARGET_BEGIN(features) \
+  PENSTOCK_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define PENSTOCK_TARGET_END PENSTOCK_PRAGMA(clang attribute pop)
+#else
+#define PENSTOCK_TARGET_BEGIN(features) \
+  PENSTOCK_PRAGMA(GCC push_options)     \
+  PENSTOCK_PRAGMA(GCC target(features))
+#define PENSTOCK_TARGET_END PENSTOCK_PRAGMA(GCC pop_options)
+#endif

@@ -1,0 +1,311 @@
+// Sixteen lanes of float or int32, whatever the register width. Compiled once per instruction set: the including
+// file defines PENSTOCK_ISA (a namespace) and PENSTOCK_REGISTER_BYTES, and has set the compiler's target.
+// Uses no standard library template, whose instances the linker could share between instruction sets.
+#pragma once
+
+#include "common.h"
+
+#define PENSTOCK_INLINE static inline __attribute__((always_inline))
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+constexpr int kLanes = 16;
+constexpr int kRegisterLanes = PENSTOCK_REGISTER_BYTES / 4;
+constexpr int kRegisters = kLanes / kRegisterLanes;
+
+typedef float FloatRegister __attribute__((vector_size(PENSTOCK_REGISTER_BYTES)));
+typedef int32_t IntRegister __attribute__((vector_size(PENSTOCK_REGISTER_BYTES)));
+typedef uint32_t UintRegister __attribute__((vector_size(PENSTOCK_REGISTER_BYTES)));
+typedef uint16_t ShortRegister __attribute__((vector_size(PENSTOCK_REGISTER_BYTES / 2)));
+typedef int8_t ByteRegister __attribute__((vector_size(PENSTOCK_REGISTER_BYTES / 4)));
+
+struct Floats {
+  FloatRegister part[kRegisters];
+};
+struct Ints {
+  IntRegister part[kRegisters];
+};
+
+#define FOR_PARTS for (int i = 0; i < kRegisters; ++i)
+
+PENSTOCK_INLINE Floats broadcast(float value) {
+  Floats out;
+  FOR_PARTS out.part[i] = FloatRegister{} + value;
+  return out;
+}
+
+PENSTOCK_INLINE Ints broadcast_int(int32_t value) {
+  Ints out;
+  FOR_PARTS out.part[i] = IntRegister{} + value;
+  return out;
+}
+
+PENSTOCK_INLINE Floats zeros() { return broadcast(0.0f); }
+
+PENSTOCK_INLINE Ints lane_indices() {
+  alignas(64) int32_t index[kLanes];
+  for (int i = 0; i < kLanes; ++i) index[i] = i;
+  Ints out;
+  memcpy(&out, index, sizeof out);
+  return out;
+}
+
+PENSTOCK_INLINE Floats as_floats(Ints a) {
+  Floats out;
+  FOR_PARTS out.part[i] = (FloatRegister)a.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Ints as_ints(Floats a) {
+  Ints out;
+  FOR_PARTS out.part[i] = (IntRegister)a.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Floats to_floats(Ints a) {
+  Floats out;
+  FOR_PARTS out.part[i] = __builtin_convertvector(a.part[i], FloatRegister);
+  return out;
+}
+
+#define PENSTOCK_FLOAT_OPERATOR(op)                     \
+  PENSTOCK_INLINE Floats operator op(Floats a, Floats b) { \
+    Floats out;                                         \
+    FOR_PARTS out.part[i] = a.part[i] op b.part[i];     \
+    return out;                                         \
+  }
+PENSTOCK_FLOAT_OPERATOR(+)
+PENSTOCK_FLOAT_OPERATOR(-)
+PENSTOCK_FLOAT_OPERATOR(*)
+PENSTOCK_FLOAT_OPERATOR(/)
+#undef PENSTOCK_FLOAT_OPERATOR
+
+// The compiler contracts this to one fused operation where the target has it, and always the same way.
+PENSTOCK_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  Floats out;
+  FOR_PARTS out.part[i] = a.part[i] * b.part[i] + c.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Floats maximum(Floats a, Floats b) {
+  Floats out;
+  FOR_PARTS out.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Ints operator&(Ints a, Ints b) {
+  Ints out;
+  FOR_PARTS out.part[i] = a.part[i] & b.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Ints operator|(Ints a, Ints b) {
+  Ints out;
+  FOR_PARTS out.part[i] = a.part[i] | b.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Ints is_nan(Floats a) {
+  Ints out;
+  FOR_PARTS out.part[i] = a.part[i] != a.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Floats zero_below(Floats a, float lowest) {
+  Floats out;
+  FOR_PARTS out.part[i] = a.part[i] < lowest ? FloatRegister{} : a.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Ints operator+(Ints a, Ints b) {
+  Ints out;
+  FOR_PARTS out.part[i] = a.part[i] + b.part[i];
+  return out;
+}
+
+PENSTOCK_INLINE Ints shift_left(Ints a, int bits) {
+  Ints out;
+  FOR_PARTS out.part[i] = (IntRegister)((UintRegister)a.part[i] << bits);
+  return out;
+}
+
+PENSTOCK_INLINE Ints shift_right(Ints a, int bits) {
+  Ints out;
+  FOR_PARTS out.part[i] = (IntRegister)((UintRegister)a.part[i] >> bits);
+  return out;
+}
+
+PENSTOCK_INLINE Floats load(const float* from) {
+  Floats out;
+  memcpy(&out, from, sizeof out);
+  return out;
+}
+
+PENSTOCK_INLINE Ints load_ints(const void* from) {
+  Ints out;
+  memcpy(&out, from, sizeof out);
+  return out;
+}
+
+PENSTOCK_INLINE void store(float* to, Floats a) { memcpy(to, &a, sizeof a); }
+
+PENSTOCK_INLINE Floats load(const bf16* from) {
+  Floats out;
+  FOR_PARTS {
+    ShortRegister half;
+    memcpy(&half, from + i * kRegisterLanes, sizeof half);
+    out.part[i] = (FloatRegister)(__builtin_convertvector(half, UintRegister) << 16);
+  }
+  return out;
+}
+
+PENSTOCK_INLINE Floats load_bytes(const int8_t* from) {
+  Floats out;
+  FOR_PARTS {
+    ByteRegister bytes;
+    memcpy(&bytes, from + i * kRegisterLanes, sizeof bytes);
+    out.part[i] = __builtin_convertvector(__builtin_convertvector(bytes, IntRegister), FloatRegister);
+  }
+  return out;
+}
+
+// Finite IEEE halves. Shifting places exponent and fraction; the product corrects the exponent's bias, and is
+// exact for subnormals too.
+PENSTOCK_INLINE Floats load_halves(const uint16_t* from) {
+  Floats out;
+  FOR_PARTS {
+    ShortRegister half;
+    memcpy(&half, from + i * kRegisterLanes, sizeof half);
+    const UintRegister bits = __builtin_convertvector(half, UintRegister);
+    const FloatRegister magnitude = (FloatRegister)((bits & 0x7fff) << 13) * 0x1p112f;
+    out.part[i] = (FloatRegister)((UintRegister)magnitude | ((bits & 0x8000) << 16));
+  }
+  return out;
+}
+
+PENSTOCK_INLINE void store(bf16* to, Floats a) {
+  FOR_PARTS {
+#ifdef PENSTOCK_NATIVE_BF16
+    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)a.part[i]);
+#else
+    const UintRegister bits = (UintRegister)a.part[i];
+    const UintRegister rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const UintRegister quiet_nan = (bits >> 16) | 0x40;
+    const UintRegister selected = a.part[i] == a.part[i] ? rounded : quiet_nan;
+    const ShortRegister narrow = __builtin_convertvector(selected, ShortRegister);
+#endif
+    memcpy(to + i * kRegisterLanes, &narrow, sizeof narrow);
+  }
+}
+
+// The first `count` lanes only; the others read as zero and are not written.
+template <typename T>
+PENSTOCK_INLINE Floats load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  T buffer[kLanes] = {};
+  memcpy(buffer, from, static_cast<size_t>(count) * sizeof(T));
+  return load(buffer);
+}
+
+template <typename T>
+PENSTOCK_INLINE void store_some(T* to, Floats a, int64_t count) {
+  if (count >= kLanes) return store(to, a);
+  T buffer[kLanes];
+  store(buffer, a);
+  memcpy(to, buffer, static_cast<size_t>(count) * sizeof(T));
+}
+
+// Lanes 0, 2, 4, ... (or 1, 3, 5, ...) of a followed by those of b.
+template <int kOdd>
+PENSTOCK_INLINE Floats every_second(Floats a, Floats b) {
+  FloatRegister source[2 * kRegisters];
+  FOR_PARTS {
+    source[i] = a.part[i];
+    source[kRegisters + i] = b.part[i];
+  }
+  Floats out;
+  FOR_PARTS {
+    const FloatRegister low = source[2 * i], high = source[2 * i + 1];
+#if PENSTOCK_REGISTER_BYTES == 64
+    out.part[i] = __builtin_shufflevector(low, high, kOdd, kOdd + 2, kOdd + 4, kOdd + 6, kOdd + 8, kOdd + 10,
+                                          kOdd + 12, kOdd + 14, kOdd + 16, kOdd + 18, kOdd + 20, kOdd + 22,
+                                          kOdd + 24, kOdd + 26, kOdd + 28, kOdd + 30);
+#elif PENSTOCK_REGISTER_BYTES == 32
+    out.part[i] = __builtin_shufflevector(low, high, kOdd, kOdd + 2, kOdd + 4, kOdd + 6, kOdd + 8, kOdd + 10,
+                                          kOdd + 12, kOdd + 14);
+#else
+    out.part[i] = __builtin_shufflevector(low, high, kOdd, kOdd + 2, kOdd + 4, kOdd + 6);
+#endif
+  }
+  return out;
+}
+
+// Two bf16 in each 32-bit lane, widened: the lower halves, the upper halves.
+PENSTOCK_INLINE Floats low_halves(Ints pairs) { return as_floats(shift_left(pairs, 16)); }
+PENSTOCK_INLINE Floats high_halves(Ints pairs) {
+  return as_floats(pairs & broadcast_int(static_cast<int32_t>(0xffff0000u)));
+}
+
+PENSTOCK_INLINE float reduce_sum(Floats a) {
+  alignas(64) float lanes[kLanes];
+  store(lanes, a);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+PENSTOCK_INLINE float reduce_max(Floats a) {
+  alignas(64) float lanes[kLanes];
+  store(lanes, a);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+}
+
+// Lane i of the result is a's where first <= start + i < end, else `other`.
+PENSTOCK_INLINE Floats keep_between(Floats a, Ints lane_index, int64_t start, int64_t first, int64_t end,
+                                    float other) {
+  const int32_t low = static_cast<int32_t>(first - start), high = static_cast<int32_t>(end - start);
+  Floats out;
+  FOR_PARTS {
+    const IntRegister inside = (lane_index.part[i] >= low) & (lane_index.part[i] < high);
+    out.part[i] = inside ? a.part[i] : FloatRegister{} + other;
+  }
+  return out;
+}
+
+// e^x to about one unit in the last place; 0 below the smallest normal result.
+PENSTOCK_INLINE Floats exponential(Floats x) {
+  constexpr float kLowest = -87.33f, kHighest = 88.7f;
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  Floats out;
+  FOR_PARTS {
+    FloatRegister v = x.part[i];
+    v = v < kLowest ? FloatRegister{} + kLowest : v;
+    v = v > kHighest ? FloatRegister{} + kHighest : v;
+    const FloatRegister shifted = v * 1.44269504f + kRounder;
+    const FloatRegister n = shifted - kRounder;
+    FloatRegister r = v - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    FloatRegister p = FloatRegister{} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const IntRegister power = ((IntRegister)shifted - 0x4b400000 + 127) << 23;
+    const FloatRegister scaled = p * (FloatRegister)power;
+    out.part[i] = x.part[i] < kLowest ? FloatRegister{} : scaled;
+  }
+  return out;
+}
+
+PENSTOCK_INLINE Floats hyperbolic_tangent(Floats x) {
+  const Floats one = broadcast(1.0f);
+  return one - broadcast(2.0f) / (exponential(x + x) + one);
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

@@ -1,0 +1,141 @@
+"""Finds, loads and describes the compiled CPU library. Knows its C interface; knows nothing of tensors.
+
+The library is optional. Where it is missing `load()` gives None and the caller uses plain torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+# In the order of `enum class Isa` in cpu/kernels.h.
+ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
+
+
+class AttentionLayerStruct(Structure):
+    """`AttentionLayer` of cpu/attention.h."""
+
+    _fields_ = (
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("window", c_int64),
+        ("rope", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("norm_eps", c_float),
+    )
+
+
+class AttentionBatchStruct(Structure):
+    """`AttentionBatch` of cpu/attention.h."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_requests", c_int64),
+        ("max_context_len", c_int64),
+        ("table_stride", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+    )
+
+
+class SamplingStruct(Structure):
+    """`PenstockSampling` of cpu/sample.cpp."""
+
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("vocabulary", c_int64),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("seed", c_void_p),
+        ("position", c_void_p),
+    )
+
+
+# Name, result, arguments.
+_FUNCTIONS = (
+    ("num_threads", c_int, ()),
+    ("set_num_threads", None, (c_int,)),
+    ("best_isa", c_int, ()),
+    ("isa", c_int, ()),
+    ("set_isa", c_int, (c_int,)),
+    ("linear_create", c_void_p, (c_int64,)),
+    ("linear_free", None, (c_void_p,)),
+    (
+        "linear_add",
+        c_int64,
+        (c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64),
+    ),
+    ("linear_set_bias", None, (c_void_p, c_void_p)),
+    ("linear", None, (c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p)),
+    ("embed", c_int, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),
+    ("rms_norm", None, (c_int, c_int64, c_int64, c_void_p, c_int, c_void_p, c_float, c_void_p)),
+    (
+        "add_rms_norm",
+        None,
+        (c_int, c_int64, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p),
+    ),
+    ("gated", None, (c_int, c_int, c_int64, c_int64, c_void_p, c_void_p)),
+    ("cache_block_bytes", c_int64, (c_int, c_int64, c_int64, c_int64)),
+    ("allocate_pages", c_void_p, (c_int64,)),
+    ("free_pages", None, (c_void_p, c_int64)),
+    (
+        "attend",
+        None,
+        (
+            POINTER(AttentionLayerStruct),
+            POINTER(AttentionBatchStruct),
+            c_int,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+        ),
+    ),
+    ("sample", None, (POINTER(SamplingStruct), c_void_p, c_void_p)),
+    ("uniform_draw", c_double, (c_int64, c_int64)),
+)
+
+
+class Library:
+    """The library's functions as attributes, under their C names without the prefix."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for name, result, arguments in _FUNCTIONS:
+            function = getattr(library, f"penstock_{name}")
+            function.restype = result
+            function.argtypes = arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> ctypes._FuncPointer:
+        raise AttributeError(f"the CPU library has no function {name!r}")
+
+
+@functools.cache
+def load() -> Library | None:
+    for path in sorted(Path(__file__).parent.glob("_cpu*.so")):
+        try:
+            library = Library(path)
+        except (OSError, AttributeError):
+            continue  # built for another machine, or by another version
+        library.set_num_threads(available_cores())
+        return library
+    return None
+
+
+def available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,294 @@
+"""The fast CPU backend: tensors in, calls to the compiled library, tensors out.
+
+Knows the C interface (`library.py`) and how weights are handed to it; the layouts themselves are the library's
+own affair (cpu/linear.h, cpu/attention.h). Every call here is on the path of each token, so checks are few and
+cheap: models pass contiguous tensors of the backend's type.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from ctypes import byref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import (
+    Activation,
+    AttentionBatch,
+    AttentionLayer,
+    DenseWeight,
+    GroupQuantWeight,
+    SamplingBatch,
+    WeightData,
+)
+from penstock.kernels.library import AttentionBatchStruct, AttentionLayerStruct, Library, SamplingStruct
+
+# Numbers shared with cpu/common.h and cpu/linear.h.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_INT8, FORMAT_INT4 = range(4)
+ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+
+TOKENS_PER_UNIT = 16
+MAX_HEAD_DIM = 256
+UNLIMITED_WINDOW = 2**62
+
+
+class NativeLinear:
+    """Owns a packed matrix of the library, and with it the memory."""
+
+    def __init__(self, library: Library, in_features: int) -> None:
+        self.in_features = in_features
+        self.out_features = 0
+        self.num_bytes = 0
+        self.handle = library.linear_create(in_features)
+        self._library = library
+        weakref.finalize(self, library.linear_free, self.handle)
+
+    def add(self, weight: WeightData, dtype: torch.dtype) -> None:
+        if weight.shape[1] != self.in_features:
+            raise ValueError(f"stacked matrices take {self.in_features} and {weight.shape[1]} inputs")
+        if isinstance(weight, DenseWeight):
+            # In float32 mode bfloat16 weights stay as they are: widening loses nothing and doubles the traffic.
+            narrow = torch.bfloat16 in (dtype, weight.values.dtype)
+            values = weight.values.to(torch.bfloat16 if narrow else torch.float32).contiguous()
+            self._add(FORMAT_BFLOAT16 if narrow else FORMAT_FLOAT32, values, None, None, 0)
+        else:
+            self._add_quantized(weight)
+
+    def set_bias(self, bias: Tensor) -> None:
+        values = bias.to(torch.float32).contiguous()
+        self._library.linear_set_bias(self.handle, values.data_ptr())
+        self.num_bytes += values.nbytes
+
+    def _add_quantized(self, weight: GroupQuantWeight) -> None:
+        if weight.group not in (16, 32):
+            raise ValueError(f"groups of {weight.group} are not supported, only of 16 and 32")
+        scales, offsets = weight.scales.contiguous(), weight.offsets
+        tables = [scales] if offsets is None else [scales, offsets.contiguous()]
+        halves = [table.half() for table in tables]
+        if all(torch.equal(half.float(), table) for half, table in zip(halves, tables, strict=True)):
+            tables = halves
+        code_format = FORMAT_INT4 if weight.bits == 4 else FORMAT_INT8
+        self._add(
+            code_format,
+            weight.codes.contiguous(),
+            tables[0],
+            tables[1] if len(tables) > 1 else None,
+            weight.group,
+        )
+
+    def _add(
+        self, code_format: int, values: Tensor, scales: Tensor | None, offsets: Tensor | None, group: int
+    ) -> None:
+        num_bytes = self._library.linear_add(
+            self.handle,
+            code_format,
+            values.shape[0],
+            values.data_ptr(),
+            None if scales is None else scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+            scales is not None and scales.dtype == torch.float16,
+            group,
+        )
+        if num_bytes == 0:
+            raise MemoryError(f"no memory for a packed matrix of {values.shape[0]} × {values.shape[1]}")
+        self.out_features += values.shape[0]
+        self.num_bytes += num_bytes
+
+
+class NativeEmbedding:
+    def __init__(self, table: NativeLinear, shared: bool) -> None:
+        self.table = table
+        self.num_bytes = 0 if shared else table.num_bytes
+
+
+class NativeKVLayer:
+    __slots__ = ("address", "block_size", "store")
+
+    def __init__(self, store: NativeKVStore, address: int) -> None:
+        self.store = store  # keeps the memory alive
+        self.address = address
+        self.block_size = store.block_size
+
+
+class NativeKVStore:
+    """Memory for all layers, [layer][block], taken from the system page by page as blocks are first used."""
+
+    def __init__(self, library: Library, num_layers: int, num_blocks: int, block_size: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_bytes = num_layers * num_blocks * block_bytes
+        self._layer_bytes = num_blocks * block_bytes
+        self._address = library.allocate_pages(self.num_bytes)
+        if self._address is None:
+            raise MemoryError(f"no memory for a KV cache of {self.num_bytes} bytes")
+        weakref.finalize(self, library.free_pages, self._address, self.num_bytes)
+
+    def layer(self, index: int) -> NativeKVLayer:
+        return NativeKVLayer(self, self._address + index * self._layer_bytes)
+
+
+class NativeOps:
+    name = "native"
+    device = torch.device("cpu")
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        if dtype not in DTYPE_CODES:
+            raise ValueError(f"the native CPU backend computes in float32 or bfloat16, not {dtype}")
+        self.dtype = dtype
+        self._library = library
+        self._dtype_code = DTYPE_CODES[dtype]
+        self._layers: dict[int, tuple[AttentionLayerStruct, AttentionLayer, list[Tensor]]] = {}
+        self._batch: AttentionBatch | None = None
+        self._batch_struct = AttentionBatchStruct()
+
+    def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> NativeLinear:
+        packed = NativeLinear(self._library, parts[0].shape[1])
+        for part in parts:
+            packed.add(part, self.dtype)
+        if bias is not None:
+            packed.set_bias(bias)
+        return packed
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        rows = x.shape[0]
+        y = torch.empty((rows, weight.out_features), dtype=self.dtype)
+        code = self._dtype_code
+        self._library.linear(weight.handle, code, rows, x.data_ptr(), code, y.data_ptr())
+        return y
+
+    def pack_embedding(self, weight: WeightData, tied: Any | None = None) -> NativeEmbedding:
+        if tied is not None:
+            return NativeEmbedding(tied, shared=True)
+        return NativeEmbedding(self.pack_linear([weight]), shared=False)
+
+    def embed(self, token_ids: Tensor, table: Any) -> Tensor:
+        ids = token_ids.to(torch.int32).contiguous()
+        matrix = table.table
+        y = torch.empty((ids.shape[0], matrix.in_features), dtype=self.dtype)
+        if not self._library.embed(matrix.handle, self._dtype_code, ids.shape[0], ids.data_ptr(), y.data_ptr()):
+            raise IndexError(f"a token id is outside the vocabulary of {matrix.out_features}")
+        return y
+
+    def logits(self, x: Tensor, head: Any) -> Tensor:
+        x = x.contiguous()
+        rows = x.shape[0]
+        y = torch.empty((rows, head.out_features), dtype=torch.float32)
+        self._library.linear(head.handle, self._dtype_code, rows, x.data_ptr(), 0, y.data_ptr())
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, width = x.shape
+        y = torch.empty_like(x)
+        self._library.rms_norm(
+            self._dtype_code,
+            rows,
+            width,
+            x.data_ptr(),
+            DTYPE_CODES[weight.dtype],
+            weight.data_ptr(),
+            eps,
+            y.data_ptr(),
+        )
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, width = x.shape
+        y = torch.empty_like(x)
+        self._library.add_rms_norm(
+            self._dtype_code,
+            rows,
+            width,
+            x.data_ptr(),
+            residual.data_ptr(),
+            DTYPE_CODES[weight.dtype],
+            weight.data_ptr(),
+            eps,
+            y.data_ptr(),
+        )
+        return y
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        rows, double_width = gate_up.shape
+        width = double_width // 2
+        y = torch.empty((rows, width), dtype=self.dtype)
+        self._library.gated(
+            self._dtype_code, ACTIVATION_CODES[activation], rows, width, gate_up.data_ptr(), y.data_ptr()
+        )
+        return y
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> NativeKVStore:
+        if block_size % TOKENS_PER_UNIT != 0:
+            raise ValueError(f"blocks hold a multiple of {TOKENS_PER_UNIT} tokens, not {block_size}")
+        if head_dim > MAX_HEAD_DIM or head_dim % 2 != 0:
+            raise ValueError(f"a head has an even size of at most {MAX_HEAD_DIM}, not {head_dim}")
+        block_bytes = self._library.cache_block_bytes(self._dtype_code, block_size, num_kv_heads, head_dim)
+        return NativeKVStore(self._library, num_layers, num_blocks, block_size, block_bytes)
+
+    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
+        known = self._layers.get(id(layer))
+        if known is None or known[1] is not layer:
+            known = self._describe_layer(layer)
+        if batch is not self._batch:
+            self._describe_batch(batch)
+        out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=self.dtype)
+        self._library.attend(
+            known[0],
+            self._batch_struct,
+            self._dtype_code,
+            cache.block_size,
+            cache.address,
+            qkv.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        logits = logits.contiguous()
+        rows, vocabulary = logits.shape
+        settings = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.position)
+        struct = SamplingStruct(rows, vocabulary, *(setting.data_ptr() for setting in settings))
+        tokens = torch.empty(rows, dtype=torch.int64)
+        self._library.sample(byref(struct), logits.data_ptr(), tokens.data_ptr())
+        return tokens
+
+    def _describe_layer(
+        self, layer: AttentionLayer
+    ) -> tuple[AttentionLayerStruct, AttentionLayer, list[Tensor]]:
+        """The C form of a layer, made once. Holds the layer, so that its id stays its own, and the tensors."""
+        tables = [
+            None if table is None else table.to(torch.float32).contiguous()
+            for table in (layer.rope, layer.q_norm, layer.k_norm)
+        ]
+        struct = AttentionLayerStruct(
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            UNLIMITED_WINDOW if layer.window is None else layer.window,
+            *(None if table is None else table.data_ptr() for table in tables),
+            layer.scale,
+            layer.softcap or 0.0,
+            layer.norm_eps,
+        )
+        known = (struct, layer, [table for table in tables if table is not None])
+        self._layers[id(layer)] = known
+        return known
+
+    def _describe_batch(self, batch: AttentionBatch) -> None:
+        """The C form of a batch, reused by all layers of its step."""
+        struct = self._batch_struct
+        struct.num_tokens = batch.positions.shape[0]
+        struct.num_requests = batch.num_requests
+        struct.max_context_len = batch.max_context_len
+        struct.table_stride = batch.block_tables.stride(0)
+        struct.positions = batch.positions.data_ptr()
+        struct.slots = batch.slots.data_ptr()
+        struct.query_starts = batch.query_starts.data_ptr()
+        struct.context_lens = batch.context_lens.data_ptr()
+        struct.block_tables = batch.block_tables.data_ptr()
+        self._batch = batch

@@ -1,0 +1,201 @@
+"""What every operation means, in plain torch, on any device and in any float type.
+
+It is the definition the other backends are tested against, and the backend of last resort. Unlike them it
+leaves the order of summation to torch, so it promises independence from the rest of the batch up to rounding
+only. It does not know about instruction sets, threads or packed layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.interface import (
+    Activation,
+    AttentionBatch,
+    AttentionLayer,
+    DenseWeight,
+    SamplingBatch,
+    WeightData,
+)
+from penstock.kernels.sampling import sample_rows
+
+# Rows of a half-precision head that are widened at a time for exact float32 logits.
+HEAD_ROWS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    weight: Tensor  # [out, in] in the compute type
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEmbedding:
+    weight: Tensor  # [vocabulary, hidden] in the compute type
+    shared: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.shared else self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TorchKVLayer:
+    keys: Tensor  # [blocks, block size, G, D]
+    values: Tensor
+
+
+class TorchKVStore:
+    def __init__(
+        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`shape` is layers, blocks, block size, G, D."""
+        self.num_blocks = shape[1]
+        self.block_size = shape[2]
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def layer(self, index: int) -> TorchKVLayer:
+        return TorchKVLayer(self._keys[index], self._values[index])
+
+
+class TorchOps:
+    name = "torch"
+
+    def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+
+    def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> TorchLinear:
+        weight = torch.cat([self._dense(part) for part in parts])
+        return TorchLinear(weight, None if bias is None else bias.to(self.device, self.dtype))
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        return F.linear(x, weight.weight, weight.bias)
+
+    def pack_embedding(self, weight: WeightData, tied: Any | None = None) -> TorchEmbedding:
+        if tied is not None:
+            return TorchEmbedding(tied.weight, shared=True)
+        return TorchEmbedding(self._dense(weight), shared=False)
+
+    def embed(self, token_ids: Tensor, table: Any) -> Tensor:
+        return F.embedding(token_ids, table.weight)
+
+    def logits(self, x: Tensor, head: Any) -> Tensor:
+        if self.dtype == torch.float32:
+            return F.linear(x, head.weight, head.bias)
+        wide = x.float()
+        parts = [F.linear(wide, rows.float()) for rows in torch.split(head.weight, HEAD_ROWS_AT_ONCE)]
+        logits = torch.cat(parts, dim=-1)
+        return logits if head.bias is None else logits + head.bias.float()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        return (active * up).to(gate_up.dtype)
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> TorchKVStore:
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        return TorchKVStore(shape, self.dtype, self.device)
+
+    def attend(
+        self, qkv: Tensor, layer: AttentionLayer, cache: TorchKVLayer, batch: AttentionBatch
+    ) -> Tensor:
+        heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        by_head = qkv.view(qkv.shape[0], -1, width)
+        query, key, value = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
+        if layer.q_norm is not None:
+            query = self.rms_norm(query, layer.q_norm, layer.norm_eps)
+        if layer.k_norm is not None:
+            key = self.rms_norm(key, layer.k_norm, layer.norm_eps)
+        query = _rotate(query, layer.rope, batch.positions)
+        key = _rotate(key, layer.rope, batch.positions)
+
+        slots = batch.slots.long()
+        cache.keys.view(-1, kv_heads, width)[slots] = key
+        cache.values.view(-1, kv_heads, width)[slots] = value
+
+        output = torch.empty_like(query)
+        starts = batch.query_starts.tolist()
+        context_lens = batch.context_lens.tolist()
+        for request in range(batch.num_requests):
+            rows = slice(starts[request], starts[request + 1])
+            table = batch.block_tables[request]
+            output[rows] = _attend_one_request(query[rows], layer, cache, table, context_lens[request])
+        return output.view(-1, heads * width)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return sample_rows(logits, batch)
+
+    def _dense(self, weight: WeightData) -> Tensor:
+        if isinstance(weight, DenseWeight):
+            return weight.values.to(self.device, self.dtype)
+        return weight.dequantize(self.dtype).to(self.device)
+
+
+def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of every head by the angle of its token's position."""
+    half = x.shape[-1] // 2
+    angles = rope[positions.long()].unsqueeze(1)
+    cosine, sine = angles[..., :half], angles[..., half:]
+    first, second = x[..., :half].float(), x[..., half:].float()
+    rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return rotated.to(x.dtype)
+
+
+def _attend_one_request(
+    query: Tensor, layer: AttentionLayer, cache: TorchKVLayer, table: Tensor, context_len: int
+) -> Tensor:
+    """[n, H, D] → [n, H, D] for the last n tokens of one request's context."""
+    num_queries = query.shape[0]
+    first_position = context_len - num_queries
+    block_size = cache.keys.shape[1]
+    start = 0 if layer.window is None else max(0, first_position - layer.window + 1)
+    blocks = table[start // block_size : -(-context_len // block_size)].long()
+    start = start // block_size * block_size
+
+    # Only written positions are taken, so what else a block holds cannot matter.
+    keys = cache.keys[blocks].flatten(0, 1)[: context_len - start].float()
+    values = cache.values[blocks].flatten(0, 1)[: context_len - start].float()
+
+    group = layer.num_heads // layer.num_kv_heads
+    grouped = query.float().view(num_queries, layer.num_kv_heads, group, layer.head_dim)
+    scores = torch.einsum("nghd,cgd->ghnc", grouped, keys) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    query_at = torch.arange(first_position, context_len, device=query.device).unsqueeze(1)
+    key_at = torch.arange(start, context_len, device=query.device).unsqueeze(0)
+    hidden = key_at > query_at
+    if layer.window is not None:
+        hidden |= key_at <= query_at - layer.window
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    return torch.einsum("ghnc,cgd->nghd", weights, values).reshape(query.shape).to(query.dtype)

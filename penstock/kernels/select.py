@@ -1,0 +1,52 @@
+"""Which backend serves a device and a type, and what this machine's CPU can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.kernels import library
+from penstock.kernels.interface import Ops
+from penstock.kernels.native import DTYPE_CODES, NativeOps
+from penstock.kernels.reference import TorchOps
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the CPU backend found. `isa` is None where there is no native library."""
+
+    native: bool
+    isa: str | None
+    num_threads: int
+
+
+def select_ops(device: torch.device | str, dtype: torch.dtype) -> Ops:
+    device = torch.device(device)
+    native = library.load()
+    if device.type == "cpu" and dtype in DTYPE_CODES and native is not None:
+        return NativeOps(native, dtype)
+    return TorchOps(device, dtype)
+
+
+def capabilities() -> Capabilities:
+    native = library.load()
+    if native is None:
+        return Capabilities(native=False, isa=None, num_threads=torch.get_num_threads())
+    return Capabilities(
+        native=True, isa=library.ISA_NAMES[native.best_isa()], num_threads=native.num_threads()
+    )
+
+
+def preferred_cpu_dtype() -> torch.dtype:
+    """bfloat16 where the CPU multiplies it in hardware, else float32."""
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def set_num_threads(count: int) -> None:
+    """How many threads the CPU kernels use, the calling one included."""
+    torch.set_num_threads(count)
+    native = library.load()
+    if native is not None:
+        native.set_num_threads(count)

@@ -1,0 +1,329 @@
+"""Paged attention. Keys and values are read in place through the block table: no gather, no padding.
+
+Two kernels. `decode`: one query token per request; the context is cut into splits that run side by side and are
+merged by a second, small kernel. `prefill`: tiles of query tokens, each walking its request's keys once.
+Cache layout, both K and V: [blocks, G, block size, D].
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, AttentionLayer
+
+DECODE_KEYS = 64
+PREFILL_KEYS = 64
+MAX_SPLITS = 64
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):
+    """Scaled and capped scores, in units of log2."""
+    scores = tl.dot(q, k) * scale
+    if HAS_CAP:
+        ratio = scores / softcap
+        scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)
+    return scores * 1.4426950408889634
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    partial_out,
+    partial_max,
+    partial_sum,
+    block_tables,
+    context_lens,
+    table_stride,
+    scale,
+    softcap,
+    window,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    split = tl.program_id(2)
+    per_group: tl.constexpr = H // G
+    length = tl.load(context_lens + request)
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(length - window, 0) // KEYS * KEYS
+    tiles = tl.cdiv(length - first_key, KEYS)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    begin = first_key + split * tiles_per_split * KEYS
+    end = tl.minimum(begin + tiles_per_split * KEYS, length)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, D_PAD)
+    keys = tl.arange(0, KEYS)
+    row_inside = rows < per_group
+    dim_inside = dims < D
+    q_at = q + (request * H + group * per_group + rows[:, None]) * D + dims[None, :]
+    queries = tl.load(q_at, mask=row_inside[:, None] & dim_inside[None, :], other=0.0)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS, D_PAD), tl.float32)
+    table = block_tables + request * table_stride
+
+    for start in range(begin, end, KEYS):
+        at = start + keys
+        present = at < end
+        if HAS_WINDOW:
+            present = present & (at >= length - window)
+        block = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
+        offset = (block * G + group) * BLOCK_SIZE * D + (at % BLOCK_SIZE) * D
+        k = tl.load(
+            k_cache + offset[None, :] + dims[:, None], mask=present[None, :] & dim_inside[:, None], other=0.0
+        )
+        v = tl.load(
+            v_cache + offset[:, None] + dims[None, :], mask=present[:, None] & dim_inside[None, :], other=0.0
+        )
+        scores = _scores(queries, k, scale, softcap, HAS_CAP)
+        scores = tl.where(present[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        decay = tl.exp2(highest - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        weighted = weighted * decay[:, None] + tl.dot(weights.to(v.dtype), v)
+        highest = new_highest
+
+    if SPLITS == 1:
+        result = weighted / tl.where(total > 0, total, 1.0)[:, None]
+        out_at = out + (request * H + group * per_group + rows[:, None]) * D + dims[None, :]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=row_inside[:, None] & dim_inside[None, :])
+    else:
+        head = request * H + group * per_group + rows
+        tl.store(partial_max + head * SPLITS + split, highest, mask=row_inside)
+        tl.store(partial_sum + head * SPLITS + split, total, mask=row_inside)
+        part_at = partial_out + (head[:, None] * SPLITS + split) * D + dims[None, :]
+        tl.store(part_at, weighted, mask=row_inside[:, None] & dim_inside[None, :])
+
+
+@triton.jit
+def _merge_kernel(
+    partial_out, partial_max, partial_sum, out, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr
+):
+    head = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, D_PAD)
+    inside = dims < D
+    highest = tl.load(partial_max + head * SPLITS + splits)
+    best = tl.max(highest, axis=0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    factor = tl.exp2(highest - best)
+    total = tl.sum(tl.load(partial_sum + head * SPLITS + splits) * factor, axis=0)
+    parts = tl.load(
+        partial_out + (head * SPLITS + splits[:, None]) * D + dims[None, :], mask=inside[None, :], other=0.0
+    )
+    result = tl.sum(parts * factor[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + head * D + dims, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    block_tables,
+    query_starts,
+    context_lens,
+    table_stride,
+    first_request,
+    scale,
+    softcap,
+    window,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    request = tl.program_id(1).to(tl.int64) + first_request
+    head = tl.program_id(2)
+    group = head // (H // G)
+    q_start = tl.load(query_starts + request)
+    q_count = tl.load(query_starts + request + 1) - q_start
+    tile_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # longest tiles first
+    if tile_start >= q_count:
+        return
+    length = tl.load(context_lens + request)
+    rows = tile_start + tl.arange(0, ROWS)
+    dims = tl.arange(0, D_PAD)
+    keys = tl.arange(0, KEYS)
+    row_inside = rows < q_count
+    dim_inside = dims < D
+    position = length - q_count + rows  # of each query in its request
+    q_at = (q_start + rows[:, None]).to(tl.int64) * H * D + head * D + dims[None, :]
+    queries = tl.load(q + q_at, mask=row_inside[:, None] & dim_inside[None, :], other=0.0)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS, D_PAD), tl.float32)
+    table = block_tables + request * table_stride
+
+    first_position = length - q_count + tile_start
+    last_key = tl.minimum(first_position + ROWS, length)
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    for start in range(first_key, last_key, KEYS):
+        at = start + keys
+        present = at < last_key
+        block = tl.load(table + at // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+        offset = (block * G + group) * BLOCK_SIZE * D + (at % BLOCK_SIZE) * D
+        k = tl.load(
+            k_cache + offset[None, :] + dims[:, None], mask=present[None, :] & dim_inside[:, None], other=0.0
+        )
+        v = tl.load(
+            v_cache + offset[:, None] + dims[None, :], mask=present[:, None] & dim_inside[None, :], other=0.0
+        )
+        scores = _scores(queries, k, scale, softcap, HAS_CAP)
+        visible = at[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            visible = visible & (at[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        decay = tl.exp2(highest - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        weighted = weighted * decay[:, None] + tl.dot(weights.to(v.dtype), v)
+        highest = new_highest
+
+    result = weighted / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + q_at, result.to(out.dtype.element_ty), mask=row_inside[:, None] & dim_inside[None, :])
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: AttentionLayer, batch: AttentionBatch) -> Tensor:
+    """[T, H, D] → [T, H × D]. The first `batch.num_decodes` requests have one query token each."""
+    out = torch.empty_like(q)
+    if batch.num_decodes:
+        _decode(q, k_cache, v_cache, out, layer, batch)
+    if batch.num_requests > batch.num_decodes:
+        _prefill(q, k_cache, v_cache, out, layer, batch)
+    return out.view(q.shape[0], -1)
+
+
+def _decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
+) -> None:
+    heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    count = batch.num_decodes
+    span = batch.max_context_len if layer.window is None else min(batch.max_context_len, layer.window)
+    splits = decode_splits(count * kv_heads, span, _num_processors(q.device.index or 0))
+    partial_out = partial_max = partial_sum = out
+    if splits > 1:
+        partial_out = torch.empty(count * heads * splits * size, dtype=torch.float32, device=q.device)
+        partial_max = torch.empty(count * heads * splits, dtype=torch.float32, device=q.device)
+        partial_sum = torch.empty_like(partial_max)
+    _decode_kernel[(count, kv_heads, splits)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        partial_out,
+        partial_max,
+        partial_sum,
+        batch.block_tables,
+        batch.context_lens,
+        batch.block_tables.stride(0),
+        layer.scale,
+        layer.softcap or 1.0,
+        layer.window or 0,
+        H=heads,
+        G=kv_heads,
+        D=size,
+        D_PAD=max(16, triton.next_power_of_2(size)),
+        BLOCK_SIZE=k_cache.shape[2],
+        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
+        KEYS=DECODE_KEYS,
+        SPLITS=splits,
+        HAS_CAP=layer.softcap is not None,
+        HAS_WINDOW=layer.window is not None,
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _merge_kernel[(count * heads,)](
+            partial_out,
+            partial_max,
+            partial_sum,
+            out,
+            D=size,
+            D_PAD=triton.next_power_of_2(size),
+            SPLITS=splits,
+            num_warps=4,
+        )
+
+
+def _prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
+) -> None:
+    heads, size = layer.num_heads, layer.head_dim
+    rows = 128 if batch.max_query_len > 64 else max(16, triton.next_power_of_2(batch.max_query_len))
+    grid = (triton.cdiv(batch.max_query_len, rows), batch.num_requests - batch.num_decodes, heads)
+    _prefill_kernel[grid](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables.stride(0),
+        batch.num_decodes,
+        layer.scale,
+        layer.softcap or 1.0,
+        layer.window or 0,
+        H=heads,
+        G=layer.num_kv_heads,
+        D=size,
+        D_PAD=max(16, triton.next_power_of_2(size)),
+        BLOCK_SIZE=k_cache.shape[2],
+        ROWS=rows,
+        KEYS=PREFILL_KEYS,
+        HAS_CAP=layer.softcap is not None,
+        HAS_WINDOW=layer.window is not None,
+        num_warps=8 if rows >= 128 else 4,
+        num_stages=3,
+    )
+
+
+def decode_splits(programs: int, span: int, processors: int) -> int:
+    """How many pieces to cut each context into: enough to fill the chip twice, each piece worth its overhead.
+    A power of two, so that few kernel variants exist."""
+    wanted = -(-2 * processors // max(programs, 1))
+    useful = max(1, span // (2 * DECODE_KEYS))
+    splits = 1
+    while splits * 2 <= min(wanted, useful, MAX_SPLITS):
+        splits *= 2
+    return splits
+
+
+@functools.cache
+def _num_processors(device_index: int) -> int:
+    if not torch.cuda.is_available():
+        return 1
+    return torch.cuda.get_device_properties(device_index).multi_processor_count

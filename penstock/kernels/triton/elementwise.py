@@ -1,0 +1,77 @@
+"""Norms and gated activations: one pass over the row, float32 inside."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.interface import Activation
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, width, eps, x_stride, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        at = residual + row * width + columns
+        values += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        values = values.to(residual.dtype.element_ty)
+        tl.store(at, values, mask=inside)
+        values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
+    normed = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_kernel(gate_up, out, width, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    if IS_SILU:
+        gate = gate / (1.0 + tl.exp(-gate))
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate / (1.0 + tl.exp(-2.0 * inner))  # 0.5 (1 + tanh y) = 1 / (1 + exp(-2 y))
+    tl.store(out + row * width + columns, (gate * up).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """With `residual`: residual += x in place, then the norm of that."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(width)
+        _rms_norm_kernel[(rows,)](
+            x,
+            residual if residual is not None else x,
+            weight,
+            out,
+            width,
+            eps,
+            x.stride(0),
+            HAS_RESIDUAL=residual is not None,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+    return out
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    rows, both = gate_up.shape
+    width = both // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        block = min(1024, triton.next_power_of_2(width))
+        _gated_kernel[(rows, triton.cdiv(width, block))](
+            gate_up, out, width, IS_SILU=activation == "silu", BLOCK=block, num_warps=4
+        )
+    return out

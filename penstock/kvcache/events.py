@@ -1,0 +1,92 @@
+"""The news about the prefix index that nobody has taken yet.
+
+Bounded without losing anything: when more is waiting than a fresh start would need, the log forgets it all
+and the next reader gets `cleared` and the whole index instead. A cache whose events nobody reads thus pays
+almost nothing for them, and a reader needs no special case. Sequence numbers are given out when events are
+taken, so that they have no gaps whatever was folded together before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
+from penstock.kvcache.hashing import BlockHash
+
+
+class EventLog:
+    def __init__(self, max_pending_hashes: int) -> None:
+        self._max_pending_hashes = max_pending_hashes
+        self._pending: list[_Pending] = []
+        self._num_pending_hashes = 0
+        self._restart = False  # pending news was dropped: the next reader starts from the index as it is then
+        self._next_sequence = 0
+
+    def stored(self, block_hash: BlockHash, parent: BlockHash) -> None:
+        if not self._room_for_one():
+            return
+        last = self._pending[-1] if self._pending else None
+        if last is not None and last.parent is not None and last.block_hashes[-1] == parent:
+            last.block_hashes.append(block_hash)
+        else:
+            self._pending.append(_Pending([block_hash], parent))
+
+    def removed(self, block_hash: BlockHash) -> None:
+        if not self._room_for_one():
+            return
+        last = self._pending[-1] if self._pending else None
+        if last is not None and last.parent is None and last.block_hashes:
+            last.block_hashes.append(block_hash)
+        else:
+            self._pending.append(_Pending([block_hash], None))
+
+    def cleared(self) -> None:
+        """Whatever happened before no longer matters to any reader."""
+        self._restart = False
+        self._pending = [_Pending([], None)]
+        self._num_pending_hashes = 0
+
+    def take(self, index: Iterable[tuple[BlockHash, BlockHash]]) -> list[KVEvent]:
+        """The news since the last call. `index` is (hash, parent) of everything indexed now, read only when
+        pending news was dropped."""
+        if self._restart:
+            self.cleared()
+            for block_hash, parent in index:
+                self.stored(block_hash, parent)
+        events = [self._number(pending) for pending in self._pending]
+        self._pending = []
+        self._num_pending_hashes = 0
+        return events
+
+    def _room_for_one(self) -> bool:
+        if self._restart:
+            return False
+        if self._num_pending_hashes >= self._max_pending_hashes:
+            self._restart = True
+            self._pending = []
+            return False
+        self._num_pending_hashes += 1
+        return True
+
+    def _number(self, pending: _Pending) -> KVEvent:
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        hashes = tuple(pending.block_hashes)
+        if not hashes:
+            return KVCleared(sequence)
+        return (
+            KVRemoved(sequence, hashes)
+            if pending.parent is None
+            else KVStored(sequence, hashes, pending.parent)
+        )
+
+
+class _Pending:
+    """An event that may still grow: stored when it has a parent, cleared when it has no hashes, else
+    removed."""
+
+    __slots__ = ("block_hashes", "parent")
+
+    def __init__(self, block_hashes: list[BlockHash], parent: BlockHash | None) -> None:
+        self.block_hashes = block_hashes
+        self.parent = parent

@@ -1,0 +1,102 @@
+"""Which cached block goes next. Holds cached blocks only, and knows nothing of free, active or pinned ones.
+
+The rule: among cached blocks that no other cached block follows (the tails), the least recently used goes
+first. A chain is therefore eaten from its end, and what is left of it always starts at its root and can still
+be matched. Since a tree of blocks has a leaf, a tail exists whenever anything is cached: whatever is cached
+can be evicted.
+
+Tails sit in a heap by last use. Blocks inside a chain are in no structure at all: they are only counted, by
+the hash they follow, so that giving back or taking again a chain of any length costs one heap entry or none.
+A block that stops being a tail leaves a stale entry behind, which is skipped later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from penstock.kvcache.block import Block, BlockState, IntegrityError
+from penstock.kvcache.hashing import BlockHash
+
+
+class EvictionOrder:
+    def __init__(self, blocks: list[Block], index: Mapping[BlockHash, Block]) -> None:
+        self._blocks = blocks
+        self._index = index  # read only: finds the block that a tail hangs on
+        self._num_cached = 0
+        self._cached_children: dict[BlockHash, int] = {}  # parent hash -> cached blocks that follow it
+        self._tails: list[tuple[int, int]] = []  # heap of (last_use, block id), stale entries included
+        self._max_entries = 2 * len(blocks) + 64
+
+    def __len__(self) -> int:
+        return self._num_cached
+
+    def add(self, block: Block) -> None:
+        """A block became cached; its `last_use` says when it was last released."""
+        parent = block.parent
+        children = self._cached_children
+        assert parent is not None
+        self._num_cached += 1
+        children[parent] = children.get(parent, 0) + 1
+        if block.block_hash not in children:
+            self._push(block)
+
+    def remove(self, block: Block) -> None:
+        """A cached block became something else. Call it after the change: the block must not look cached."""
+        parent = block.parent
+        children = self._cached_children
+        assert parent is not None
+        self._num_cached -= 1
+        remaining = children[parent] - 1
+        if remaining:
+            children[parent] = remaining
+            return
+        del children[parent]
+        above = self._index.get(parent)
+        if above is not None and not above.references and above.pinned_until is None:
+            self._push(above)
+
+    def oldest_tail(self) -> Block:
+        """The block to evict next. It stays in the order until `remove`."""
+        while self._tails:
+            last_use, block_id = self._tails[0]
+            if self._is_tail(last_use, block_id):
+                return self._blocks[block_id]
+            heapq.heappop(self._tails)
+        raise IntegrityError("nothing is cached, so nothing can be evicted")
+
+    def clear(self) -> None:
+        self._num_cached = 0
+        self._cached_children.clear()
+        self._tails.clear()
+
+    def check(self) -> None:
+        """Compare the counts and the heap with what the blocks say."""
+        cached = [block for block in self._blocks if block.state is BlockState.CACHED]
+        children: dict[BlockHash, int] = {}
+        for block in cached:
+            assert block.parent is not None
+            children[block.parent] = children.get(block.parent, 0) + 1
+        if self._num_cached != len(cached):
+            raise IntegrityError(f"{len(cached)} blocks are cached, but {self._num_cached} were counted")
+        if children != self._cached_children:
+            raise IntegrityError("the counts of cached children are wrong")
+        queued = {block_id for last_use, block_id in self._tails if self._is_tail(last_use, block_id)}
+        tails = {block.block_id for block in cached if block.block_hash not in children}
+        if queued != tails:
+            raise IntegrityError(f"blocks {sorted(queued ^ tails)} are tails but not queued, or the reverse")
+
+    def _is_tail(self, last_use: int, block_id: int) -> bool:
+        block = self._blocks[block_id]
+        return (
+            block.last_use == last_use
+            and not block.references
+            and block.block_hash is not None
+            and block.pinned_until is None
+            and block.block_hash not in self._cached_children
+        )
+
+    def _push(self, block: Block) -> None:
+        if len(self._tails) >= self._max_entries:
+            self._tails = sorted({entry for entry in self._tails if self._is_tail(*entry)})
+        heapq.heappush(self._tails, (block.last_use, block.block_id))

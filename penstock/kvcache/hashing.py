@@ -1,0 +1,41 @@
+"""The identity of a block: a hash of its tokens and of everything before them. Knows nothing of who holds it.
+
+BLAKE2b cut to 128 bits. Two different prefixes that shared a hash would share KV, so the hash must withstand
+someone who looks for a collision on purpose. Finding one takes 2^64 hashes, and gains only the finder: a
+chain starts from the tenant's salt, so hitting somebody else's block is a second-preimage search of 2^128.
+Half the size of SHA-256 means half the bytes in the index and in every event, at the same speed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TypeAlias
+
+BlockHash: TypeAlias = bytes
+
+_DIGEST_BYTES = 16
+_TOKEN_BYTES = array("i").itemsize
+
+
+def root_hash(salt: str) -> BlockHash:
+    """The start of every chain of one tenant. Hashed under a name of its own, so that no salt, however
+    chosen, equals the hash of a block."""
+    return blake2b(salt.encode(), digest_size=_DIGEST_BYTES, person=b"chain root").digest()
+
+
+def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of one full block that follows `parent`."""
+    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
+
+
+def chain_hashes(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """The hashes of all full blocks of `token_ids` that follow `parent`; an unfilled last block has none."""
+    data = array("i", token_ids).tobytes()
+    step = block_size * _TOKEN_BYTES
+    hashes = []
+    for start in range(0, len(data) - step + 1, step):
+        parent = blake2b(parent + data[start : start + step], digest_size=_DIGEST_BYTES).digest()
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,78 @@
+"""Which pins end next. Knows expiry times as plain numbers and never asks what time it is.
+
+A pin that ends before its parent's leaves a chain that can still be matched; the reverse would not. Chains
+are pinned from their root with one expiry, and pins are only ever extended, so a parent's pin never ends
+first; among equal expiries the deepest block loses its pin first.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from penstock.kvcache.block import Block, IntegrityError
+
+
+class PinBook:
+    """Every pin, on active blocks too: such a pin takes effect when the block's last reference goes."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self._blocks = blocks
+        self._count = 0
+        self._expiries: list[
+            tuple[float, int, int]
+        ] = []  # heap of (until, -depth, block id), stale ones included
+        self._max_entries = 2 * len(blocks) + 64
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, block: Block, depth: int, until: float) -> None:
+        """Pin a block at this distance from the root of its chain, or let its pin end later; never
+        earlier."""
+        if block.pinned_until is None:
+            self._count += 1
+        elif block.pinned_until >= until:
+            return
+        block.pinned_until = until
+        if len(self._expiries) >= self._max_entries:
+            self._expiries = sorted({entry for entry in self._expiries if self._is_current(entry)})
+        heapq.heappush(self._expiries, (until, -depth, block.block_id))
+
+    def pop_expired(self, now: float) -> Block | None:
+        """Take away one pin that ended, the earliest; None when every pin has time left."""
+        first = self._first()
+        return self._take() if first is not None and first[0] <= now else None
+
+    def pop_first_to_end(self) -> Block:
+        """Take away the pin with the least time left."""
+        if self._first() is None:
+            raise IntegrityError("nothing is pinned, so no pin can be given up")
+        return self._take()
+
+    def clear(self) -> None:
+        for _, _, block_id in self._expiries:
+            self._blocks[block_id].pinned_until = None
+        self._expiries.clear()
+        self._count = 0
+
+    def check(self) -> None:
+        pinned = {block.block_id for block in self._blocks if block.pinned_until is not None}
+        current = {entry[2] for entry in self._expiries if self._is_current(entry)}
+        if len(pinned) != self._count or pinned != current:
+            raise IntegrityError(
+                f"blocks {sorted(pinned ^ current)} are pinned but not booked, or the reverse"
+            )
+
+    def _is_current(self, entry: tuple[float, int, int]) -> bool:
+        return self._blocks[entry[2]].pinned_until == entry[0]
+
+    def _first(self) -> tuple[float, int, int] | None:
+        while self._expiries and not self._is_current(self._expiries[0]):
+            heapq.heappop(self._expiries)
+        return self._expiries[0] if self._expiries else None
+
+    def _take(self) -> Block:
+        block = self._blocks[heapq.heappop(self._expiries)[2]]
+        block.pinned_until = None
+        self._count -= 1
+        return block

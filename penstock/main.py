@@ -1,0 +1,13 @@
+"""The entry point of the `penstock` command."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    from penstock.cli.app import penstock
+
+    penstock(prog_name="penstock")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The settings that all architectures spell alike in GGUF metadata. Imports no torch."""
+
+from __future__ import annotations
+
+from penstock.core.errors import ModelLoadError
+from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling
+from penstock.models.gguf_file import GGUFFile
+
+
+def metadata_fields(file: GGUFFile) -> Fields:
+    """The metadata below the file's architecture: `attention.head_count` reads `llama.attention.head_count`."""
+    return Fields(file.metadata, file.path.name, prefix=f"{file.architecture}.")
+
+
+def common_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
+    fields = metadata_fields(file)
+    hidden_size = fields.integer("embedding_length")
+    num_heads = fields.integer("attention.head_count")
+    num_layers = fields.integer("block_count")
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise ModelLoadError(f"{file.path.name} has keys and values of different sizes.")
+    if fields.integer("rope.dimension_count", head_dim) != head_dim:
+        raise ModelLoadError(
+            f"{file.path.name} rotates only part of each head, which no known architecture does."
+        )
+    tokenizer = Fields(file.metadata, file.path.name, prefix="tokenizer.ggml.")
+    bos_token_ids = tokenizer.token_ids("bos_token_id")
+    return ArchitectureConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("feed_forward_length"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=_vocab_size(file, hidden_size),
+        max_positions=fields.integer("context_length"),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope=_rope(fields),
+        windows=(None,) * num_layers,
+        attention_scale=head_dim**-0.5,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        tie_embeddings="output.weight" not in file.tensors,
+        eos_token_ids=tokenizer.token_ids("eos_token_id"),
+        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+    )
+
+
+def _vocab_size(file: GGUFFile, hidden_size: int) -> int:
+    """The embedding table decides: the metadata may lack the size, or count without padding rows."""
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise ModelLoadError(f"{file.path.name} has no tensor token_embd.weight.")
+    if len(table.shape) != 2 or table.shape[1] != hidden_size:
+        raise ModelLoadError(
+            f"{file.path.name} has token_embd.weight of shape {list(table.shape)} "
+            f"where the embedding length is {hidden_size}."
+        )
+    return table.shape[0]
+
+
+def _rope(fields: Fields) -> RopeConfig:
+    theta = fields.number("rope.freq_base", 10000.0)
+    kind = fields.text("rope.scaling.type", "none")
+    if kind == "none":
+        return RopeConfig(theta)
+    factor = fields.number("rope.scaling.factor", 1.0)
+    if kind == "linear":
+        return RopeConfig(theta, RopeScaling(kind="linear", factor=factor))
+    if kind == "yarn":
+        original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
+        return RopeConfig(theta, RopeScaling(kind="yarn", factor=factor, original_max_positions=original))
+    raise ModelLoadError(
+        f"{fields.where} asks for rope scaling of kind {kind!r}; known are none, linear and yarn."
+    )

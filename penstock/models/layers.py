@@ -1,0 +1,189 @@
+"""The pieces decoders share, built on nothing but `Ops`. Knows no architecture by name.
+
+The forward passes run dozens of times a second over dozens of layers, each operation taking microseconds: they
+bind what they call to local names and create no tensor but the outputs of operations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, PackedLinear
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import GGUFLayout
+from penstock.models.rope import rope_table
+from penstock.models.weights import WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and a gated MLP, each with its norms.
+
+    `next_norm` is the norm in front of whatever follows: the next layer, or the head. Keeping it here lets the
+    addition at the end of a layer and the norm at the start of the next be one operation.
+    """
+
+    qkv: PackedLinear
+    attention: AttentionLayer
+    output: PackedLinear
+    mlp_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+    next_norm: Tensor
+
+
+class RopeTables:
+    """The rotary tables of a model, one for all layers or one for each kind."""
+
+    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, num_positions: int) -> None:
+        divisors = None
+        if loader.has("model.rope_divisors.weight"):
+            divisors = loader.vector("model.rope_divisors.weight", config.head_dim // 2)
+        device = loader.ops.device
+        self._whole = rope_table(config.rope, config.head_dim, num_positions, divisors).to(device)
+        self._windowed = self._whole
+        if config.local_rope is not None:
+            self._windowed = rope_table(config.local_rope, config.head_dim, num_positions).to(device)
+
+    def of_layer(self, window: int | None) -> Tensor:
+        return self._whole if window is None else self._windowed
+
+
+class Decoder(ABC):
+    """What every decoder holds: embedding, layers, final norm and head.
+
+    An architecture is a subclass. It says under which names checkpoints ask for it, how it reads their settings,
+    and how a layer is loaded and run.
+    """
+
+    name: ClassVar[str]
+    huggingface_names: ClassVar[tuple[str, ...]]  # as in `architectures`, and as in `model_type`
+    gguf_names: ClassVar[tuple[str, ...]]  # as in `general.architecture`
+    has_head_norms: ClassVar[bool] = False  # RMS norm of each query and key head before rope
+    mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # of the norm between attention and MLP
+
+    @classmethod
+    @abstractmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig: ...
+
+    @classmethod
+    @abstractmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig: ...
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> GGUFLayout:
+        return GGUFLayout()
+
+    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
+        self.config = config
+        self.num_layers = config.num_layers
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.max_model_len = max_model_len
+        self._ops = loader.ops
+        self._embedding, self._head = loader.embedding_and_head(
+            config.vocab_size, config.hidden_size, tied=config.tie_embeddings
+        )
+        self._ropes = RopeTables(config, loader, max_model_len)
+        self._first_norm = self._norm_before(0, loader)
+        self._load_layers(loader)
+        self.num_parameters = loader.num_parameters
+        self.weight_bytes = loader.weight_bytes
+
+    @abstractmethod
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor: ...
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        logits = self._ops.logits(hidden_rows, self._head)
+        cap = self.config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @abstractmethod
+    def _load_layers(self, loader: WeightLoader) -> None: ...
+
+    def _load_layer(self, index: int, loader: WeightLoader) -> DecoderLayer:
+        config = self.config
+        prefix = f"model.layers.{index}"
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        return DecoderLayer(
+            qkv=loader.linear(
+                [f"{prefix}.self_attn.{part}_proj" for part in "qkv"],
+                [query_size, kv_size, kv_size],
+                config.hidden_size,
+                bias=config.qkv_bias,
+            ),
+            attention=self._attention_layer(index, loader),
+            output=loader.linear(
+                [f"{prefix}.self_attn.o_proj"], [config.hidden_size], query_size, bias=config.output_bias
+            ),
+            mlp_norm=self._norm(f"{prefix}.{self.mlp_norm_name}", loader),
+            gate_up=loader.linear(
+                [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"],
+                [config.intermediate_size] * 2,
+                config.hidden_size,
+                bias=config.mlp_bias,
+            ),
+            down=loader.linear(
+                [f"{prefix}.mlp.down_proj"],
+                [config.hidden_size],
+                config.intermediate_size,
+                bias=config.mlp_bias,
+            ),
+            next_norm=self._norm_before(index + 1, loader),
+        )
+
+    def _attention_layer(self, index: int, loader: WeightLoader) -> AttentionLayer:
+        config = self.config
+        window = config.windows[index]
+        q_norm = k_norm = None
+        if self.has_head_norms:
+            prefix = f"model.layers.{index}.self_attn"
+            q_norm = loader.vector(f"{prefix}.q_norm.weight", config.head_dim, plus=config.norm_offset)
+            k_norm = loader.vector(f"{prefix}.k_norm.weight", config.head_dim, plus=config.norm_offset)
+        return AttentionLayer(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            rope=self._ropes.of_layer(window),
+            window=window,
+            softcap=config.attention_softcap,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=config.norm_eps,
+        )
+
+    def _norm_before(self, index: int, loader: WeightLoader) -> Tensor:
+        """The norm at the entrance of a layer, or of the head after the last."""
+        last = index == self.num_layers
+        return self._norm("model.norm" if last else f"model.layers.{index}.input_layernorm", loader)
+
+    def _norm(self, name: str, loader: WeightLoader) -> Tensor:
+        return loader.vector(f"{name}.weight", self.config.hidden_size, plus=self.config.norm_offset)
+
+
+class PreNormDecoder(Decoder):
+    """Each half of a layer reads the normed residual and adds to it: what Llama made common."""
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        ops = self._ops
+        linear, attend, gated, add_rms_norm = ops.linear, ops.attend, ops.gated, ops.add_rms_norm
+        norm_eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
+        residual = ops.embed(token_ids, self._embedding)
+        hidden = ops.rms_norm(residual, self._first_norm, norm_eps)
+        for index, layer in enumerate(self._layers):
+            attended = attend(linear(hidden, layer.qkv), layer.attention, kv_layer(index), batch)
+            hidden = add_rms_norm(linear(attended, layer.output), residual, layer.mlp_norm, norm_eps)
+            hidden = linear(gated(linear(hidden, layer.gate_up), activation), layer.down)
+            hidden = add_rms_norm(hidden, residual, layer.next_norm, norm_eps)
+        return hidden
+
+    def _load_layers(self, loader: WeightLoader) -> None:
+        self._layers = [self._load_layer(index, loader) for index in range(self.num_layers)]

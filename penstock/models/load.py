@@ -1,0 +1,129 @@
+"""Loads a model from a Hugging Face folder or a GGUF file. The only place that knows both.
+
+Tensors are read and packed one layer at a time, so that memory peaks near the packed size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.core.config import Quantization
+from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.kernels.interface import Ops
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import GGUFSource
+from penstock.models.gguf_tokenizer import tokenizer_from_gguf
+from penstock.models.layers import Decoder
+from penstock.models.model import Model
+from penstock.models.random_source import RandomSource
+from penstock.models.registry import architecture_for_gguf, architecture_for_huggingface
+from penstock.models.safetensors_source import SafetensorsSource
+from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
+from penstock.models.weights import OnProgress, WeightLoader, WeightSource
+
+LoadFormat = Literal["auto", "random"]
+
+_LARGEST_ROPE_TABLE = 1 << 28  # elements: 1 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk whose settings have been read, and whose weights have not."""
+
+    path: Path
+    architecture: type[Decoder]
+    config: ArchitectureConfig
+    gguf: GGUFFile | None
+
+    def source(self) -> WeightSource:
+        if self.gguf is None:
+            return SafetensorsSource(self.path)
+        return GGUFSource(self.gguf, self.architecture.gguf_layout(self.config))
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    if not path.exists():
+        raise ModelLoadError(f"There is no model at {path}.")
+    if path.is_dir():
+        fields = _read_config(path / "config.json")
+        architecture = architecture_for_huggingface(fields)
+        return Checkpoint(path, architecture, architecture.config_from_huggingface(fields), None)
+    file = _open_gguf(path)
+    architecture = architecture_for_gguf(file)
+    return Checkpoint(path, architecture, architecture.config_from_gguf(file), file)
+
+
+def load_model(
+    path: Path,
+    ops: Ops,
+    *,
+    quantization: Quantization | None = None,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    max_model_len: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Model:
+    """`load_format="random"` needs settings only and fills weights from `seed`. `max_model_len` shortens the
+    context below what the model allows; it cannot lengthen it."""
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    num_positions = _num_positions(config, max_model_len)
+    source: WeightSource
+    if load_format == "random":
+        source = RandomSource(seed, norm_offset=config.norm_offset)
+    else:
+        source = checkpoint.source()
+    loader = WeightLoader(source, ops, quantization=quantization, on_progress=on_progress)
+    return checkpoint.architecture(config, loader, num_positions)
+
+
+def load_tokenizer(path: Path) -> TokenizerFiles | None:
+    """None for a folder without a tokenizer, as one of random weights is; what to do then is the caller's choice."""
+    if path.is_dir():
+        return tokenizer_from_folder(path)
+    return tokenizer_from_gguf(_open_gguf(path))
+
+
+def _num_positions(config: ArchitectureConfig, max_model_len: int | None) -> int:
+    if max_model_len is not None and max_model_len > config.max_positions:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is more than the {config.max_positions} positions of the model.",
+            hint="Leave the flag out to use all of them.",
+        )
+    num_positions = max_model_len or config.max_positions
+    if num_positions * config.head_dim > _LARGEST_ROPE_TABLE:
+        raise ModelLoadError(
+            f"The model has {num_positions:,} positions, more than a table of its angles can hold.",
+            hint="Shorten the context with --max-model-len.",
+        )
+    return num_positions
+
+
+def _open_gguf(path: Path) -> GGUFFile:
+    file = GGUFFile(path)
+    parts = file.metadata.get("split.count", 0)
+    if isinstance(parts, int) and parts > 1:
+        raise ModelLoadError(
+            f"{path.name} is one of {parts} parts of a split model.",
+            hint="Join the parts into one file first.",
+        )
+    return file
+
+
+def _read_config(path: Path) -> Fields:
+    try:
+        settings: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelLoadError(
+            f"{path.parent} has no config.json, so it is not a model folder.",
+            hint="Give a folder in Hugging Face form, or a .gguf file.",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON.", hint="Fetch the file again.") from error
+    if not isinstance(settings, dict):
+        raise ModelLoadError(f"{path} does not hold an object of settings.")
+    return Fields(settings, str(path))

@@ -1,0 +1,36 @@
+"""Qwen 3 (dense): Llama's layers with a norm on each query and key head."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from penstock.models import gguf_config, huggingface_config
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.layers import PreNormDecoder
+
+_DEFAULT_HEAD_DIM = 128  # not hidden size / heads
+
+
+class Qwen3(PreNormDecoder):
+    name = "qwen3"
+    huggingface_names = ("Qwen3ForCausalLM", "qwen3")
+    gguf_names = ("qwen3",)
+    has_head_norms = True
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        has_bias = fields.flag("attention_bias", False)
+        head_dim = fields.integer("head_dim", _DEFAULT_HEAD_DIM)
+        config = dataclasses.replace(
+            huggingface_config.common_config(fields, cls.name),
+            head_dim=head_dim,
+            attention_scale=head_dim**-0.5,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+        )
+        return huggingface_config.qwen_windows(fields, config)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return gguf_config.common_config(file, cls.name)

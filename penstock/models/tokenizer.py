@@ -1,0 +1,139 @@
+"""What a gateway needs to turn text into tokens and back, and its reading from a Hugging Face folder.
+
+Imports no torch. Does not encode any text of users: the result travels to the gateway, which does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from penstock.core.errors import ModelLoadError
+from penstock.models.config import Fields
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """The fields of `core.messages.ModelCard` that concern text."""
+
+    tokenizer_json: bytes
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    bos_token_id: int | None
+    add_bos_token: bool
+    eos_token_ids: tuple[int, ...]
+
+
+def tokenizer_from_folder(folder: Path) -> TokenizerFiles | None:
+    """None when the folder has no tokenizer at all."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).exists()]
+        if others:
+            raise ModelLoadError(
+                f"{folder} has its tokenizer in {others[0]} and not in tokenizer.json.",
+                hint="Load the tokenizer with transformers and save it again; that writes tokenizer.json.",
+            )
+        return None
+    tokenizer_json = path.read_bytes()
+    try:
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
+        raise ModelLoadError(
+            f"{path} is not a valid tokenizer: {error}.", hint="Fetch the file again."
+        ) from error
+    settings = _read_json(folder / "tokenizer_config.json")
+    config = _read_json(folder / "config.json")
+    special_tokens = _special_tokens(settings, _read_json(folder / "special_tokens_map.json"))
+    bos_token_id = _bos_token_id(tokenizer, special_tokens, config)
+    return TokenizerFiles(
+        tokenizer_json=tokenizer_json,
+        chat_template=_chat_template(folder, settings),
+        special_tokens=special_tokens,
+        bos_token_id=bos_token_id,
+        add_bos_token=bos_token_id is not None and _adds_bos(tokenizer, settings, bos_token_id),
+        eos_token_ids=_eos_token_ids(folder, tokenizer, special_tokens, config),
+    )
+
+
+def distinct(token_ids: Iterable[int | None]) -> tuple[int, ...]:
+    """Each id once, in order of first appearance."""
+    return tuple(dict.fromkeys(token_id for token_id in token_ids if token_id is not None))
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for settings in sources:
+        for name in _SPECIAL_NAMES:
+            value = settings.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                found.setdefault(name, value)
+    return found
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """A file of its own wins over the entry in tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template", _read_json(folder / "chat_template.json").get("chat_template"))
+    if isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _bos_token_id(
+    tokenizer: Tokenizer, special_tokens: Mapping[str, str], config: Mapping[str, Any]
+) -> int | None:
+    if "bos_token" in special_tokens:
+        return tokenizer.token_to_id(special_tokens["bos_token"])
+    token_ids = Fields(config, "config.json").token_ids("bos_token_id")
+    return token_ids[0] if token_ids else None
+
+
+def _adds_bos(tokenizer: Tokenizer, settings: Mapping[str, Any], bos_token_id: int) -> bool:
+    stated = settings.get("add_bos_token")
+    if isinstance(stated, bool):
+        return stated
+    return tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos_token_id]
+
+
+def _eos_token_ids(
+    folder: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str], config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """All that any file calls an end: chat models often list the end of a turn in one and of a text in another."""
+    generation = _read_json(folder / "generation_config.json")
+    text_config = config.get("text_config")
+    listed = [
+        Fields(values, name).token_ids("eos_token_id")
+        for name, values in (
+            ("generation_config.json", generation),
+            ("config.json", config),
+            ("config.json", text_config if isinstance(text_config, dict) else {}),
+        )
+    ]
+    named = [tokenizer.token_to_id(special_tokens["eos_token"])] if "eos_token" in special_tokens else []
+    return distinct([*(token_id for token_ids in listed for token_id in token_ids), *named])
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """An empty mapping when there is no such file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON.", hint="Fetch the file again.") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path} does not hold an object.")
+    return values

@@ -1,0 +1,81 @@
+"""Whether the next waiting request can start now, and its block table if so. Knows no token budget and no queue.
+
+A request gets blocks for every token it knows at once: the prompt, and after a preemption the answer so far. While
+it runs it only ever needs one more block at a time, for its next sampled token.
+"""
+
+from __future__ import annotations
+
+import enum
+from math import inf
+
+from penstock.kvcache.cache import KVCache
+from penstock.scheduler.headroom import Headroom
+from penstock.scheduler.prefix import PrefixSharing
+from penstock.scheduler.sequence import Sequence
+
+_RETRY_AFTER_PLANS = 8
+
+
+class Admission(enum.Enum):
+    ADMITTED = enum.auto()
+    HELD = enum.auto()  # waits for a prefix that a running request is computing
+    BLOCKED = enum.auto()  # lacks blocks; so does everyone behind it, who must not overtake
+
+
+class AdmissionDesk:
+    """Remembers who was turned away, so that a long prompt is not looked up again in every plan."""
+
+    def __init__(self, cache: KVCache, sharing: PrefixSharing, headroom: Headroom) -> None:
+        self._cache = cache
+        self._sharing = sharing
+        self._headroom = headroom
+        self._blocked: Sequence | None = None
+        self._num_turned_away = 0
+        self._num_missing_blocks = 0
+
+    def room_changed(self) -> None:
+        """Blocks came free: it is worth asking again."""
+        self._blocked = None
+
+    def num_missing_blocks(self, sequence: Sequence) -> int:
+        """How many blocks the last attempt was short of, when it was this request's; else 0."""
+        return self._num_missing_blocks if self._blocked is sequence else 0
+
+    def admit(self, sequence: Sequence, *, is_alone: bool) -> Admission:
+        """Give a request its table. One that would run alone is admitted if at all possible: its growth is then
+        bounded by the whole cache."""
+        if self._blocked is sequence and not is_alone:
+            self._num_turned_away += 1
+            if self._num_turned_away % _RETRY_AFTER_PLANS:
+                return Admission.BLOCKED
+        num_found = self._sharing.lookup(sequence)
+        if self._sharing.hold(sequence, num_found):
+            return Admission.HELD
+        if not self._take_blocks(sequence, num_found, is_alone=is_alone):
+            return Admission.BLOCKED
+        self._blocked = None
+        self._sharing.start(sequence)
+        return Admission.ADMITTED
+
+    def _take_blocks(self, sequence: Sequence, num_found: int, *, is_alone: bool) -> bool:
+        cache = self._cache
+        num_blocks = -(-sequence.num_known // cache.block_size)
+        num_new = num_blocks - num_found
+        # Taking the reused blocks first keeps the allocation of the others from evicting them.
+        reused = cache.acquire(sequence.hashes[:num_found])
+        if is_alone and num_new > cache.num_available:
+            cache.expire_pins(inf)  # pins make way when nothing else can run
+        num_spare = cache.num_available - num_new
+        if num_spare < 0 or not (is_alone or self._headroom.allows(sequence, num_blocks, num_spare)):
+            cache.release(reused)
+            self._blocked = sequence
+            self._num_missing_blocks = max(0, -num_spare)
+            return False
+        new = cache.allocate(num_new)
+        assert new is not None
+        sequence.block_ids = reused + new
+        sequence.num_slots = num_blocks * cache.block_size
+        sequence.num_reused_blocks = num_found
+        sequence.num_computed = num_found * cache.block_size
+        return True

@@ -1,0 +1,69 @@
+"""One step in the making: its chunks, and what is left of its budgets. Knows no queue and no blocks.
+
+Two budgets bound a step: tokens, and, while any request is decoding, predicted time. The second limits prefill
+only; the first prefill of a step always gets a minimum chunk, so that a long prompt advances whatever the target.
+"""
+
+from __future__ import annotations
+
+from penstock.core.plan import Chunk
+from penstock.scheduler.predictor import StepLoad, StepTimePredictor
+from penstock.scheduler.sequence import Sequence
+
+MIN_PREFILL_TOKENS = 16
+
+
+class StepDraft:
+    __slots__ = ("_predictor", "_target_s", "chunks", "load", "num_tokens_left", "sampling")
+
+    def __init__(self, num_tokens: int, predictor: StepTimePredictor, target_s: float | None) -> None:
+        self._predictor = predictor
+        self._target_s = target_s
+        self.num_tokens_left = num_tokens
+        self.chunks: list[Chunk] = []
+        self.sampling: dict[str, Sequence] = {}
+        self.load = StepLoad()
+
+    def add_decodes(self, sequences: list[Sequence], grown: dict[int, int]) -> None:
+        """One token for each; `grown` has the new block of those that got one, by number."""
+        chunks, sampling = self.chunks, self.sampling
+        context_tokens = 0
+        for sequence in sequences:
+            start = sequence.num_computed
+            request_id = sequence.request_id
+            new_blocks: tuple[int, ...] = ()
+            if grown and sequence.number in grown:
+                new_blocks = (grown[sequence.number],)
+            in_flight = 1 if start >= sequence.num_known else 0
+            chunks.append(Chunk(request_id, start, 1, True, new_blocks, False, in_flight))
+            sampling[request_id] = sequence
+            sequence.num_computed = start + 1
+            sequence.num_expected += 1
+            context_tokens += start
+        self.num_tokens_left -= len(sequences)
+        self.load.decode_sequences = len(sequences)
+        self.load.decode_context_tokens = context_tokens + len(sequences)
+
+    def prefill_room(self, start: int) -> int:
+        """Tokens of a prompt, from `start` on, that this step can still take; 0 when not worth a chunk."""
+        room = self.num_tokens_left
+        is_first = not self.load.prefill_tokens
+        if self._target_s is not None and self.load.decode_sequences:
+            in_time = self._predictor.prefill_tokens_within(self._target_s, self.load, start)
+            room = min(room, max(in_time, MIN_PREFILL_TOKENS) if is_first else in_time)
+        return room if is_first or room >= MIN_PREFILL_TOKENS else 0
+
+    def add_prefill(self, sequence: Sequence, num_tokens: int, *, begins: bool) -> None:
+        """Up to `num_tokens` of the known tokens that are not computed."""
+        start = sequence.num_computed
+        num_tokens = min(num_tokens, sequence.num_known - start)
+        samples = start + num_tokens == sequence.num_known
+        new_blocks = tuple(sequence.block_ids) if begins else ()
+        self.chunks.append(Chunk(sequence.request_id, start, num_tokens, samples, new_blocks, begins))
+        sequence.num_computed = start + num_tokens
+        sequence.is_prefilling = not samples
+        if samples:
+            self.sampling[sequence.request_id] = sequence
+            sequence.num_expected += 1
+        self.num_tokens_left -= num_tokens
+        self.load.add_prefill(start, num_tokens)

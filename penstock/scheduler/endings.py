@@ -1,0 +1,84 @@
+"""When and why a request ends. Knows no blocks and no queue; stop strings belong to the gateway, which sees text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason
+from penstock.scheduler.keyed_heap import KeyedHeap
+from penstock.scheduler.sequence import Sequence
+
+
+def finish_reason_of(sequence: Sequence, token_id: int, now: float) -> FinishReason | None:
+    """Whether the newest token, which is already counted, is the last one."""
+    if (
+        token_id in sequence.stop_token_ids
+        and sequence.num_known - sequence.num_prompt >= sequence.min_tokens
+    ):
+        return FinishReason.STOP
+    if sequence.num_known >= sequence.length_limit:
+        return FinishReason.LENGTH
+    deadline_s = sequence.request.deadline_s
+    if deadline_s is not None and deadline_s <= now:
+        return FinishReason.DEADLINE
+    return None
+
+
+def last_event(sequence: Sequence, reason: FinishReason, error: str | None) -> TokenEvent:
+    """The end of a request without another token."""
+    is_first = not sequence.output_token_ids
+    return TokenEvent(
+        sequence.request_id,
+        finish_reason=reason,
+        num_cached_tokens=sequence.num_cached_tokens if is_first else None,
+        queue_s=queue_s(sequence) if is_first else None,
+        error=error,
+    )
+
+
+def queue_s(sequence: Sequence) -> float | None:
+    """Seconds from arrival to the first planned chunk, if there was one."""
+    return None if sequence.first_planned_s is None else sequence.first_planned_s - sequence.arrival_s
+
+
+class Deadlines:
+    """Requests by when they must end: at their own deadline, or before they start also at the queue's."""
+
+    def __init__(self, queue_timeout_s: float | None) -> None:
+        self._queue_timeout_s = queue_timeout_s
+        self._heap: KeyedHeap[Sequence] = KeyedHeap()
+
+    def watch(self, sequence: Sequence) -> None:
+        """Called on arrival, and again when the request has started."""
+        deadline_s = sequence.request.deadline_s
+        if self._queue_timeout_s is not None and not sequence.has_started:
+            given_up_s = sequence.arrival_s + self._queue_timeout_s
+            deadline_s = given_up_s if deadline_s is None else min(deadline_s, given_up_s)
+        if deadline_s is None:
+            self._heap.discard(sequence.number)
+        else:
+            self._heap.push(sequence.number, deadline_s, sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._heap.discard(sequence.number)
+
+    def next_s(self) -> float | None:
+        deadline_s: float | None = self._heap.first_key()
+        return deadline_s
+
+    def overdue(self, now: float) -> Iterator[Sequence]:
+        """Requests whose time is up, each of which the caller must end before it asks for the next."""
+        while (deadline_s := self._heap.first_key()) is not None and deadline_s <= now:
+            sequence = self._heap.first()
+            assert sequence is not None
+            yield sequence
+
+    def event_for(self, sequence: Sequence, now: float) -> TokenEvent:
+        deadline_s = sequence.request.deadline_s
+        if deadline_s is not None and deadline_s <= now:
+            return last_event(sequence, FinishReason.DEADLINE, None)
+        waited_s = now - sequence.arrival_s
+        return last_event(
+            sequence, FinishReason.ERROR, f"The request was given up after {waited_s:.0f} s in the queue."
+        )

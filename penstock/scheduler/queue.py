@@ -1,0 +1,221 @@
+"""Who waits, in which order, and how much may wait. Knows no blocks, budgets or executors.
+
+Order, outermost first: tier (after aging), requests that were preempted, the tenant with the least service, and
+within a tenant the earlier arrival, where a long predicted answer counts as a later arrival. That shift is at most
+`aging_s`, so a long request can be overtaken by shorter ones for a bounded time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import exp
+
+from penstock.core.config import SchedulerConfig
+from penstock.core.errors import Overloaded
+from penstock.scheduler.fairness import TenantAccount, least_served
+from penstock.scheduler.keyed_heap import KeyedHeap
+from penstock.scheduler.lengths import NUM_LENGTH_BINS, length_bin
+from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State
+
+_DRAIN_WINDOW_S = 30.0
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 120.0
+
+
+class WaitingQueue:
+    """Members are positioned in the tier queue of their rank, or parked: counted, but not offered by `first`."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._max_requests = config.max_queue_requests
+        self._max_tokens = config.max_queue_tokens
+        self._aging_s = config.aging_s
+        self._members: dict[int, Sequence] = {}
+        self._parked: dict[int, Sequence] = {}
+        self._tiers = [_TierQueue() for _ in range(BATCH_RANK + 1)]
+        self._promotions: KeyedHeap[Sequence] = (
+            KeyedHeap()
+        )  # members, by when they count as a tier more urgent
+        self._drain = _DrainRate()
+        self.num_tokens = 0  # prompt tokens of members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def members(self) -> Collection[Sequence]:
+        return self._members.values()
+
+    def check_room(self, num_prompt_tokens: int, num_free_seats: int, now: float) -> None:
+        """Raise Overloaded unless one more request may wait. As many requests as there are free seats only wait for
+        the next plan, and do not count: an idle engine accepts work whatever the bounds."""
+        num_waiting = len(self._members)
+        if num_waiting >= self._max_requests + num_free_seats:
+            amount = f"{num_waiting} requests"
+        elif self.num_tokens and self.num_tokens + num_prompt_tokens > self._max_tokens:
+            amount = f"{self.num_tokens} prompt tokens"
+        else:
+            return
+        raise Overloaded(
+            f"The queue is full: {amount} are waiting.",
+            hint="Try again later, or raise --max-queue-requests or --max-queue-tokens.",
+            retry_after_s=self._drain.seconds_to_serve(num_waiting, now),
+        )
+
+    def enter(self, sequence: Sequence, now: float, *, parked: bool = False) -> None:
+        if not self._members:
+            self._drain.start(now)
+        self._members[sequence.number] = sequence
+        self.num_tokens += sequence.num_prompt
+        sequence.queued_s = now
+        if sequence.rank > 0:
+            self._promotions.push(sequence.number, self._promotion_s(sequence), sequence)
+        if parked:
+            self._parked[sequence.number] = sequence
+        else:
+            self._position(sequence)
+
+    def leave(self, sequence: Sequence, now: float) -> None:
+        """A member goes, to run or for good."""
+        number = sequence.number
+        del self._members[number]
+        self.num_tokens -= sequence.num_prompt
+        sequence.waited_s += now - sequence.queued_s
+        self._promotions.discard(number)
+        if self._parked.pop(number, None) is None:
+            self._tiers[sequence.rank].discard(sequence)
+        self._drain.count_one(now)
+
+    def park(self, sequence: Sequence) -> None:
+        self._tiers[sequence.rank].discard(sequence)
+        self._parked[sequence.number] = sequence
+
+    def unpark(self, sequence: Sequence) -> None:
+        del self._parked[sequence.number]
+        self._position(sequence)
+
+    def first(self) -> Sequence | None:
+        """The next to be admitted; it stays. Call `promote` first."""
+        for tier in self._tiers:
+            sequence = tier.first()
+            if sequence is not None:
+                return sequence
+        return None
+
+    def promote(self, now: float) -> None:
+        """Make everyone who waited another `aging_s` one tier more urgent."""
+        promotions = self._promotions
+        while (due_s := promotions.first_key()) is not None and due_s <= now:
+            sequence = promotions.first()
+            assert sequence is not None
+            parked = sequence.number in self._parked
+            if not parked:
+                self._tiers[sequence.rank].discard(sequence)
+            sequence.rank -= 1
+            if not parked:
+                self._position(sequence)
+            if sequence.rank > 0:
+                promotions.push(sequence.number, self._promotion_s(sequence), sequence)
+            else:
+                promotions.discard(sequence.number)
+
+    def check_integrity(self) -> None:
+        assert self.num_tokens == sum(sequence.num_prompt for sequence in self._members.values())
+        assert self._parked.keys() <= self._members.keys()
+        positioned = [sequence for tier in self._tiers for sequence in tier.sequences()]
+        assert len(positioned) + len(self._parked) == len(self._members)
+        for rank, tier in enumerate(self._tiers):
+            for sequence in tier.sequences():
+                assert self._members.get(sequence.number) is sequence
+                assert sequence.number not in self._parked
+                assert sequence.rank == rank
+        for number, sequence in self._members.items():
+            assert (number in self._promotions) == (sequence.rank > 0)
+            assert (number in self._parked) == (sequence.state in (State.HELD, State.LANDING))
+
+    def _position(self, sequence: Sequence) -> None:
+        length = sequence.predicted_length - sequence.num_prompt
+        shift_s = self._aging_s * length_bin(length) / NUM_LENGTH_BINS
+        self._tiers[sequence.rank].push(sequence, sequence.arrival_s + shift_s)
+
+    def _promotion_s(self, sequence: Sequence) -> float:
+        num_promotions = TIER_RANK[sequence.request.tier] - sequence.rank + 1
+        return sequence.queued_s + self._aging_s * num_promotions - sequence.waited_s
+
+
+class _TierQueue:
+    """Preempted requests by age, then tenants by service, each with a line of its own."""
+
+    __slots__ = ("_lines", "_resumed", "_tenants")
+
+    def __init__(self) -> None:
+        self._resumed: KeyedHeap[Sequence] = KeyedHeap()
+        self._lines: dict[int, KeyedHeap[Sequence]] = {}  # by account number; none is empty
+        self._tenants: KeyedHeap[TenantAccount] = (
+            KeyedHeap()
+        )  # those with a line; a key may lag behind `service`
+
+    def push(self, sequence: Sequence, order_s: float) -> None:
+        if sequence.has_started:
+            self._resumed.push(sequence.number, sequence.number, sequence)
+            return
+        account = sequence.account
+        line = self._lines.get(account.number)
+        if line is None:
+            line = self._lines[account.number] = KeyedHeap()
+            self._tenants.push(account.number, account.service, account)
+        line.push(sequence.number, order_s, sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        if sequence.has_started:
+            self._resumed.discard(sequence.number)
+            return
+        account_number = sequence.account.number
+        line = self._lines[account_number]
+        line.discard(sequence.number)
+        if not line:
+            del self._lines[account_number]
+            self._tenants.discard(account_number)
+
+    def first(self) -> Sequence | None:
+        resumed = self._resumed.first()
+        if resumed is not None:
+            return resumed
+        account = least_served(self._tenants)
+        return None if account is None else self._lines[account.number].first()
+
+    def sequences(self) -> list[Sequence]:
+        return [*self._resumed.items(), *(item for line in self._lines.values() for item in line.items())]
+
+
+class _DrainRate:
+    """Requests that leave the queue per second, over the recent time in which anyone waited."""
+
+    __slots__ = ("_count", "_last_s", "_window_s")
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._window_s = 0.0
+        self._last_s = 0.0
+
+    def start(self, now: float) -> None:
+        """Somebody waits again; the idle time before does not count."""
+        self._last_s = now
+
+    def count_one(self, now: float) -> None:
+        self._advance(now)
+        self._count += 1.0
+
+    def seconds_to_serve(self, num_requests: int, now: float) -> float:
+        """How long as many as wait now will take, within sane bounds for a Retry-After."""
+        self._advance(now)
+        if not self._count:
+            return _MIN_RETRY_S
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_requests * self._window_s / self._count))
+
+    def _advance(self, now: float) -> None:
+        passed_s = now - self._last_s
+        if passed_s > 0.0:
+            decay = exp(-passed_s / _DRAIN_WINDOW_S)
+            self._count *= decay
+            self._window_s = self._window_s * decay + _DRAIN_WINDOW_S * (1.0 - decay)
+            self._last_s = now

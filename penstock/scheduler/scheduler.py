@@ -1,0 +1,358 @@
+"""The scheduler: four verbs, `add`, `abort`, `plan`, `commit`. Knows no clock, socket, tensor or text.
+
+There is no prefill phase and no decode phase. Each request has tokens known and tokens computed, and a plan spends
+one token budget on letting computed catch up with known. Chunked prefill, prefix hits, preemption by recompute and
+resumption all follow from that.
+
+Plans may be asked for ahead of commits, to any depth. The contract with an executor: it executes every plan, in
+order, on one stream; it writes all KV of a step before it reads any; results are committed in the same order. That
+is why blocks may be released and handed out again while a step that writes to them is still in flight: whoever gets
+them next is planned later, hence writes later, and reads only what was written for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from penstock.core.config import SchedulerConfig
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest
+from penstock.core.messages import EngineStats
+from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.request import FinishReason, Request
+from penstock.kvcache.cache import KVCache
+from penstock.scheduler.admission import Admission, AdmissionDesk
+from penstock.scheduler.draft import StepDraft
+from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
+from penstock.scheduler.fairness import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT, TenantLedger
+from penstock.scheduler.headroom import Headroom
+from penstock.scheduler.lengths import OutputLengthEstimator
+from penstock.scheduler.predictor import StepLoad, StepTimePredictor
+from penstock.scheduler.preemption import victims_for_displacement, victims_for_growth
+from penstock.scheduler.prefix import PrefixSharing
+from penstock.scheduler.queue import WaitingQueue
+from penstock.scheduler.running import RunningSet
+from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State
+
+_NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    step_id: int
+    sampling: dict[
+        str, Sequence
+    ]  # records, not ids alone: an id may be used anew while the step is in flight
+    load: StepLoad
+
+
+class Scheduler:
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCache, *, max_model_len: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._max_model_len = max_model_len
+        self._max_length = min(max_model_len, cache.num_blocks * cache.block_size)
+        self._eos_token_ids = eos_token_ids
+        self._itl_target_s = config.itl_target_ms / 1000.0 if config.itl_target_ms else None
+
+        headroom = Headroom(cache.block_size)
+        self._lengths = OutputLengthEstimator()
+        self._predictor = StepTimePredictor()
+        self._ledger = TenantLedger()
+        self._sharing = PrefixSharing(cache)
+        self._desk = AdmissionDesk(cache, self._sharing, headroom)
+        self._deadlines = Deadlines(config.queue_timeout_s)
+
+        # Until it ends, a request is in `_sequences`, and either in `_running` or a member of `_queue`.
+        self._sequences: dict[str, Sequence] = {}
+        self._running = RunningSet(cache, self._lengths, headroom)
+        self._queue = WaitingQueue(config)
+        self._steps: deque[_StepInFlight] = deque()  # planned, not yet committed
+        self._events: list[TokenEvent] = []  # of requests that ended outside of a commit
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request; or raise InvalidRequest or Overloaded, and leave no trace of it."""
+        self._check(request)
+        num_prompt = len(request.prompt_token_ids)
+        self._queue.check_room(num_prompt, self._config.max_num_seqs - len(self._running), now)
+        max_tokens = min(request.sampling.max_tokens, self._config.max_output_tokens or self._max_length)
+        self._num_arrivals += 1
+        sequence = Sequence(
+            request,
+            self._num_arrivals,
+            now,
+            length_limit=min(num_prompt + max_tokens, self._max_length),
+            account=self._ledger.enter(request.tenant),
+        )
+        if not request.sampling.ignore_eos:
+            sequence.stop_token_ids |= self._eos_token_ids
+        sequence.predict_length(self._lengths)
+        self._sequences[request.id] = sequence
+        self._queue.enter(sequence, now)
+        self._deadlines.watch(sequence)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """Forget a request wherever it is, and free its blocks. No event follows. Unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        if sequence.request.sampling.stop and sequence.output_token_ids:
+            # How a stop string looks from here: the gateway found it, and the answer is complete.
+            self._lengths.observe(sequence.request.tenant, len(sequence.output_token_ids))
+        self._end(sequence, now)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None when there is nothing to compute before a commit or an arrival."""
+        self._cache.expire_pins(now)
+        self._end_overdue(now)
+        self._queue.promote(now)
+
+        # Preemption comes before any chunk: what is in the plan may already be shared with others, and stays in it.
+        max_tokens = self._config.max_num_batched_tokens
+        work = self._running.find_work(max_tokens)
+        lacks_blocks = len(work.growing) > self._cache.num_available
+        if lacks_blocks:
+            self._preempt_for_growth(work.growing, now)
+            work = self._running.find_work(max_tokens)
+        elif self._displace(now):
+            work = self._running.find_work(max_tokens)
+
+        draft = StepDraft(max_tokens, self._predictor, self._itl_target_s)
+        draft.add_decodes(work.decodes, self._running.grow(work.growing))
+        self._running.decoded(len(work.decodes))
+        self._continue_prefills(draft, work.prefills)
+        if not lacks_blocks:  # else the victims would come straight back
+            self._admit_waiting(draft, now)
+        if not draft.chunks:
+            return None
+        self._num_steps += 1
+        self._steps.append(_StepInFlight(self._num_steps, draft.sampling, draft.load))
+        return StepPlan(self._num_steps, tuple(draft.chunks), self._running.take_released())
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+        """Take the samples of the oldest plan in flight; returns the news for clients."""
+        step = self._steps[0] if self._steps else None
+        if step is None or not step.step_id == plan.step_id == result.step_id:
+            raise ValueError(f"step {result.step_id} is committed as {plan.step_id}, out of order")
+        if len(result.sampled) != len(step.sampling):
+            raise ValueError(f"step {step.step_id} has {len(result.sampled)} samples of {len(step.sampling)}")
+        self._steps.popleft()
+        self._predictor.observe(step.load, result.elapsed_s)
+        events = []
+        for sampled in result.sampled:
+            sequence = step.sampling[sampled.request_id]
+            if sequence.state is not State.ENDED:  # else it ended while this step was in flight
+                events.append(self._take_sample(sequence, sampled, now))
+        return events
+
+    def take_events(self) -> list[TokenEvent]:
+        """News of requests that ended outside of a commit, such as by a deadline in the queue. Ask after `plan`."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._sequences)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When to call `plan` again even if nothing happens before: the next deadline, if there is one."""
+        deadline_s = self._deadlines.next_s()
+        return None if deadline_s is None else max(now, deadline_s)
+
+    def stats(self) -> EngineStats:
+        """What the scheduler knows of EngineStats; the driver adds what it knows about steps."""
+        cache = self._cache
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._queue),
+            num_waiting_tokens=self._queue.num_tokens,
+            num_kv_blocks=cache.num_blocks,
+            num_kv_blocks_used=cache.num_blocks - cache.num_available,
+            kv_fragmentation=self._running.fragmentation,
+            prefix_cache_queries=cache.lookup_tokens,
+            prefix_cache_hits=cache.hit_tokens,
+            num_preemptions=self._num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise unless every record agrees with every other. For tests: slow."""
+        running, queue = self._running.sequences, self._queue.members
+        self._cache.check_integrity([sequence.block_ids for sequence in running])
+        self._running.check_integrity()
+        self._queue.check_integrity()
+        assert len(running) + len(queue) == len(self._sequences)
+        assert all(self._sequences[s.request_id] is s and s.state is State.RUNNING for s in running)
+        for sequence in queue:
+            assert self._sequences[sequence.request_id] is sequence
+            assert not sequence.block_ids
+            assert not sequence.num_computed
+            assert not sequence.followers
+            assert (sequence.state is State.LANDING) == (sequence.num_in_flight > 0)
+            assert (sequence.state is State.HELD) == (sequence.leader is not None)
+
+    def _check(self, request: Request) -> None:
+        num_prompt = len(request.prompt_token_ids)
+        if request.id in self._sequences:
+            raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
+        if not num_prompt:
+            raise InvalidRequest("The prompt is empty.", param="prompt")
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
+        if num_prompt + 1 > self._max_length:
+            is_cache_small = self._max_length < self._max_model_len
+            raise ContextLengthExceeded(
+                f"The prompt has {num_prompt} tokens, and this server takes at most {self._max_length - 1}.",
+                param="prompt",
+                hint="The KV cache is smaller than the model's context." if is_cache_small else None,
+            )
+
+    def _end_overdue(self, now: float) -> None:
+        for sequence in self._deadlines.overdue(now):
+            event = self._deadlines.event_for(sequence, now)
+            self._end(sequence, now)
+            self._events.append(event)
+
+    def _preempt_for_growth(self, growing: list[Sequence], now: float) -> None:
+        """Preempt until there is a block for everyone who still runs and needs one."""
+        cache = self._cache
+        needy = {sequence.number for sequence in growing}
+        for victim in victims_for_growth(self._running.sequences, cache.block_size):
+            if len(needy) <= cache.num_available:
+                return
+            self._preempt(victim, now)
+            needy.discard(victim.number)
+        if len(needy) > cache.num_available:
+            cache.expire_pins(inf)  # the most senior request runs alone, and comes before pins
+
+    def _displace(self, now: float) -> bool:
+        """Preempt batch requests when the next waiting request is more urgent and lacks a seat or blocks."""
+        waiting = self._queue.first()
+        if waiting is None or TIER_RANK[waiting.request.tier] == BATCH_RANK:
+            return False
+        running, cache = self._running, self._cache
+        num_missing = self._desk.num_missing_blocks(waiting)
+        if not num_missing and len(running) < self._config.max_num_seqs:
+            return False
+        victims = victims_for_displacement(running.sequences, cache.block_size)
+        if not victims or sum(victim.num_own_blocks for victim in victims) < num_missing:
+            return False
+        enough_available = cache.num_available + num_missing
+        for victim in victims:
+            if len(running) < self._config.max_num_seqs and cache.num_available >= enough_available:
+                break
+            self._preempt(victim, now)
+        return True
+
+    def _continue_prefills(self, draft: StepDraft, prefills: list[Sequence]) -> None:
+        for sequence in prefills:
+            room = draft.prefill_room(sequence.num_computed)
+            if not room:
+                return
+            draft.add_prefill(sequence, room, begins=False)
+            self._publish(sequence)
+
+    def _admit_waiting(self, draft: StepDraft, now: float) -> None:
+        while len(self._running) < self._config.max_num_seqs and draft.prefill_room(0):
+            sequence = self._queue.first()
+            if sequence is None:
+                return
+            outcome = self._desk.admit(sequence, is_alone=not self._running)
+            if outcome is Admission.BLOCKED:
+                return
+            if outcome is Admission.HELD:
+                sequence.state = State.HELD
+                self._queue.park(sequence)
+                continue
+            self._start(sequence, now)
+            draft.add_prefill(sequence, max(1, draft.prefill_room(sequence.num_computed)), begins=True)
+            self._publish(sequence)
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        """A waiting request, which has its blocks by now, runs."""
+        self._queue.leave(sequence, now)
+        self._running.start(sequence)
+        sequence.state = State.RUNNING
+        self._cache.record_lookup(sequence.num_known, sequence.num_computed)
+        if not sequence.has_started:
+            sequence.first_planned_s = now
+            sequence.num_cached_tokens = sequence.num_computed
+            sequence.account.service += PROMPT_TOKEN_WEIGHT * (sequence.num_prompt - sequence.num_computed)
+            self._deadlines.watch(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        for follower in self._sharing.publish(sequence):
+            self._requeue(follower)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """A parked member of the queue may be admitted again."""
+        sequence.state = State.WAITING
+        self._queue.unpark(sequence)
+
+    def _take_sample(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
+        if sampled.error is not None:
+            event = last_event(sequence, FinishReason.ERROR, sampled.error)
+            self._end(sequence, now)
+            return event
+        token_id = sampled.token_id
+        sequence.output_token_ids.append(token_id)
+        sequence.num_known += 1
+        sequence.account.service += OUTPUT_TOKEN_WEIGHT
+        publish_at = sequence.publish_at
+        if publish_at is not None and sequence.num_computed >= publish_at <= sequence.num_known:
+            self._publish(sequence)
+
+        num_output = sequence.num_known - sequence.num_prompt
+        finish_reason = finish_reason_of(sequence, token_id, now)
+        if finish_reason is not None:
+            if finish_reason in _NATURAL_ENDS:
+                self._lengths.observe(sequence.request.tenant, num_output)
+            self._end(sequence, now)
+        elif sequence.state is State.LANDING and sequence.num_known == sequence.num_expected:
+            self._requeue(sequence)
+
+        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        if num_output > 1:
+            return TokenEvent(sequence.request_id, (token_id,), logprobs, finish_reason)
+        return TokenEvent(
+            sequence.request_id,
+            (token_id,),
+            logprobs,
+            finish_reason,
+            sequence.num_cached_tokens,
+            queue_s(sequence),
+        )
+
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        """Take a running request's blocks and put it at the front of its queue. Samples in flight stay good: they
+        were planned before. It comes back when they have landed, since then all of its tokens are known."""
+        self._stop(sequence)
+        self._num_preemptions += 1
+        is_landing = sequence.num_in_flight > 0
+        sequence.state = State.LANDING if is_landing else State.WAITING
+        self._queue.enter(sequence, now, parked=is_landing)
+
+    def _end(self, sequence: Sequence, now: float) -> None:
+        if sequence.state is State.RUNNING:
+            self._stop(sequence)
+        else:
+            if sequence.state is State.HELD:
+                self._sharing.let_go(sequence)
+            self._queue.leave(sequence, now)
+        sequence.state = State.ENDED
+        self._deadlines.forget(sequence)
+        self._ledger.leave(sequence.account)
+        del self._sequences[sequence.request_id]
+
+    def _stop(self, sequence: Sequence) -> None:
+        """A request stops running, for now or for good."""
+        self._running.stop(sequence)
+        self._desk.room_changed()
+        for follower in self._sharing.stop(sequence):
+            self._requeue(follower)

@@ -1,0 +1,152 @@
+"""The changing state of one request: which tokens are known, which are computed, where their KV lives.
+
+Knows no other request, no queue and no budget. Only the scheduler room writes to it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as TokenIds
+
+from penstock.core.request import Request, Tier
+from penstock.kvcache.hashing import BlockHash, chain_hashes, root_hash
+from penstock.scheduler.fairness import TenantAccount
+from penstock.scheduler.lengths import OutputLengthEstimator
+
+TIER_RANK: dict[Tier, int] = {Tier.PRIORITY: 0, Tier.DEFAULT: 1, Tier.BATCH: 2}
+BATCH_RANK = TIER_RANK[Tier.BATCH]
+
+
+class State(enum.Enum):
+    WAITING = enum.auto()  # in the queue
+    HELD = (
+        enum.auto()
+    )  # in the queue, but waits until another request has computed the prefix that they share
+    LANDING = enum.auto()  # preempted, while tokens sampled before that are still in flight
+    RUNNING = enum.auto()  # holds blocks, and a row in the executor
+    ENDED = enum.auto()
+
+
+class Sequence:
+    """Three counts tell how far a request is; num_computed and num_known never exceed num_expected.
+
+    num_known     tokens whose ids are known: the prompt and every committed sample
+    num_expected  num_known plus the samples that are still in flight
+    num_computed  tokens whose KV is written once all steps planned so far have run
+    """
+
+    __slots__ = (
+        "account",
+        "arrival_s",
+        "block_ids",
+        "first_planned_s",
+        "followers",
+        "frontier",
+        "hashes",
+        "is_prefilling",
+        "leader",
+        "length_limit",
+        "min_tokens",
+        "num_cached_tokens",
+        "num_computed",
+        "num_expected",
+        "num_known",
+        "num_prompt",
+        "num_published",
+        "num_reused_blocks",
+        "num_slots",
+        "number",
+        "output_token_ids",
+        "predicted_length",
+        "publish_at",
+        "queued_s",
+        "rank",
+        "remaining_bin",
+        "request",
+        "request_id",
+        "root_hash",
+        "state",
+        "stop_token_ids",
+        "waited_s",
+        "was_held",
+    )
+
+    def __init__(
+        self, request: Request, number: int, arrival_s: float, *, length_limit: int, account: TenantAccount
+    ) -> None:
+        self.request = request
+        self.request_id = request.id
+        self.number = number  # order of arrival, for life
+        self.account = account
+        self.state = State.WAITING
+        self.rank = TIER_RANK[request.tier]  # 0 is the most urgent; aging lowers it, nothing raises it
+        self.min_tokens = request.sampling.min_tokens
+        self.stop_token_ids: frozenset[int] = frozenset(request.sampling.stop_token_ids)
+
+        self.arrival_s = arrival_s
+        self.queued_s = arrival_s  # when it last entered the queue
+        self.waited_s = 0.0  # in the queue, over all stays that are over
+        self.first_planned_s: float | None = None
+
+        self.num_prompt = len(request.prompt_token_ids)
+        self.length_limit = length_limit  # prompt and answer together
+        self.predicted_length = length_limit  # of the same; a guess of the length estimator
+        self.output_token_ids: list[int] = []
+        self.num_known = self.num_prompt
+        self.num_expected = self.num_prompt
+        self.num_computed = 0
+        self.is_prefilling = False  # running, and tokens known at admission are not all computed
+        self.num_cached_tokens: int | None = None  # found in the cache at first admission
+
+        self.block_ids: list[int] = []
+        self.num_slots = 0  # tokens that block_ids have room for
+        self.num_reused_blocks = 0  # leading blocks that were found in the cache at admission
+        self.remaining_bin = 0  # of predicted growth, while running; kept by Headroom
+
+        # Kept by PrefixSharing.
+        self.root_hash = root_hash(request.tenant)
+        self.hashes: list[BlockHash] = []  # of leading full blocks, as far as anyone needed them
+        self.num_published = 0  # leading blocks, while running, that the cache was told the hashes of
+        self.publish_at: int | None = None  # tokens that must be known and computed to publish the next block
+        self.frontier: BlockHash | None = None  # the next block to be published by a running prefill
+        self.leader: Sequence | None = None  # whose prefix it waits for, while HELD
+        self.followers: dict[int, tuple[Sequence, int]] = {}  # by number: who waits, and for how many blocks
+        self.was_held = False
+
+    @property
+    def has_started(self) -> bool:
+        return self.first_planned_s is not None
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.num_expected - self.num_known
+
+    @property
+    def num_own_blocks(self) -> int:
+        return len(self.block_ids) - self.num_reused_blocks
+
+    @property
+    def num_filled_slots(self) -> int:
+        """Slots that hold a token or are meant for one that is known."""
+        return self.num_known if self.is_prefilling else self.num_computed
+
+    def predict_length(self, estimator: OutputLengthEstimator) -> None:
+        num_output = self.num_expected - self.num_prompt
+        limit = self.length_limit - self.num_prompt
+        self.predicted_length = self.num_prompt + estimator.predict(self.request.tenant, num_output, limit)
+
+    def hash_blocks(self, count: int, block_size: int) -> list[BlockHash]:
+        """The hashes, of `count` leading blocks at least. All their tokens must be known."""
+        hashes = self.hashes
+        if len(hashes) < count:
+            tokens = self._tokens(len(hashes) * block_size, count * block_size)
+            hashes += chain_hashes(hashes[-1] if hashes else self.root_hash, tokens, block_size)
+        return hashes
+
+    def _tokens(self, start: int, stop: int) -> TokenIds[int]:
+        num_prompt = self.num_prompt
+        if stop <= num_prompt:
+            return self.request.prompt_token_ids[start:stop]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return (*self.request.prompt_token_ids[start:], *self.output_token_ids[: stop - num_prompt])

@@ -1,0 +1,175 @@
+"""How long a step takes, without running it. Knows plans and numbers; no hardware, no clock.
+
+A step costs a constant (reading the weights, launching it), some time per token (the matrix products), per
+sequence (sampling, bookkeeping) and per context token (reading its KV). Adding these up overrates a step in
+which memory traffic and arithmetic overlap, by at most a factor of two where both take equally long; fitted
+coefficients absorb most of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from itertools import combinations
+
+from penstock.core.errors import UsageError
+from penstock.core.plan import StepPlan
+from penstock.core.plan_log import CommitCall, PlanCall, SchedulerCall
+
+_NUM_COEFFICIENTS = 4
+_SINGULAR = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step has to do, as far as its duration depends on it."""
+
+    tokens: int  # computed
+    sequences: int
+    context_tokens: int  # KV entries read, counted once per sequence
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepWork:
+        tokens = context_tokens = 0
+        for chunk in plan.chunks:
+            tokens += chunk.num_tokens
+            context_tokens += chunk.start + chunk.num_tokens
+        return cls(tokens, len(plan.chunks), context_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """Seconds per step, and per unit of each kind of work in it."""
+
+    base_s: float
+    per_token_s: float
+    per_sequence_s: float
+    per_context_token_s: float
+
+    def step_s(self, work: StepWork) -> float:
+        return (
+            self.base_s
+            + self.per_token_s * work.tokens
+            + self.per_sequence_s * work.sequences
+            + self.per_context_token_s * work.context_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """What a data sheet says, and how much of it programs reach."""
+
+    memory_bytes_per_s: float
+    flops_per_s: float
+    memory_efficiency: float = 0.8
+    compute_efficiency: float = 0.6
+    launch_s: float = 5e-4  # per step: one graph launch and the host's part that nothing hides
+    per_sequence_s: float = 5e-6  # sampling, and a row in every host-side list
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    num_parameters: float
+    weight_bytes: float
+    kv_bytes_per_token: float
+
+
+def roofline(model: ModelSize, accelerator: Accelerator) -> LinearCost:
+    """Costs from first principles: weights are read once per step, KV once per sequence, and each token takes two
+    operations per parameter."""
+    bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency
+    flops_per_s = accelerator.flops_per_s * accelerator.compute_efficiency
+    return LinearCost(
+        base_s=accelerator.launch_s + model.weight_bytes / bytes_per_s,
+        per_token_s=2.0 * model.num_parameters / flops_per_s,
+        per_sequence_s=accelerator.per_sequence_s,
+        per_context_token_s=model.kv_bytes_per_token / bytes_per_s,
+    )
+
+
+H200 = Accelerator(memory_bytes_per_s=4.8e12, flops_per_s=989e12)  # bfloat16, dense
+LLAMA_8B = ModelSize(
+    num_parameters=8.03e9,
+    weight_bytes=16.06e9,
+    kv_bytes_per_token=2 * 32 * 8 * 128 * 2,  # keys and values, layers, KV heads, head size, bytes
+)
+LLAMA_8B_ON_H200 = roofline(LLAMA_8B, H200)  # 4.7 ms per step, 27 µs per token, 34 ns per KV entry
+
+
+def observations(calls: Iterable[SchedulerCall]) -> Iterator[tuple[StepWork, float]]:
+    """What each recorded step had to do, and the seconds it took."""
+    planned: dict[int, StepWork] = {}
+    for call in calls:
+        if isinstance(call, PlanCall) and call.plan is not None:
+            planned[call.plan.step_id] = StepWork.of(call.plan)
+        elif isinstance(call, CommitCall):
+            work = planned.pop(call.result.step_id, None)
+            if work is not None and work.tokens and call.result.elapsed_s > 0.0:
+                yield work, call.result.elapsed_s
+
+
+def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
+    """The costs, none of them negative, with the least squared relative error. Relative, so that a decode of 5 ms
+    counts as much as a prefill of 2 s.
+
+    The best non-negative fit is the best ordinary fit of some subset of the coefficients, the others being zero.
+    There are fifteen subsets: all are tried.
+    """
+    rows = [[feature / elapsed_s for feature in _features(work)] for work, elapsed_s in observed]
+    if not rows:
+        raise UsageError(
+            "There are no steps to fit a cost model to.", hint="Record a run that serves requests."
+        )
+    gram = [
+        [sum(row[i] * row[j] for row in rows) for j in range(_NUM_COEFFICIENTS)]
+        for i in range(_NUM_COEFFICIENTS)
+    ]
+    target = [sum(row[i] for row in rows) for i in range(_NUM_COEFFICIENTS)]
+    best: list[float] | None = None
+    best_gain = 0.0
+    for size in range(1, _NUM_COEFFICIENTS + 1):
+        for chosen in combinations(range(_NUM_COEFFICIENTS), size):
+            solution = _solve([[gram[i][j] for j in chosen] for i in chosen], [target[i] for i in chosen])
+            if solution is None or min(solution) < 0.0:
+                continue
+            # The squared error is len(rows) - gain for every least-squares solution of a subset.
+            gain = sum(value * target[i] for i, value in zip(chosen, solution, strict=True))
+            if best is None or gain > best_gain:
+                best_gain = gain
+                best = [0.0] * _NUM_COEFFICIENTS
+                for i, value in zip(chosen, solution, strict=True):
+                    best[i] = value
+    assert best is not None, "the constant alone always fits"
+    return LinearCost(*best)
+
+
+def mean_relative_error(cost: LinearCost, observed: Iterable[tuple[StepWork, float]]) -> float:
+    """How far predictions are off, as a share of what was observed."""
+    errors = [abs(cost.step_s(work) / elapsed_s - 1.0) for work, elapsed_s in observed]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+def _features(work: StepWork) -> tuple[float, ...]:
+    return 1.0, *map(float, astuple(work))
+
+
+def _solve(matrix: list[list[float]], target: list[float]) -> list[float] | None:
+    """Gauss-Jordan elimination of a symmetric positive matrix, scaled to a unit diagonal; None if singular."""
+    size = len(target)
+    scales = [matrix[i][i] ** 0.5 for i in range(size)]
+    if min(scales) == 0.0:
+        return None
+    rows = [
+        [matrix[i][j] / (scales[i] * scales[j]) for j in range(size)] + [target[i] / scales[i]]
+        for i in range(size)
+    ]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
+        if abs(rows[pivot][column]) < _SINGULAR:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for i in range(size):
+            if i != column:
+                factor = rows[i][column] / rows[column][column]
+                rows[i] = [value - factor * above for value, above in zip(rows[i], rows[column], strict=True)]
+    return [rows[i][size] / rows[i][i] / scales[i] for i in range(size)]

@@ -1,0 +1,88 @@
+"""Feeds a recorded run to a fresh scheduler and compares plans: the proof that a scheduler depends on its calls
+alone. Knows the log's format from `core.plan_log`; runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.core.errors import UsageError
+from penstock.core.plan import StepPlan
+from penstock.core.plan_log import (
+    AbortCall,
+    AddCall,
+    CommitCall,
+    LogHeader,
+    PlanCall,
+    SchedulerCall,
+    read_plan_log,
+)
+from penstock.kvcache import KVCache
+from penstock.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The fresh scheduler planned something else than the recorded one did."""
+
+    now: float
+    recorded: StepPlan | None
+    replayed: StepPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """How far the two agree. They are compared up to the first difference: past it, the recorded results belong to
+    steps that the fresh scheduler never planned."""
+
+    num_calls: int
+    num_plans: int  # that were equal, not counting "nothing to do"
+    mismatch: Mismatch | None
+
+
+def replay(lines: Iterable[bytes]) -> Replay:
+    """`lines` may be a log file opened in binary mode."""
+    header, calls = read_plan_log(lines)
+    return replay_calls(build_scheduler(header), calls)
+
+
+def build_scheduler(header: LogHeader) -> Scheduler:
+    cache = KVCache(
+        header.num_blocks,
+        block_size=header.block_size,
+        enable_prefix_caching=header.enable_prefix_caching,
+        max_pinned_fraction=header.max_pinned_fraction,
+    )
+    return Scheduler(
+        header.config,
+        cache,
+        max_model_len=header.max_model_len,
+        eos_token_ids=frozenset(header.eos_token_ids),
+    )
+
+
+def replay_calls(scheduler: Scheduler, calls: Iterable[SchedulerCall]) -> Replay:
+    uncommitted: dict[int, StepPlan] = {}
+    num_calls = num_plans = 0
+    for call in calls:
+        match call:
+            case AddCall():
+                scheduler.add(call.request, call.now)
+            case AbortCall():
+                scheduler.abort(call.request_id, call.now)
+            case PlanCall():
+                plan = scheduler.plan(call.now)
+                if plan != call.plan:
+                    return Replay(num_calls, num_plans, Mismatch(call.now, call.plan, plan))
+                if plan is not None:
+                    uncommitted[plan.step_id] = plan
+                    num_plans += 1
+            case CommitCall():
+                plan = uncommitted.pop(call.result.step_id, None)
+                if plan is None:
+                    raise UsageError(
+                        f"The plan log commits step {call.result.step_id}, which was not planned."
+                    )
+                scheduler.commit(plan, call.result, call.now)
+        num_calls += 1
+    return Replay(num_calls, num_plans, None)

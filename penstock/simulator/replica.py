@@ -1,0 +1,112 @@
+"""One replica in virtual time: the real scheduler and block cache, and a cost model in the executor's place.
+
+Knows no other replica and no event heap: it is told the time and answers with what will happen when.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.kvcache import KVCache
+from penstock.scheduler.scheduler import Scheduler
+from penstock.simulator.cost import LinearCost, StepWork
+from penstock.simulator.workload import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What whoever chooses a replica may know about it."""
+
+    num_requests: int  # that it has not finished
+    num_prompt_tokens: int  # of those
+    kv_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    plan: StepPlan
+    result: StepResult
+
+
+class SimulatedReplica:
+    """`depth` is how many steps may be planned and not committed: 2 plans one ahead, as an engine does whose
+    executor runs beside it. Steps run one after the other either way."""
+
+    def __init__(self, scheduler: Scheduler, cache: KVCache, cost: LinearCost, *, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self.cache = cache
+        self._cost = cost
+        self._depth = depth
+        self._arrivals: dict[str, Arrival] = {}
+        self._num_prompt_tokens = 0
+        self._in_flight: deque[_Step] = deque()
+        self._executor_free_s = 0.0
+        self.num_steps = 0
+        self.num_tokens_computed = 0
+        self.busy_s = 0.0
+
+    @property
+    def load(self) -> ReplicaLoad:
+        return ReplicaLoad(len(self._arrivals), self._num_prompt_tokens, self.cache.usage)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being computed; the next plan decides whether anything can be."""
+        return not self._in_flight
+
+    def add(self, arrival: Arrival, now: float) -> None:
+        """Raises what the scheduler raises; a refused request leaves no trace."""
+        self.scheduler.add(arrival.request, now)
+        self._arrivals[arrival.request.id] = arrival
+        self._num_prompt_tokens += len(arrival.request.prompt_token_ids)
+
+    def abort(self, request_id: str, now: float) -> None:
+        self.scheduler.abort(request_id, now)
+        self._forget(request_id)
+
+    def submit(self, now: float) -> list[float]:
+        """Plan as far ahead as `depth` allows. Returns when each new step will be done, in order."""
+        done_s = []
+        while len(self._in_flight) < self._depth:
+            plan = self.scheduler.plan(now)
+            if plan is None:
+                break
+            result = self._execute(plan)
+            self._in_flight.append(_Step(plan, result))
+            self._executor_free_s = max(now, self._executor_free_s) + result.elapsed_s
+            done_s.append(self._executor_free_s)
+        return done_s
+
+    def commit(self, now: float) -> list[TokenEvent]:
+        """The oldest step is done."""
+        step = self._in_flight.popleft()
+        self.num_steps += 1
+        self.num_tokens_computed += step.plan.num_tokens
+        self.busy_s += step.result.elapsed_s
+        return self._told(self.scheduler.commit(step.plan, step.result, now))
+
+    def take_events(self) -> list[TokenEvent]:
+        """News of requests that ended without a step."""
+        return self._told(self.scheduler.take_events())
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        sampled = []
+        for chunk in plan.chunks:
+            if chunk.samples:
+                arrival = self._arrivals[chunk.request_id]
+                index = chunk.start + chunk.num_tokens - len(arrival.request.prompt_token_ids)
+                sampled.append(SampledToken(chunk.request_id, arrival.output_token(index)))
+        return StepResult(plan.step_id, tuple(sampled), self._cost.step_s(StepWork.of(plan)))
+
+    def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        for event in events:
+            if event.finish_reason is not None:
+                self._forget(event.request_id)
+        return events
+
+    def _forget(self, request_id: str) -> None:
+        arrival = self._arrivals.pop(request_id, None)
+        if arrival is not None:
+            self._num_prompt_tokens -= len(arrival.request.prompt_token_ids)

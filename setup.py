@@ -1,0 +1,35 @@
+"""Builds the optional CPU kernel library. Everything else about the package is in pyproject.toml.
+
+The library has a plain C interface and is loaded with ctypes, so it depends on neither the Python nor the torch
+ABI. It is optional: where no C++ compiler is found the install goes on, Penstock falls back to plain torch, and
+`penstock doctor` says so.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+SOURCES = sorted(str(path) for path in Path("penstock/kernels/cpu").glob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("penstock/kernels/cpu").glob("*.h"))
+
+# Baseline code only: faster instruction sets are compiled per function and chosen at run time, so that a wheel
+# built on one machine runs on another.
+FLAGS = ["-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread", "-g0"]
+FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized"]  # noise from the compilers' own vector headers
+
+extensions = []
+if SOURCES and platform.system() in ("Linux", "Darwin"):
+    extensions.append(
+        Extension(
+            "penstock.kernels._cpu",
+            SOURCES,
+            depends=HEADERS,
+            extra_compile_args=FLAGS,
+            extra_link_args=["-pthread"],
+            optional=True,
+            language="c++",
+        )
+    )
+
+setup(ext_modules=extensions)

@@ -1,0 +1,253 @@
+"""Whatever is sent, the answer is an error of OpenAI's shape with the right status, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import direct_client
+from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]} | fields
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"model": "bytes", "prompt": "hi"} | fields
+
+
+async def post(path: str, body: Any, **server: Any) -> tuple[int, dict[str, Any]]:
+    """Status and error of a request; proves that the engine saw nothing and that the next request works."""
+    engine = FakeEngine(script_text("fine"))
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with direct_client(engine, **server) as client:
+        answer = await client.post(path, content=content)
+        assert engine.added == []
+        assert (await client.post(COMPLETION, json=text())).status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"]
+    return answer.status_code, error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[1, 2]",
+        b'"text"',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "a", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "a"} trailing',
+        b'{"prompt": "a", "n": ' + b"9" * 10_000 + b"}",
+    ],
+)
+async def test_malformed_json(body: bytes) -> None:
+    status, error = await post(COMPLETION, body)
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETION, text(prompt=5), "prompt"),
+        (COMPLETION, text(prompt=[1.5]), "prompt"),
+        (COMPLETION, text(prompt=None), "prompt"),
+        (COMPLETION, text(prompt=[]), "prompt"),
+        (COMPLETION, text(prompt=[[]]), "prompt"),
+        (COMPLETION, text(prompt=""), "prompt"),
+        (COMPLETION, text(prompt=["a", 5]), "prompt"),
+        (COMPLETION, text(prompt=[5, -1]), "prompt"),
+        (COMPLETION, text(prompt=[5, 99999]), "prompt"),
+        (COMPLETION, text(prompt=[2**70]), "prompt"),
+        (COMPLETION, {"model": "bytes"}, None),
+        (COMPLETION, text(model=5), "model"),
+        (COMPLETION, text(max_tokens="5"), "max_tokens"),
+        (COMPLETION, text(max_tokens=0), "max_tokens"),
+        (COMPLETION, text(max_tokens=-3), "max_tokens"),
+        (COMPLETION, text(max_tokens=129), "max_tokens"),
+        (COMPLETION, text(temperature="hot"), "temperature"),
+        (COMPLETION, text(temperature="NaN"), "temperature"),
+        (COMPLETION, text(temperature=-1), "temperature"),
+        (COMPLETION, text(top_p=0), "top_p"),
+        (COMPLETION, text(top_p=1.01), "top_p"),
+        (COMPLETION, text(top_k=-2), "top_k"),
+        (COMPLETION, text(min_p=2), "min_p"),
+        (COMPLETION, text(n=0), "n"),
+        (COMPLETION, text(n=129), "n"),
+        (COMPLETION, text(n=10**400), "n"),
+        (COMPLETION, text(max_tokens=10**400), "max_tokens"),
+        (COMPLETION, text(temperature=10**300), "temperature"),
+        (COMPLETION, text(seed=2**64), "seed"),
+        (COMPLETION, text(seed="abc"), "seed"),
+        (COMPLETION, text(stop=["a"] * 17), "stop"),
+        (COMPLETION, text(stop=[""]), "stop"),
+        (COMPLETION, text(stop=[5]), "stop"),
+        (COMPLETION, text(logprobs=21), "logprobs"),
+        (COMPLETION, text(logprobs=True), "logprobs"),
+        (COMPLETION, text(logit_bias={"99999": 1}), "logit_bias"),
+        (COMPLETION, text(logit_bias={"-1": 1}), "logit_bias"),
+        (COMPLETION, text(logit_bias={"x": 1}), "logit_bias"),
+        (COMPLETION, text(logit_bias={"1": 101}), "logit_bias"),
+        (COMPLETION, text(stop_token_ids=[99999]), "stop_token_ids"),
+        (COMPLETION, text(ignore_eos="yes"), "ignore_eos"),
+        (COMPLETION, text(repetition_penalty=0), "repetition_penalty"),
+        (COMPLETION, text(presence_penalty=3), "presence_penalty"),
+        (COMPLETION, text(frequency_penalty=-3), "frequency_penalty"),
+        (COMPLETION, text(stream="yes"), "stream"),
+        (COMPLETION, text(stream_options={"include_usage": True}), "stream_options"),
+        (COMPLETION, text(service_tier="gold"), "service_tier"),
+        (COMPLETION, text(echo=True), "echo"),
+        (COMPLETION, text(suffix="x"), "suffix"),
+        (COMPLETION, text(best_of=4), "best_of"),
+        (CHAT, chat(messages="hi"), "messages"),
+        (CHAT, chat(messages=[]), "messages"),
+        (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content"),
+        (CHAT, chat(messages=[{"role": "pirate", "content": "arr"}]), "messages[0].role"),
+        (CHAT, chat(messages=[{"content": "hi"}]), "messages"),
+        (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content"),
+        (CHAT, chat(max_completion_tokens=0), "max_tokens"),
+        (CHAT, chat(top_logprobs=2), "top_logprobs"),
+        (CHAT, chat(logprobs=True, top_logprobs=21), "logprobs"),
+        (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
+        (CHAT, chat(tools=[{"type": "function"}]), "tools"),
+        (CHAT, chat(functions=[{}]), "functions"),
+        (CHAT, chat(stream=True, temperature=-1), "temperature"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/detokenize", {"tokens": [99999]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+    ],
+)
+async def test_wrong_values_name_their_field(path: str, body: dict[str, Any], param: str | None) -> None:
+    status, error = await post(path, body)
+    assert (status, error["param"]) == (400, param)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("top_kk", "top_k"),
+        ("min_tokns", "min_tokens"),
+        ("ignore_eso", "ignore_eos"),
+        ("Top-K", "top_k"),
+        ("repetition_penality", "repetition_penalty"),
+        ("stop_token_id", "stop_token_ids"),
+    ],
+)
+async def test_misspelt_extension_is_refused_with_the_right_name(misspelt: str, meant: str) -> None:
+    status, error = await post(CHAT, chat(**{misspelt: 1}))
+    assert (status, error["param"]) == (400, misspelt)
+    assert repr(meant) in error["message"]
+
+
+async def test_other_unknown_fields_are_ignored() -> None:
+    ignored = {
+        "metadata": {"a": 1},
+        "store": True,
+        "top_a": 1,
+        "whatever": [1],
+        "parallel_tool_calls": False,
+        "x" * 500: 1,
+    }
+    async with direct_client(FakeEngine(script_text("fine"))) as client:
+        assert (await client.post(CHAT, json=chat(**ignored))).status_code == 200
+
+
+async def test_null_is_the_same_as_absent() -> None:
+    fields = (
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "stream",
+        "max_tokens",
+        "logit_bias",
+        "top_k",
+        "tools",
+    )
+    async with direct_client(FakeEngine(script_text("fine"))) as client:
+        assert (await client.post(CHAT, json=chat(**dict.fromkeys(fields)))).status_code == 200
+
+
+async def test_unknown_model() -> None:
+    status, error = await post(CHAT, chat(model="gpt-9"))
+    assert (status, error["code"]) == (404, "model_not_found")
+    assert "'bytes'" in error["message"], "says what is served"
+
+
+async def test_prompt_longer_than_the_context() -> None:
+    status, error = await post(COMPLETION, text(prompt="x" * 300))
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    status, error = await post(CHAT, chat(messages=[{"role": "user", "content": "x" * 300}]))
+    assert (status, error["param"]) == (400, "messages")
+
+
+async def test_max_tokens_past_the_context() -> None:
+    status, error = await post(COMPLETION, text(prompt="x" * 200, max_tokens=100))
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "300" in error["message"]
+
+
+async def test_body_too_large() -> None:
+    status, error = await post(COMPLETION, text(prompt="x" * 5000), max_body_bytes=1024)
+    assert (status, error["code"]) == (413, "request_too_large")
+
+
+async def test_body_too_large_in_pieces_without_a_length() -> None:
+    async def pieces() -> Any:
+        for _ in range(100):
+            yield b"x" * 100
+
+    async with direct_client(FakeEngine(), max_body_bytes=1024) as client:
+        assert (await client.post(COMPLETION, content=pieces())).status_code == 413
+
+
+async def test_unknown_path_and_wrong_method() -> None:
+    async with direct_client(FakeEngine()) as client:
+        missing = await client.get("/v1/nothing")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+        wrong = await client.get(CHAT)
+        assert wrong.status_code == 405
+        assert "GET" in wrong.json()["error"]["message"]
+        assert wrong.headers["allow"] == "POST"
+        assert (await client.get("/v1/models/")).status_code in (404, 400)
+
+
+async def test_chat_with_a_model_that_has_no_template() -> None:
+    engine = FakeEngine(ready=engine_ready(model_card(chat_template=None)))
+    async with direct_client(engine) as client:
+        answer = await client.post(CHAT, json=chat())
+    assert answer.status_code == 400
+    assert "/v1/completions" in answer.json()["error"]["message"]
+
+
+async def test_a_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(request: object) -> list[Any]:
+        raise RuntimeError("secret detail")
+
+    async with direct_client(FakeEngine(broken)) as client:
+        answer = await client.post(CHAT, json=chat())
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "api_error"
+    assert "secret detail" in caplog.text
+    assert answer.headers["x-request-id"] in caplog.text

@@ -1,0 +1,113 @@
+"""Health, metrics, tokenization, keys and the chat page."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from penstock.core.config import GatewayConfig
+from penstock.gateway.gateway import Gateway
+from penstock.version import __version__
+from tests.api.conftest import direct_client
+from tests.gateway.fake_engine import EOS_ID, FakeEngine, engine_ready, model_card, script_text
+
+
+async def test_health_and_readiness_follow_the_engine() -> None:
+    engine = FakeEngine()
+    engine.ready = None  # type: ignore[assignment]
+    gateway = Gateway(engine, GatewayConfig())
+    async with direct_client(engine, gateway) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert "retry-after" in refused.headers
+        engine.ready = engine_ready()
+        assert (await client.get("/ready")).json() == {"status": "ready"}
+        assert (await client.get("/v1/models")).status_code == 200
+        engine.ready = None  # type: ignore[assignment]
+        assert (await client.get("/health")).status_code == 503
+
+
+async def test_version() -> None:
+    async with direct_client(FakeEngine()) as client:
+        assert (await client.get("/version")).json() == {"version": __version__}
+
+
+async def test_metrics() -> None:
+    async with direct_client(FakeEngine(script_text("abc"))) as client:
+        await client.post("/v1/completions", json={"prompt": "x"})
+        answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert 'vllm:generation_tokens_total{model_name="bytes"} 4.0' in answer.text
+    assert 'penstock_request_success_total{finished_reason="stop",model_name="bytes"} 1.0' in answer.text
+
+
+async def test_tokenize_and_detokenize() -> None:
+    engine = FakeEngine(ready=engine_ready(model_card(add_bos_token=True)))
+    async with direct_client(engine) as client:
+        plain = (await client.post("/tokenize", json={"prompt": "hé", "return_token_strs": True})).json()
+        assert plain == {
+            "count": 4,
+            "max_model_len": 256,
+            "tokens": [257, *"hé".encode()],
+            "token_strs": ["<|begin|>", "h", "\ufffd", "\ufffd"],
+        }
+        bare = (await client.post("/tokenize", json={"prompt": "a", "add_special_tokens": False})).json()
+        assert (bare["tokens"], bare["token_strs"]) == ([97], None)
+        messages = [{"role": "user", "content": "a"}]
+        chat = (await client.post("/tokenize", json={"model": "bytes", "messages": messages})).json()
+        assert chat["tokens"] == [258, 97, EOS_ID, 259]
+        closed = {"messages": messages, "add_generation_prompt": False}
+        assert (await client.post("/tokenize", json=closed)).json()["tokens"] == [258, 97, EOS_ID]
+        text = (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json()
+        assert text == {"prompt": "<|user|>a<|end|><|assistant|>"}
+
+
+@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic right"}])
+async def test_a_key_is_asked_for(header: dict[str, str]) -> None:
+    engine = FakeEngine(script_text("fine"))
+    async with direct_client(engine, api_key="right") as client:
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("GET", "/x"),
+        ):
+            answer = await client.request(method, path, headers=header, json={"prompt": "x"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["x-request-id"]
+        for path in ("/", "/health", "/ready", "/version"):
+            assert (await client.get(path, headers=header)).status_code == 200
+    assert engine.added == []
+
+
+@pytest.mark.parametrize("header", ["Bearer right", "bearer right", "Bearer  right "])
+async def test_the_right_key_opens(header: str) -> None:
+    async with direct_client(FakeEngine(), api_key="right") as client:
+        answer = await client.get("/v1/models", headers={"authorization": header})
+    assert answer.status_code == 200
+
+
+async def test_chat_page_is_one_file_that_calls_nobody_else() -> None:
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.text.lstrip().lower().startswith("<!doctype html>")
+    assert "/v1/chat/completions" in answer.text
+    assert not re.search(r"(?:https?:)?//[a-z0-9-]+\.[a-z]", answer.text), "no external address"
+    assert not re.search(r"<(?:link|img|iframe|script\s+src)|@import|url\(", answer.text)
+    assert "innerHTML" not in answer.text, "text from the model is never parsed as HTML"
+    assert not re.search(r"\son[a-z]+=|\sstyle=", answer.text), (
+        "the policy would forbid inline handlers and styles"
+    )
+
+
+async def test_chat_page_policy_allows_exactly_its_own_script_and_style() -> None:
+    async with direct_client(FakeEngine()) as client:
+        policy = (await client.get("/")).headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert policy.count("'sha256-") == 2
+    assert "unsafe" not in policy

@@ -1,0 +1,100 @@
+"""`penstock bench` against a fake server in another thread, and against the echo engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from penstock.cli.app import penstock
+from tests.bench.fake_server import FakeServer
+
+
+@contextmanager
+def serving(server: FakeServer) -> Iterator[FakeServer]:
+    started = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        async with server.running():
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    started.wait()
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(penstock, ["bench", *arguments])
+
+
+def test_serve_reports_figures_in_a_table_a_file_and_a_picture(tmp_path: Path) -> None:
+    with serving(FakeServer()) as server:
+        result = run(
+            *("serve", "--url", server.url, "--requests", "6", "--concurrency", "2", "--output-len", "5"),
+            *("--json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "plot.png")),
+        )
+    assert result.exit_code == 0, result.output
+    assert "Time to first token" in result.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["num_completed"], report["num_errors"], report["num_output_tokens"]) == (6, 0, 30)
+    assert len(server.bodies) == 6 + 2  # the warm-up is sent and not counted
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_compare_sends_the_same_prompts_to_every_server_in_turn(tmp_path: Path) -> None:
+    with serving(FakeServer()) as ours, serving(FakeServer()) as peer:
+        result = run(
+            *("compare", "--url", ours.url, "--peer", f"other={peer.url}", "--repeat", "2"),
+            *("--workload", "streams-8", "--json", str(tmp_path / "report.json")),
+        )
+    assert result.exit_code == 0, result.output
+    assert "other" in result.stdout
+    assert "×)" in result.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [summary["server"] for summary in report["runs"][0]] == ["penstock", "other"]
+    assert report["ratios"][0][0]["output_tokens_per_s"] > 0
+    prompts = [sorted(body["prompt"] for body in server.bodies) for server in (ours, peer)]
+    assert prompts[0] == prompts[1]
+    assert len({tuple(prompt) for prompt in prompts[0]}) == len(prompts[0])
+
+
+def test_a_server_that_answers_nothing_is_a_sentence() -> None:
+    with serving(FakeServer(behaviour="refuse")) as server:
+        result = run("serve", "--url", server.url)
+    assert result.exit_code == 1
+    assert "answers no request: status 503" in result.stderr
+
+
+def test_errors_make_the_exit_code(tmp_path: Path) -> None:
+    with serving(FakeServer(behaviour="no-done")) as server:
+        result = run("serve", "--url", server.url, "--requests", "3", "--warmup", "0")
+    assert result.exit_code == 1
+    assert "3 requests" in result.stderr
+
+
+def test_bad_lengths_are_usage_errors() -> None:
+    assert run("serve", "--input-len", "9:1").exit_code == 2
+    assert run("serve", "--concurrency", "0").exit_code == 2
+
+
+def test_offline_measures_the_engine_in_this_process(tmp_path: Path) -> None:
+    result = run(
+        *("offline", "--model", "echo", "--requests", "4", "--input-len", "8:16", "--output-len", "3"),
+        *("--json", str(tmp_path / "report.json")),
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["num_prompts"], report["num_output_tokens"]) == (4, 12)

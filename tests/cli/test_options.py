@@ -1,0 +1,224 @@
+"""Flags and TOML keys come from core/config.py, and wrong ones are explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.commands import PenstockCommand
+from penstock.cli.options import config_options, model_argument, read_config_file, resolve, settings
+from penstock.core.config import EngineConfig, ServeConfig
+
+
+@click.command(cls=PenstockCommand)
+@config_options(ServeConfig)
+def show(config: ServeConfig) -> None:
+    click.echo(msgspec.json.encode(config))
+
+
+@click.command(cls=PenstockCommand)
+@config_options(EngineConfig)
+def show_engine(config: EngineConfig) -> None:
+    click.echo(msgspec.json.encode(config))
+
+
+def run(*arguments: str, environment: dict[str, str] | None = None) -> Result:
+    return CliRunner(env=environment).invoke(show, list(arguments))
+
+
+def config_of(*arguments: str, environment: dict[str, str] | None = None) -> ServeConfig:
+    result = run(*arguments, environment=environment)
+    assert result.exit_code == 0, result.output
+    return msgspec.json.decode(result.stdout, type=ServeConfig)
+
+
+def test_without_flags_the_config_is_the_default() -> None:
+    assert config_of() == ServeConfig()
+
+
+def test_the_names_known_from_vllm() -> None:
+    config = config_of(
+        *("--max-model-len", "4096", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
+        *("--gpu-memory-utilization", "0.5", "--quantization", "int8", "--served-model-name", "m"),
+        *("--api-key", "k", "--port", "9000", "--no-enable-prefix-caching", "--allow-open"),
+    )
+    assert config.engine.model.max_model_len == 4096
+    assert config.engine.model.quantization == "int8"
+    assert config.engine.model.served_model_name == "m"
+    assert config.engine.scheduler.max_num_seqs == 8
+    assert config.engine.scheduler.max_num_batched_tokens == 512
+    assert config.engine.cache.gpu_memory_utilization == 0.5
+    assert config.engine.cache.enable_prefix_caching is False
+    assert (config.server.api_key, config.server.port, config.server.allow_open) == ("k", 9000, True)
+
+
+def test_every_setting_has_a_flag_with_a_description() -> None:
+    text = CliRunner().invoke(show, ["--help"], terminal_width=200).output
+    for setting in settings().values():
+        assert setting.flag in text
+        assert setting.description
+        assert setting.description.split()[0] in text
+    assert "[default: 8000]" in text
+    assert text.index("KV cache:") < text.index("--num-kv-blocks") < text.index("Scheduler:")
+
+
+def test_an_engine_command_takes_no_server_flags() -> None:
+    result = CliRunner().invoke(show_engine, ["--num-threads", "2", "--max-num-seqs", "4"])
+    config = msgspec.json.decode(result.stdout, type=EngineConfig)
+    assert (config.num_threads, config.scheduler.max_num_seqs) == (2, 4)
+    assert CliRunner().invoke(show_engine, ["--port", "1"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--port", "70000"), "--port must be a whole number from 0 to 65,535, not '70000'."),
+        (("--port", "x"), "--port must be a whole number from 0 to 65,535, not 'x'."),
+        (("--port", "80.5"), "--port must be a whole number from 0 to 65,535, not '80.5'."),
+        (("--max-num-seqs", "0"), "--max-num-seqs must be a whole number of at least 1, not '0'."),
+        (("--aging-s", "0"), "--aging-s must be a number above 0, not '0'."),
+        (
+            ("--gpu-memory-utilization", "1.5"),
+            "--gpu-memory-utilization must be a number above 0 and at most 1, not '1.5'.",
+        ),
+        (("--device", "tpu"), "--device must be one of auto, cpu, cuda, not 'tpu'."),
+        (("--quantization", "int4"), "--quantization must be int8, not 'int4'."),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_and_the_meaning_of_the_flag(
+    arguments: tuple[str, ...], sentence: str
+) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    lines = result.stderr.strip().splitlines()
+    assert lines[0] == f"Error: {sentence}"
+    assert lines[1].startswith("Hint: ")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(("flag", "nearest"), [("--prot", "--port"), ("--max-num-seq", "--max-num-seqs")])
+def test_an_unknown_flag_names_the_nearest(flag: str, nearest: str) -> None:
+    result = run(flag, "1")
+    assert result.exit_code == 2
+    assert f"No such option '{flag}'" in result.stderr
+    assert nearest in result.stderr
+
+
+def test_a_flag_for_something_that_does_not_exist_is_unknown() -> None:
+    assert "No such option" in run("--tensor-parallel-size", "2").stderr
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "penstock.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        'max_num_seqs = 7\nmodel = "m.gguf"\n'
+        '[server]\nport = 1234\napi_key = "file"\nhost = "::1"\n[engine]\nnum_threads = 3\n',
+    )
+    config = config_of("--config", path, "--port", "99", environment={"PENSTOCK_API_KEY": "environment"})
+    assert config.server.port == 99
+    assert config.server.api_key == "environment"
+    assert config.server.host == "::1"
+    assert config.engine.scheduler.max_num_seqs == 7
+    assert config.engine.model.model == "m.gguf"
+    assert config.engine.num_threads == 3
+    assert config.server.drain_timeout == ServeConfig().server.drain_timeout
+
+
+def test_the_file_may_come_from_the_environment(tmp_path: Path) -> None:
+    path = write(tmp_path, "[server]\nport = 1234\n")
+    assert config_of(environment={"PENSTOCK_CONFIG": path}).server.port == 1234
+
+
+def test_a_switch_in_the_file_can_be_turned_off_by_a_flag(tmp_path: Path) -> None:
+    path = write(tmp_path, "allow_open = true\n")
+    assert config_of("--config", path).server.allow_open is True
+    assert config_of("--config", path, "--no-allow-open").server.allow_open is False
+
+
+def test_every_setting_can_be_written_in_a_file_both_ways(tmp_path: Path) -> None:
+    samples = {
+        name: setting.default if setting.default is not None else {"IntType": 2, "FloatType": 2.0}.get(
+            type(setting.value_type).__name__, "int8"
+        )
+        for name, setting in settings().items()
+    }  # fmt: skip
+    flat = "".join(f"{name} = {toml(value)}\n" for name, value in samples.items())
+    tables = "".join(
+        f"{setting.section.table}.{name} = {toml(samples[name])}\n" for name, setting in settings().items()
+    )
+    assert read_config_file(Path(write(tmp_path, flat))) == samples
+    assert read_config_file(Path(write(tmp_path, tables))) == samples
+    resolve(samples, {})
+
+
+def toml(value: object) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "hint"),
+    [
+        ("max_num_seq = 3", "There is no setting 'max_num_seq'", "Did you mean 'max_num_seqs'?"),
+        ("max-num-seqs = 3", "There is no setting 'max-num-seqs'", "Did you mean 'max_num_seqs'?"),
+        ("[servr]\nport = 3", "There is no setting 'servr'", "Did you mean 'server'?"),
+        ("[server]\nprot = 3", "There is no setting 'prot'", "Did you mean 'port'?"),
+        ("[cache]\nport = 3", "'port' does not belong in [cache]", "Move it to [server]"),
+        ("[server]\nport = 70000", "port in", "Port to listen on"),
+        ('port = "80"', "port in", "Port to listen on"),
+        ("port = 3\n[server]\nport = 3", "twice", ""),
+        ("port = ", "is not valid TOML", ""),
+    ],
+)
+def test_a_wrong_file_is_a_sentence(tmp_path: Path, text: str, sentence: str, hint: str) -> None:
+    result = run("--config", write(tmp_path, text))
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert hint in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
+    assert "cannot be read: No such file" in run("--config", str(tmp_path / "none.toml")).stderr
+
+
+@click.command(cls=PenstockCommand)
+@model_argument
+@config_options(EngineConfig)
+def show_model(config: EngineConfig) -> None:
+    click.echo(config.model.model)
+
+
+def test_a_model_is_an_argument_or_a_flag_and_either_wins_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 'model = "file.gguf"')
+    for arguments, expected in (
+        ([], "file.gguf"),
+        (["a.gguf"], "a.gguf"),
+        (["--model", "a.gguf"], "a.gguf"),
+        (["a.gguf", "--model", "a.gguf"], "a.gguf"),
+    ):
+        result = CliRunner().invoke(show_model, ["--config", path, *arguments])
+        assert result.stdout.strip() == expected
+    result = CliRunner().invoke(show_model, ["a.gguf", "--model", "b.gguf"])
+    assert result.exit_code == 2
+    assert "Two models were given" in result.stderr
+
+
+def test_the_documentation_lists_every_setting_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for setting in settings().values():
+        default = setting.default
+        shown = (
+            "–" if default is None else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        )
+        row = f"| `{setting.name}` | `{setting.flag}` | {shown} | {setting.description} |"
+        assert row in page, row

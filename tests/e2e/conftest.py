@@ -1,0 +1,63 @@
+"""One real server with the real default model, shared by the end-to-end tests; fetched once and cached."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+PENSTOCK = str(Path(sys.executable).with_name("penstock"))
+START_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+
+def start_server(folder: Path, *arguments: str) -> RunningServer:
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [PENSTOCK, "serve", *arguments, "--port", "0"], stdout=output, stderr=subprocess.STDOUT
+        )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for word in log.read_text(errors="replace").split():
+            if word.startswith("http://127.0.0.1:"):
+                return RunningServer(word.rstrip("/.,"), process, log)
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    process.kill()
+    pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')}")
+
+
+@pytest.fixture(scope="session")
+def default_model() -> str:
+    """The name of the default model, once it is in the cache."""
+    subprocess.run([PENSTOCK, "pull", "smollm2-135m"], check=True, timeout=600)
+    return "smollm2-135m"
+
+
+@pytest.fixture(scope="session")
+def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("server")
+    running = start_server(folder, default_model, "--record-plans", str(folder / "plans.jsonl"))
+    httpx.get(running.url + "/health", timeout=10).raise_for_status()
+    yield running
+    if running.process.poll() is None:
+        assert running.stop() == 0

@@ -1,0 +1,139 @@
+"""Aborts, deadlines, endings and the plan log, on the real loop with a tiny model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.core.errors import InvalidRequest, Overloaded
+from penstock.core.request import FinishReason
+from penstock.engine.build import Engine
+from penstock.simulator.replay import replay
+
+from .tiny import VOCAB_SIZE, request, run, teach_short_answers, tiny_engine, tokens, write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Engine:
+    """Plenty of memory and nothing reused: what an answer should be."""
+    return tiny_engine(model, enable_prefix_caching=False)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), depth=st.integers(1, 3))
+def test_random_aborts_and_a_tiny_cache_lose_and_repeat_nothing(
+    model: Path, oracle: Engine, seed: int, depth: int
+) -> None:
+    rng = random.Random(seed)
+    engine = tiny_engine(
+        model, num_kv_blocks=12, steps_in_flight=depth, max_num_batched_tokens=32, max_num_seqs=6
+    )
+    teach_short_answers(engine)
+    wanted = {}
+    for n in range(12):
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 60))]
+        wanted[str(n)] = request(str(n), prompt, rng.randint(1, 30))
+    waiting, live, got = list(wanted.values()), set(), {}
+    while waiting or engine.loop.has_work:
+        if waiting and rng.random() < 0.5:
+            engine.loop.add(waiting[-1])
+            live.add(waiting.pop().id)
+        if live and rng.random() < 0.05:
+            gone = rng.choice(sorted(live))
+            live.discard(gone)
+            del wanted[gone]
+            engine.loop.abort(gone)
+        for event in engine.loop.step():
+            assert event.request_id in live, "news of a request that has gone"
+            got.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.finish_reason is not None:
+                live.discard(event.request_id)
+        engine.loop.scheduler.check_integrity()
+    assert not live
+    for request_id, each in wanted.items():
+        assert got[request_id] == tokens(run(oracle, [each])[request_id])
+    assert engine.loop.stats().num_kv_blocks_used == 0
+
+
+def test_the_plan_log_of_a_live_run_replays_to_the_same_plans(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "plans.jsonl"
+    rng = random.Random(3)
+    engine = tiny_engine(
+        model,
+        num_kv_blocks=14,
+        max_num_batched_tokens=48,
+        itl_target_ms=2.0,
+        record_plans=str(log),
+        steps_in_flight=2,
+    )
+    teach_short_answers(engine)
+    shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(32)]
+    for n in range(20):
+        engine.loop.add(request(str(n), shared + [rng.randrange(3, VOCAB_SIZE) for _ in range(1 + n)], 60))
+        engine.loop.step()
+        if n % 7 == 6:
+            engine.loop.abort(str(n - 1))
+    run(engine, [])
+    assert engine.loop.stats().num_preemptions > 0
+    engine.close()
+    with log.open("rb") as lines:
+        report = replay(lines)
+    assert report.num_plans > 50
+    assert report.mismatch is None
+
+
+def test_a_deadline_ends_a_running_request(model: Path) -> None:
+    engine = tiny_engine(model)
+    engine.loop.add(request("late", [5, 6], 400), timeout_s=1e-9)
+    events = [event for _ in range(3) for event in engine.loop.step()]
+    assert events[-1].finish_reason is FinishReason.DEADLINE
+    assert not engine.loop.has_work
+
+
+def test_endings(model: Path) -> None:
+    engine = tiny_engine(model)
+    answer = tokens(run(engine, [request("a", [5, 6, 7], 20)])["a"])
+    stop = answer[4]
+    stopped = run(engine, [request("b", [5, 6, 7], 20, stop_token_ids=(stop,))])["b"]
+    assert tokens(stopped) == answer[: answer.index(stop) + 1]
+    assert stopped[-1].finish_reason is FinishReason.STOP
+    delayed = run(engine, [request("c", [5, 6, 7], 20, stop_token_ids=(stop,), min_tokens=12)])["c"]
+    assert len(tokens(delayed)) >= 12
+    assert stop not in tokens(delayed)[:12]
+
+
+def test_logit_bias_and_logprobs(model: Path) -> None:
+    engine = tiny_engine(model)
+    events = run(engine, [request("a", [5, 6, 7], 5, logit_bias={9: 1000.0}, logprobs=3)])["a"]
+    assert tokens(events) == [9] * 5
+    for event in events:
+        (at,) = event.logprobs
+        assert len(at.top_token_ids) == 3
+        assert at.logprob < at.top_logprobs[0] <= 0.0, (
+            "log-probabilities are the model's own, before the bias"
+        )
+
+
+def test_bad_requests_leave_no_trace(model: Path) -> None:
+    engine = tiny_engine(model, max_queue_requests=1, max_num_seqs=1)
+    for prompt in ([], [5] * 600):
+        with pytest.raises(InvalidRequest):
+            engine.loop.add(request("bad", prompt))
+    assert not engine.loop.has_work
+    engine.loop.add(request("first", [5] * 20))
+    engine.loop.step()
+    engine.loop.add(request("second", [5] * 20))
+    with pytest.raises(Overloaded) as caught:
+        engine.loop.add(request("third", [5] * 20))
+    assert caught.value.retry_after_s is not None
+    assert msgspec.structs.asdict(engine.loop.stats())["num_waiting"] == 1

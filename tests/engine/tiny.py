@@ -1,0 +1,84 @@
+"""A tiny random Llama on disk, and engines on it, so that engine tests run in milliseconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request, SamplingParams
+from penstock.engine.build import Engine, build_engine
+
+VOCAB_SIZE = 300
+CONTEXT = 512
+
+
+def write_tiny_model(folder: Path) -> Path:
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,  # a tied random model only repeats its last token
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def tiny_engine(model: Path, *, num_kv_blocks: int = 256, **settings: Any) -> Engine:
+    """`settings` go to the scheduler, except those of the engine and the model themselves."""
+    engine = {name: settings.pop(name) for name in ("steps_in_flight", "record_plans") if name in settings}
+    prefix_caching = settings.pop("enable_prefix_caching", True)
+    config = EngineConfig(
+        model=ModelConfig(
+            model=str(model), device="cpu", dtype=settings.pop("dtype", "float32"), load_format="random"
+        ),
+        cache=CacheConfig(num_kv_blocks=num_kv_blocks, enable_prefix_caching=prefix_caching),
+        scheduler=SchedulerConfig(**{"itl_target_ms": None, **settings}),
+        **engine,
+    )
+    return build_engine(config, model)
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 12, **sampling: Any) -> Request:
+    settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
+    return Request(
+        id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **settings),
+    )
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[TokenEvent]]:
+    """Run to the end, checking every record after every step."""
+    events: dict[str, list[TokenEvent]] = {}
+    for each in requests:
+        engine.loop.add(each)
+    while engine.loop.has_work:
+        for event in engine.loop.step():
+            events.setdefault(event.request_id, []).append(event)
+        engine.loop.scheduler.check_integrity()
+    return events
+
+
+def tokens(events: list[TokenEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+def teach_short_answers(engine: Engine) -> None:
+    """Let the engine expect answers of one token, so that it admits more than its cache can hold to the end."""
+    run(engine, [request(f"short-{n}", [3 + n, 4, 5], 1) for n in range(16)])

@@ -1,0 +1,157 @@
+"""Paged attention: agreement with the definition, and the same bits however the work is cut."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from penstock.kernels.interface import AttentionLayer
+from penstock.kernels.library import Library
+from penstock.kernels.native import NativeKVStore, NativeOps
+from penstock.kernels.reference import TorchOps
+from tests.kernels.attention_case import BLOCK_SIZE, make_layer, make_sequences, run_all, run_step
+
+LAYERS = {
+    "grouped": dict(num_heads=9, num_kv_heads=3, head_dim=64),
+    "one-to-one": dict(num_heads=2, num_kv_heads=2, head_dim=16),
+    "many-heads": dict(num_heads=20, num_kv_heads=1, head_dim=32),
+    "wide": dict(num_heads=2, num_kv_heads=1, head_dim=256),
+    "tiny": dict(num_heads=4, num_kv_heads=2, head_dim=8),
+    "odd": dict(num_heads=3, num_kv_heads=1, head_dim=80),
+    "window": dict(window=40),
+    "softcap": dict(softcap=5.0),
+    "norms": dict(head_norms=True),
+    "all": dict(window=100, softcap=20.0, head_norms=True),
+}
+LENGTHS = [1, 15, 16, 17, 100, 230]
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.04}
+
+
+def num_blocks_for(lengths: list[int]) -> int:
+    return sum(-(-length // BLOCK_SIZE) for length in lengths) + 3
+
+
+def poisoned_cache(ops: NativeOps, num_blocks: int, layer: AttentionLayer) -> NativeKVStore:
+    """Two layers of a cache in which every byte is that of a NaN."""
+    store = ops.allocate_kv(2, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+    ctypes.memset(store.layer(0).address, 0xFF, store.num_bytes)
+    return store
+
+
+@pytest.mark.parametrize("shape", LAYERS.values(), ids=LAYERS.keys())
+def test_agrees_with_the_definition(native: NativeOps, exact: TorchOps, shape: dict, dtype: torch.dtype) -> None:
+    layer = make_layer(**shape)
+    num_blocks = num_blocks_for(LENGTHS)
+    sequences = make_sequences(LENGTHS, layer, num_blocks, dtype)
+    run_all(native, layer, poisoned_cache(native, num_blocks, layer).layer(1), sequences, chunk=64)
+    found = [sequence.output for sequence in sequences]
+
+    for sequence in sequences:
+        sequence.qkv = sequence.qkv.float()
+    store = exact.allocate_kv(1, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+    run_all(exact, layer, store.layer(0), sequences, chunk=64)
+    for output, sequence in zip(found, sequences, strict=True):
+        torch.testing.assert_close(output.float(), sequence.output, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("shape", [LAYERS["grouped"], LAYERS["many-heads"], LAYERS["all"]])
+def test_cutting_a_prompt_changes_no_bit(native: NativeOps, shape: dict, dtype: torch.dtype) -> None:
+    layer = make_layer(**shape)
+    lengths = [150, 37]
+    num_blocks = num_blocks_for(lengths)
+    sequences = make_sequences(lengths, layer, num_blocks, dtype)
+    whole: list[torch.Tensor] = []
+    for chunk in (150, 64, 33, 7, 1):
+        run_all(native, layer, poisoned_cache(native, num_blocks, layer).layer(0), sequences, chunk)
+        outputs = [sequence.output for sequence in sequences]
+        whole = whole or outputs
+        for found, expected in zip(outputs, whole, strict=True):
+            assert torch.equal(found, expected), f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_long_contexts_are_split_the_same_way_for_all(
+    native: NativeOps, library: Library, dtype: torch.dtype, window: int | None
+) -> None:
+    """Decoding alone shares splits between threads, decoding in a crowd does not, a prefill has many rows."""
+    layer = make_layer(num_heads=3, num_kv_heads=1, head_dim=32, window=window)
+    length = 1300
+    lengths = [length] + [20] * 12
+    num_blocks = num_blocks_for(lengths)
+    long, *crowd = make_sequences(lengths, layer, num_blocks, dtype)
+    cache = poisoned_cache(native, num_blocks, layer).layer(0)
+    run_step(native, layer, cache, [(long, length)])
+    expected = long.output[-1]
+
+    long.computed = length - 1
+    run_step(native, layer, cache, [(long, 1)])
+    assert torch.equal(long.outputs[-1][0], expected)
+    long.computed = length - 1
+    run_step(native, layer, cache, [*((other, 20) for other in crowd), (long, 1)])
+    assert torch.equal(long.outputs[-1][0], expected)
+
+    threads = library.num_threads()
+    library.set_num_threads(1)
+    try:
+        long.computed = length - 1
+        run_step(native, layer, cache, [(long, 1)])
+    finally:
+        library.set_num_threads(threads)
+    assert torch.equal(long.outputs[-1][0], expected)
+
+
+def test_long_context_agrees_with_the_definition(native: NativeOps, exact: TorchOps, dtype: torch.dtype) -> None:
+    layer = make_layer(num_heads=4, num_kv_heads=2, head_dim=16)
+    num_blocks = num_blocks_for([1200])
+    (sequence,) = make_sequences([1200], layer, num_blocks, dtype)
+    run_all(native, layer, poisoned_cache(native, num_blocks, layer).layer(0), [sequence], chunk=1200)
+    found = sequence.output
+    sequence.qkv = sequence.qkv.float()
+    store = exact.allocate_kv(1, num_blocks, BLOCK_SIZE, 2, 16)
+    run_all(exact, layer, store.layer(0), [sequence], chunk=1200)
+    torch.testing.assert_close(found.float(), sequence.output, **tolerance(dtype))
+
+
+def test_blocks_may_hold_several_units(library: Library, exact: TorchOps) -> None:
+    ops = NativeOps(library, torch.float32)
+    layer = make_layer()
+    (sequence,) = make_sequences([60], layer, 8, torch.float32)
+    run_all(ops, layer, ops.allocate_kv(1, 8, BLOCK_SIZE, 2, 32).layer(0), [sequence], chunk=60)
+    small_blocks = sequence.output
+    # Block 3 of 64 tokens is blocks 12 to 15 of 16.
+    sequence.blocks = [12, 13, 14, 15]
+    wide = ops.allocate_kv(1, 4, 64, 2, 32)
+    table = torch.tensor([[3]], dtype=torch.int32)
+    run_with_table(ops, layer, wide.layer(0), sequence, table)
+    assert torch.equal(sequence.output, small_blocks)
+
+
+def run_with_table(ops: NativeOps, layer: AttentionLayer, cache: object, sequence, table: torch.Tensor) -> None:
+    from penstock.kernels.interface import AttentionBatch
+
+    length = sequence.qkv.shape[0]
+    positions = torch.arange(length, dtype=torch.int32)
+    batch = AttentionBatch(
+        positions=positions,
+        slots=positions + 3 * 64,
+        query_starts=torch.tensor([0, length], dtype=torch.int32),
+        context_lens=torch.tensor([length], dtype=torch.int32),
+        block_tables=table,
+        num_requests=1,
+        max_query_len=length,
+        max_context_len=length,
+    )
+    sequence.outputs = [ops.attend(sequence.qkv, layer, cache, batch)]
+
+
+def test_unsuitable_shapes_are_refused(library: Library) -> None:
+    ops = NativeOps(library, torch.float32)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        ops.allocate_kv(1, 4, 8, 2, 32)
+    with pytest.raises(ValueError, match="at most 256"):
+        ops.allocate_kv(1, 4, 16, 2, 512)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.kvcache import IntegrityError, KVCache, chain_hash, root_hash
+from tests.kvcache.chains import compute, hashes, matched, remember
+
+
+def test_a_running_prefix_is_shared_without_a_copy() -> None:
+    cache = KVCache(8)
+    first = compute(cache, "abc")
+    second = compute(cache, "abd")
+    assert second[:2] == first[:2]
+    assert cache.num_active == 4
+    cache.release(first)
+    assert cache.num_active == 3
+    cache.check_integrity([second])
+
+
+def test_released_blocks_are_cached_if_indexed_and_free_if_not() -> None:
+    cache = KVCache(8)
+    table = compute(cache, "ab")
+    tail = cache.allocate(1)
+    assert tail is not None
+    cache.release(table + tail)
+    assert (cache.num_cached, cache.num_free, cache.num_active) == (2, 6, 0)
+    assert matched(cache, "abc") == "ab"
+
+
+def test_a_cached_prefix_is_found_again() -> None:
+    cache = KVCache(8)
+    first = compute(cache, "abc")
+    cache.release(first)
+    assert cache.acquire(hashes("abc")) == first
+    assert cache.num_cached == 0
+
+
+def test_the_same_prefix_computed_twice_stays_private_and_becomes_free() -> None:
+    cache = KVCache(8)
+    (chain,) = hashes("a")
+    older, newer = cache.allocate(2) or []
+    cache.publish(older, chain, root_hash(""))
+    cache.publish(newer, chain, root_hash(""))
+    cache.release([newer])
+    assert cache.num_free == 7
+    assert cache.acquire([chain]) == [older]
+    cache.check_integrity([[older], [older]])
+
+
+def test_publishing_again_changes_nothing() -> None:
+    cache = KVCache(4)
+    table = compute(cache, "a")
+    cache.publish(table[0], hashes("a")[0], root_hash(""))
+    assert len(cache.take_events()) == 1
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    cache = KVCache(4)
+    remember(cache, "ab")
+    held = cache.allocate(1)
+    assert cache.allocate(4) is None
+    assert cache.num_available == 3
+    assert matched(cache, "ab") == "ab"
+    assert cache.allocate(0) == []
+    assert len(cache.allocate(3) or []) == 3
+    assert cache.num_available == 0
+    assert held is not None
+
+
+def test_tenants_do_not_see_each_other() -> None:
+    cache = KVCache(8)
+    remember(cache, "abc", salt="a tenant")
+    assert matched(cache, "abc", salt="another") == ""
+    assert matched(cache, "abc", salt="a tenant") == "abc"
+
+
+def test_usage_counts_active_and_pinned_blocks() -> None:
+    cache = KVCache(8)
+    remember(cache, "ab")
+    assert cache.usage == 0.0
+    cache.pin(hashes("ab"), until=10.0, now=0.0)
+    table = compute(cache, "xy")
+    assert cache.usage == pytest.approx(0.5)
+    cache.release(table)
+    assert cache.usage == pytest.approx(0.25)
+
+
+def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
+    cache = KVCache(8, enable_prefix_caching=False)
+    remember(cache, "abc")
+    assert matched(cache, "abc") == ""
+    assert cache.num_free == 8
+    assert cache.take_events() == []
+
+
+def test_hit_rate_comes_from_recorded_lookups() -> None:
+    cache = KVCache(8)
+    assert cache.hit_rate == 0.0
+    cache.record_lookup(100, 0)
+    cache.record_lookup(100, 64)
+    assert (cache.lookup_tokens, cache.hit_tokens) == (200, 64)
+    assert cache.hit_rate == pytest.approx(0.32)
+
+
+def test_clear_forgets_every_prefix_but_takes_no_block_from_its_holder() -> None:
+    cache = KVCache(8)
+    remember(cache, "ab")
+    remember(cache, "xy")
+    cache.pin(hashes("xy"), until=10.0, now=0.0)
+    table = compute(cache, "mn")
+    cache.clear()
+    assert [matched(cache, names) for names in ("ab", "xy", "mn")] == ["", "", ""]
+    assert (cache.num_active, cache.num_free) == (2, 6)
+    cache.check_integrity([table])
+    cache.release(table)
+    assert cache.num_free == 8
+    assert cache.expire_pins(now=20.0) == 0
+
+
+def test_misuse_is_reported_at_once() -> None:
+    cache = KVCache(4)
+    table = compute(cache, "a")
+    with pytest.raises(IntegrityError, match="different contents"):
+        cache.publish(table[0], chain_hash(root_hash(""), [99]), root_hash(""))
+    with pytest.raises(IntegrityError, match="not indexed"):
+        cache.acquire(hashes("ab"))
+    assert cache.num_active == 1
+    cache.release(table)
+    with pytest.raises(IntegrityError, match="nobody holds it"):
+        cache.release(table)
+    with pytest.raises(IntegrityError, match="nobody holds it"):
+        cache.publish(table[0], hashes("b")[0], root_hash(""))
+
+
+def test_integrity_check_notices_a_reference_that_no_table_holds() -> None:
+    cache = KVCache(4)
+    table = compute(cache, "a")
+    cache.check_integrity([table])
+    with pytest.raises(IntegrityError, match="tables hold it 0 times"):
+        cache.check_integrity([])
+    with pytest.raises(IntegrityError, match="tables hold it 2 times"):
+        cache.check_integrity([table, table])
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_a_cache_needs_blocks(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match="needs blocks"):
+        KVCache(num_blocks)

@@ -1,0 +1,83 @@
+"""Runs a model over a paged cache with scattered blocks, as the engine would, but one call at a time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.model import Model
+
+BLOCK_SIZE = 16
+
+
+@dataclass(slots=True)
+class Sequence:
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+
+class PagedRunner:
+    def __init__(self, model: Model, ops: Ops, num_blocks: int = 64) -> None:
+        self.model = model
+        self._kv = ops.allocate_kv(
+            model.num_layers, num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim
+        )
+        self._free = list(range(num_blocks))
+        random.Random(0).shuffle(self._free)
+
+    def step(self, chunks: list[tuple[Sequence, list[int]]]) -> list[Tensor]:
+        """The logits of every token of each chunk."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for sequence, chunk in chunks:
+            end = sequence.num_computed + len(chunk)
+            while len(sequence.block_ids) * BLOCK_SIZE < end:
+                sequence.block_ids.append(self._free.pop())
+            for position in range(sequence.num_computed, end):
+                positions.append(position)
+                slots.append(sequence.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            token_ids += chunk
+            starts.append(len(token_ids))
+            sequence.num_computed = end
+        context_lens = [sequence.num_computed for sequence, _ in chunks]
+        width = max(len(sequence.block_ids) for sequence, _ in chunks)
+        tables = [sequence.block_ids + [0] * (width - len(sequence.block_ids)) for sequence, _ in chunks]
+        batch = AttentionBatch(
+            positions=torch.tensor(positions, dtype=torch.int32),
+            slots=torch.tensor(slots, dtype=torch.int32),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            num_requests=len(chunks),
+            max_query_len=max(len(chunk) for _, chunk in chunks),
+            max_context_len=max(context_lens),
+        )
+        with torch.inference_mode():
+            hidden = self.model.forward(torch.tensor(token_ids, dtype=torch.int32), batch, self._kv)
+            logits = self.model.logits(hidden)
+        return [logits[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+
+    def prompt_logits(self, token_ids: list[int], chunk_size: int | None = None) -> Tensor:
+        sequence = Sequence()
+        size = chunk_size or len(token_ids)
+        parts = [
+            self.step([(sequence, token_ids[start : start + size])])[0]
+            for start in range(0, len(token_ids), size)
+        ]
+        return torch.cat(parts)
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        sequence = Sequence()
+        answer: list[int] = []
+        chunk = prompt
+        for _ in range(num_tokens):
+            (logits,) = self.step([(sequence, chunk)])
+            answer.append(int(logits[-1].argmax()))
+            chunk = answer[-1:]
+        return answer

@@ -1,0 +1,64 @@
+"""A checkpoint converted to GGUF gives the logits it gave before."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from penstock.kernels.interface import Ops
+from penstock.models.load import load_model, open_checkpoint
+from tests.models.checkpoints import Reference, make_reference
+from tests.models.conftest import random_prompt
+from tests.models.gguf_files import write_model
+from tests.models.paged import PagedRunner
+
+TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}
+
+
+def with_weights(reference: Reference, values: dict[str, torch.Tensor]) -> Reference:
+    model = copy.deepcopy(reference.model)
+    model.load_state_dict(values, strict=False)
+    return Reference(reference.name, reference.folder, model)
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "llama3-rope", "llama-yarn", "qwen2", "qwen3", "gemma3"]
+)
+def test_same_logits_as_the_checkpoint_it_came_from(name: str, kind: str, tmp_path: Path, ops: Ops) -> None:
+    reference = make_reference(name, tmp_path / "folder")
+    path = tmp_path / "model.gguf"
+    stored = write_model(path, reference, GGMLQuantizationType[kind])
+    # The gguf package has no scale for attention; its readers take the usual one.
+    reference.model.config.query_pre_attn_scalar = 16
+    for module in reference.model.modules():
+        if name == "gemma3" and hasattr(module, "scaling"):
+            module.scaling = 16**-0.5
+    rounded = with_weights(reference, {key: torch.from_numpy(value) for key, value in stored.items()})
+    prompt = random_prompt(40, seed=7)
+    logits = PagedRunner(load_model(path, ops), ops).prompt_logits(prompt)
+    torch.testing.assert_close(logits, rounded.logits(prompt), **TOLERANCE)
+
+
+def test_settings_from_both_formats_agree(tmp_path: Path) -> None:
+    reference = make_reference("llama", tmp_path / "folder")
+    write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32)
+    folder = open_checkpoint(tmp_path / "folder").config
+    gguf = open_checkpoint(tmp_path / "model.gguf").config
+    for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "rope"):
+        assert getattr(gguf, name) == getattr(folder, name), name
+    assert gguf.norm_eps == pytest.approx(folder.norm_eps)
+
+
+def test_weights_are_read_when_asked_for(tmp_path: Path, ops: Ops) -> None:
+    reference = make_reference("llama", tmp_path / "folder")
+    write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.Q8_0)
+    seen: list[float] = []
+    load_model(tmp_path / "model.gguf", ops, on_progress=lambda stage, fraction: seen.append(fraction))
+    assert seen == sorted(seen)
+    assert seen[0] < 0.1
+    assert seen[-1] == 1.0

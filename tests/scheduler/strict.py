@@ -1,0 +1,308 @@
+"""An executor that trusts nothing, and a driver around it.
+
+KV is simulated by content: a slot holds a digest of its token and of everything before it, under the tenant's name.
+A sampled token is a function of the slot it is computed from. So wrong context, a block reused too early or shared
+wrongly, a lost or doubled token: each shows as a failed assertion or as an answer other than the expected one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.core.config import SchedulerConfig
+from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.request import FinishReason, Request, SamplingParams, Tier
+from penstock.kvcache.cache import KVCache
+from penstock.kvcache.hashing import chain_hashes, root_hash
+from penstock.scheduler import Scheduler
+
+VOCABULARY = 50
+EOS = VOCABULARY  # never drawn unless a test wants it
+_MODULUS = (1 << 61) - 1
+
+
+def extend(digest: int, token_id: int) -> int:
+    return (digest * 1_000_003 + token_id + 7) % _MODULUS
+
+
+def root(tenant: str) -> int:
+    return extend(len(tenant) + 1, sum(tenant.encode()))
+
+
+def sample(digest: int) -> int:
+    return (digest >> 7) % VOCABULARY
+
+
+def expected_answer(request: Request, count: int) -> list[int]:
+    """What the model of this executor says, computed without any scheduler."""
+    digest = root(request.tenant)
+    for token_id in request.prompt_token_ids:
+        digest = extend(digest, token_id)
+    answer = []
+    for _ in range(count):
+        answer.append(sample(digest))
+        digest = extend(digest, answer[-1])
+    return answer
+
+
+@dataclass
+class Row:
+    """What the executor knows of a running request."""
+
+    root_digest: int
+    tokens: list[int]  # ids delivered by commits
+    table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    digests: list[int] = field(default_factory=list)  # of the tokens computed or reused
+    last_sample: tuple[int, int] | None = None  # position, token
+
+
+class StrictExecutor:
+    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.rows: dict[str, Row] = {}
+        self.num_tokens_computed = 0
+        self.last_step_id = 0
+
+    def execute(self, plan: StepPlan, tokens: dict[str, list[int]], tenants: dict[str, str]) -> StepResult:
+        assert plan.step_id == self.last_step_id + 1
+        self.last_step_id = plan.step_id
+        assert plan.chunks
+        assert plan.num_tokens <= self._config.max_num_batched_tokens
+        assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
+        for request_id in plan.released:
+            del self.rows[request_id]
+        for chunk in plan.chunks:
+            self._begin_or_extend(chunk, tokens, tenants)
+        assert len(self.rows) <= self._config.max_num_seqs
+        self._write(plan)
+        self._read(plan)
+        self._check_contexts()
+        sampled = []
+        for chunk in plan.chunks:
+            if chunk.samples:
+                row = self.rows[chunk.request_id]
+                token_id = sample(row.digests[-1])
+                row.last_sample = (row.num_computed, token_id)
+                sampled.append(SampledToken(chunk.request_id, token_id))
+        self.num_tokens_computed += plan.num_tokens
+        return StepResult(plan.step_id, tuple(sampled), 0.01 + 1e-4 * plan.num_tokens)
+
+    def deliver(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+        if request_id in self.rows:
+            self.rows[request_id].tokens.extend(token_ids)
+
+    def _begin_or_extend(self, chunk: Chunk, tokens: dict[str, list[int]], tenants: dict[str, str]) -> None:
+        if chunk.begins:
+            assert chunk.request_id not in self.rows, "begins twice without having been released"
+            row = Row(root(tenants[chunk.request_id]), list(tokens[chunk.request_id]))
+            row.num_computed = chunk.start  # a reused prefix; its contents are verified by _read
+            assert chunk.start % self._block_size == 0
+            self.rows[chunk.request_id] = row
+        row = self.rows[chunk.request_id]
+        row.table.extend(chunk.new_block_ids)
+        assert len(set(row.table)) == len(row.table)
+        assert chunk.num_tokens >= 1
+        assert chunk.start == row.num_computed
+        assert chunk.start + chunk.num_tokens <= len(row.table) * self._block_size
+        if chunk.in_flight:
+            assert (chunk.in_flight, chunk.num_tokens, chunk.samples) == (1, 1, True)
+            assert row.last_sample is not None
+            assert row.last_sample[0] == chunk.start, "the token in flight belongs elsewhere"
+            assert chunk.start >= len(row.tokens), "in flight, but already delivered"
+        else:
+            assert chunk.start + chunk.num_tokens <= len(row.tokens), "tokens that nobody knows"
+            assert chunk.samples == (chunk.start + chunk.num_tokens == len(row.tokens))
+
+    def _write(self, plan: StepPlan) -> None:
+        written: set[tuple[int, int]] = set()
+        for chunk in plan.chunks:
+            row = self.rows[chunk.request_id]
+            while len(row.digests) < chunk.start:  # the reused prefix
+                previous = row.digests[-1] if row.digests else row.root_digest
+                row.digests.append(extend(previous, row.tokens[len(row.digests)]))
+            for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                if chunk.in_flight:
+                    assert row.last_sample is not None
+                    token_id = row.last_sample[1]
+                else:
+                    token_id = row.tokens[position]
+                previous = row.digests[-1] if row.digests else row.root_digest
+                row.digests.append(extend(previous, token_id))
+                block, offset = row.table[position // self._block_size], position % self._block_size
+                assert (block, offset) not in written, "two requests write to one slot in one step"
+                written.add((block, offset))
+                self._kv[block][offset] = row.digests[-1]
+            row.num_computed = chunk.start + chunk.num_tokens
+
+    def _read(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            row = self.rows[chunk.request_id]
+            for position in range(row.num_computed):
+                self._check_slot(chunk.request_id, row, position)
+
+    def _check_contexts(self) -> None:
+        """Nobody's context was overwritten, also of those who had no chunk in this step."""
+        for request_id, row in self.rows.items():
+            for position in range(row.num_computed):
+                self._check_slot(request_id, row, position)
+
+    def _check_slot(self, request_id: str, row: Row, position: int) -> None:
+        block, offset = row.table[position // self._block_size], position % self._block_size
+        assert self._kv[block][offset] == row.digests[position], f"{request_id} reads foreign KV at {position}"
+
+
+class Driver:
+    """Runs a scheduler against the strict executor, `depth` plans ahead, and checks every answer."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        depth: int = 1,
+        max_model_len: int = 200,
+        prefix_caching: bool = True,
+        **config: object,
+    ) -> None:
+        settings: dict[str, object] = {"itl_target_ms": None, **config}
+        self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
+        self.cache = KVCache(num_blocks, block_size=block_size, enable_prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(
+            self.config, self.cache, max_model_len=max_model_len, eos_token_ids=frozenset({EOS})
+        )
+        self.executor = StrictExecutor(self.config, num_blocks, block_size)
+        self.depth = depth
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.finished: dict[str, TokenEvent] = {}
+        self.first_events: dict[str, TokenEvent] = {}
+        self.plans: list[StepPlan] = []
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.aborted: set[str] = set()
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request, self.now)
+        self.scheduler.check_integrity()
+        self.requests[request.id] = request
+        self.answers[request.id] = []
+        self.finished.pop(request.id, None)
+        self.first_events.pop(request.id, None)
+        self.aborted.discard(request.id)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id, self.now)
+        self.scheduler.check_integrity()
+        if request_id in self.requests and request_id not in self.finished:
+            self.aborted.add(request_id)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def pin(self, prompt: tuple[int, ...], seconds: float = 1.0) -> None:
+        hashes = chain_hashes(root_hash(""), prompt, self.cache.block_size)
+        self.cache.pin(hashes, self.now + seconds, self.now)
+
+    def plan(self) -> StepPlan | None:
+        """Ask for one more plan and execute it; its result waits for `commit`."""
+        plan = self.scheduler.plan(self.now)
+        self.scheduler.check_integrity()
+        self._take(self.scheduler.take_events())
+        if plan is not None:
+            self.plans.append(plan)
+            tokens = {
+                chunk.request_id: [
+                    *self.requests[chunk.request_id].prompt_token_ids,
+                    *self.answers[chunk.request_id],
+                ]
+                for chunk in plan.chunks
+                if chunk.begins
+            }
+            tenants = {request_id: self.requests[request_id].tenant for request_id in tokens}
+            self._in_flight.append((plan, self.executor.execute(plan, tokens, tenants)))
+        return plan
+
+    def commit(self) -> list[TokenEvent]:
+        plan, result = self._in_flight.popleft()
+        events = self.scheduler.commit(plan, result, self.now)
+        self.scheduler.check_integrity()
+        self._take(events)
+        return events
+
+    def step(self, seconds: float = 0.01) -> StepPlan | None:
+        """Fill the pipeline, then commit its oldest step; returns the last plan made."""
+        plan = None
+        while len(self._in_flight) < self.depth:
+            plan = self.plan()
+            if plan is None:
+                break
+        if self._in_flight:
+            self.commit()
+        self.now += seconds
+        return plan
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Step until nothing is left, and check that everything came out right."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work and not self._in_flight:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.stats()}")
+        assert self.cache.num_active == 0
+        assert self.scheduler.stats().num_running == self.scheduler.stats().num_waiting == 0
+        for request_id in self.requests:
+            assert request_id in self.finished or request_id in self.aborted
+
+    def _take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            request_id = event.request_id
+            assert request_id not in self.finished, "news of a request that ended"
+            assert request_id not in self.aborted, "news of a request that was aborted"
+            answer = self.answers[request_id]
+            if request_id not in self.first_events:
+                self.first_events[request_id] = event
+            else:
+                assert event.num_cached_tokens is None
+                assert event.queue_s is None
+            answer.extend(event.token_ids)
+            self.executor.deliver(request_id, event.token_ids)
+            assert answer == expected_answer(self.requests[request_id], len(answer))
+            if event.finish_reason is not None:
+                self.finished[request_id] = event
+            if event.finish_reason is FinishReason.LENGTH:
+                assert len(answer) == self.length_of(self.requests[request_id])
+
+    def length_of(self, request: Request) -> int:
+        """Tokens that a request gets if nothing ends it before its limit."""
+        room = min(200, self.cache.num_blocks * self.cache.block_size) - len(request.prompt_token_ids)
+        return min(request.sampling.max_tokens, self.config.max_output_tokens or room, room)
+
+
+def make_request(
+    request_id: str,
+    prompt: tuple[int, ...] | int = 5,
+    max_tokens: int = 4,
+    *,
+    tenant: str = "",
+    tier: Tier = Tier.DEFAULT,
+    deadline_s: float | None = None,
+    **sampling: object,
+) -> Request:
+    """A request; a number for a prompt means that many tokens which no other request id shares."""
+    if isinstance(prompt, int):
+        seed = sum(request_id.encode()) * 31 + len(request_id)
+        prompt = tuple((seed * (index + 3) + index * index) % VOCABULARY for index in range(prompt))
+    return Request(
+        id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+        tenant=tenant,
+        tier=tier,
+        deadline_s=deadline_s,
+    )

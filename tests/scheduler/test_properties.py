@@ -1,0 +1,142 @@
+"""Random operations on a tiny cache, executed by the strict executor: nothing is lost, doubled, wrong or stuck."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.errors import ContextLengthExceeded, Overloaded
+from penstock.core.request import FinishReason, Tier
+from tests.scheduler.strict import VOCABULARY, Driver, make_request
+
+PREFIXES = tuple(tuple((start * 7 + index * 3) % VOCABULARY for index in range(24)) for start in range(3))
+
+requests = st.fixed_dictionaries(
+    {
+        "prefix": st.sampled_from(PREFIXES),
+        "num_prefix": st.integers(0, 24),
+        "suffix": st.lists(st.integers(0, 3), max_size=6),
+        "max_tokens": st.integers(1, 20),
+        "tenant": st.sampled_from(["", "a", "bb"]),
+        "tier": st.sampled_from(list(Tier)),
+        "timeout_s": st.one_of(st.none(), st.none(), st.floats(0.0, 0.5)),
+        "stop_token_ids": st.one_of(st.just(()), st.tuples(st.integers(0, VOCABULARY - 1))),
+        "min_tokens": st.integers(0, 3),
+    }
+)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), requests),
+        st.tuples(st.just("add"), requests),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("plan"), st.just(None)),
+        st.tuples(st.just("commit"), st.just(None)),
+        st.tuples(st.just("step"), st.integers(1, 5)),
+        st.tuples(st.just("wait"), st.floats(0.0, 2.0)),
+        st.tuples(st.just("pin"), st.sampled_from(PREFIXES)),
+    ),
+    max_size=60,
+)
+configs = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(6, 24),
+        "depth": st.integers(1, 3),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 40),
+        "itl_target_ms": st.sampled_from([None, 5.0, 20.0]),
+        "aging_s": st.sampled_from([0.05, 1.0]),
+        "queue_timeout_s": st.sampled_from([None, 5.0]),
+        "max_queue_requests": st.integers(0, 20),
+        "prefix_caching": st.booleans(),
+    }
+)
+
+
+def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
+    if operation == "add":
+        # Ids come back into use, also while a step of their former owner is in flight.
+        request_id = f"r{number % 7}" if f"r{number % 7}" not in live(driver) else f"r{number}"
+        prompt = (*argument["prefix"][: argument["num_prefix"]], *argument["suffix"]) or (1,)
+        timeout_s = argument["timeout_s"]
+        request = make_request(
+            request_id,
+            prompt,
+            argument["max_tokens"],
+            tenant=argument["tenant"],
+            tier=argument["tier"],
+            deadline_s=None if timeout_s is None else driver.now + timeout_s,
+            stop_token_ids=argument["stop_token_ids"],
+            min_tokens=argument["min_tokens"],
+        )
+        try:
+            driver.add(request)
+        except Overloaded as error:
+            assert error.retry_after_s is not None
+            assert error.retry_after_s >= 1.0
+        except ContextLengthExceeded:
+            assert len(prompt) + 1 > driver.cache.num_blocks * driver.cache.block_size
+    elif operation == "abort":
+        driver.abort(f"r{argument}")
+    elif operation == "plan":
+        if driver.num_in_flight < 4:
+            driver.plan()
+    elif operation == "commit":
+        if driver.num_in_flight:
+            driver.commit()
+    elif operation == "step":
+        for _ in range(argument):
+            driver.step()
+    elif operation == "wait":
+        driver.now += argument
+    elif operation == "pin":
+        driver.pin(argument)
+
+
+def live(driver: Driver) -> set[str]:
+    return {i for i in driver.requests if i not in driver.finished and i not in driver.aborted}
+
+
+@settings(max_examples=150, deadline=None)
+@given(config=configs, script=operations)
+def test_random_operations_keep_every_promise(config: dict[str, Any], script: list[tuple[str, Any]]) -> None:
+    driver = Driver(**config)
+    for number, (operation, argument) in enumerate(script):
+        perform(driver, operation, argument, number)
+    driver.run()
+    for request_id, event in driver.finished.items():
+        request = driver.requests[request_id]
+        answer = driver.answers[request_id]
+        if event.finish_reason is FinishReason.STOP:
+            assert answer[-1] in request.sampling.stop_token_ids
+            assert len(answer) >= request.sampling.min_tokens
+        stops = [t for t in answer[:-1] if t in request.sampling.stop_token_ids]
+        assert len(stops) < max(1, request.sampling.min_tokens), "an answer went on after a stop token"
+
+
+@settings(max_examples=40, deadline=None)
+@given(config=configs, script=operations)
+def test_the_same_calls_give_the_same_plans(config: dict[str, Any], script: list[tuple[str, Any]]) -> None:
+    def plans() -> list[Any]:
+        driver = Driver(**config)
+        for number, (operation, argument) in enumerate(script):
+            perform(driver, operation, argument, number)
+        driver.run()
+        return driver.plans
+
+    assert plans() == plans()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_load_far_beyond_the_cache_ends_with_every_answer_complete(depth: int) -> None:
+    driver = Driver(num_blocks=10, depth=depth, max_num_seqs=6, max_num_batched_tokens=16, aging_s=0.5)
+    for index in range(30):
+        tier = list(Tier)[index % 3]
+        driver.add(make_request(f"r{index}", 3 + index % 9, 8 + index % 17, tier=tier, tenant=f"t{index % 2}"))
+        driver.step()
+    driver.run()
+    assert driver.scheduler.stats().num_preemptions > 0
+    assert all(event.finish_reason is FinishReason.LENGTH for event in driver.finished.values())
+    assert len(driver.finished) == 30

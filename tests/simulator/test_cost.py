@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from penstock.core.errors import UsageError
+from penstock.core.plan import Chunk, StepPlan, StepResult
+from penstock.core.plan_log import CommitCall, PlanCall
+from penstock.simulator.cost import (
+    LLAMA_8B_ON_H200,
+    LinearCost,
+    StepWork,
+    fit,
+    mean_relative_error,
+    observations,
+)
+
+
+def random_work(rng: Random) -> StepWork:
+    sequences = rng.randint(1, 64)
+    tokens = sequences + rng.choice([0, 0, 512])
+    return StepWork(tokens, sequences, rng.randint(tokens, 50_000))
+
+
+def test_the_work_of_a_plan_counts_tokens_sequences_and_the_context_they_read() -> None:
+    plan = StepPlan(1, (Chunk("a", 0, 100, True, (), True), Chunk("b", 40, 1, True, ())))
+    assert StepWork.of(plan) == StepWork(tokens=101, sequences=2, context_tokens=141)
+
+
+def test_a_step_costs_the_sum_of_its_parts() -> None:
+    cost = LinearCost(base_s=1.0, per_token_s=0.1, per_sequence_s=0.01, per_context_token_s=0.001)
+    assert cost.step_s(StepWork(tokens=2, sequences=3, context_tokens=4)) == pytest.approx(1.234)
+
+
+def test_fitting_finds_the_costs_that_made_the_observations() -> None:
+    rng = Random(1)
+    truth = LinearCost(5e-3, 3e-5, 2e-5, 4e-8)
+    observed = [(work, truth.step_s(work)) for work in (random_work(rng) for _ in range(200))]
+    found = fit(observed)
+    assert found.base_s == pytest.approx(truth.base_s)
+    assert found.per_token_s == pytest.approx(truth.per_token_s)
+    assert found.per_sequence_s == pytest.approx(truth.per_sequence_s)
+    assert found.per_context_token_s == pytest.approx(truth.per_context_token_s)
+    assert mean_relative_error(found, observed) < 1e-6
+
+
+def test_fitting_noise_gives_no_negative_cost_and_a_close_fit() -> None:
+    rng = Random(2)
+    truth = LinearCost(5e-3, 3e-5, 0.0, 0.0)
+    observed = [
+        (work, truth.step_s(work) * rng.uniform(0.9, 1.1)) for work in (random_work(rng) for _ in range(200))
+    ]
+    found = fit(observed)
+    assert min(found.base_s, found.per_token_s, found.per_sequence_s, found.per_context_token_s) >= 0.0
+    assert mean_relative_error(found, observed) < 0.06
+
+
+def test_fitting_steps_that_are_all_alike_still_predicts_them() -> None:
+    work = StepWork(8, 8, 800)
+    assert fit([(work, 0.02)] * 5).step_s(work) == pytest.approx(0.02)
+
+
+def test_there_must_be_something_to_fit() -> None:
+    with pytest.raises(UsageError, match="no steps"):
+        fit([])
+
+
+def test_observations_pair_recorded_plans_with_their_results() -> None:
+    first = StepPlan(1, (Chunk("a", 0, 10, True, (), True),))
+    second = StepPlan(2, (Chunk("a", 10, 1, True, ()),))
+    calls = [
+        PlanCall(0.0, first),
+        PlanCall(0.0, second),
+        CommitCall(0.5, StepResult(1, (), 0.5)),
+        PlanCall(0.5, None),
+        CommitCall(0.6, StepResult(2, (), 0.1)),
+    ]
+    assert list(observations(calls)) == [(StepWork(10, 1, 10), 0.5), (StepWork(1, 1, 11), 0.1)]
+
+
+def test_the_preset_is_near_what_the_hardware_allows() -> None:
+    """A lone decode reads 16 GB at no more than 4.8 TB/s; 2,048 prompt tokens take 33 TFLOP at no more than 989."""
+    decode_s = LLAMA_8B_ON_H200.step_s(StepWork(1, 1, 1000))
+    prefill_s = LLAMA_8B_ON_H200.step_s(StepWork(2048, 1, 2048))
+    assert 16.06e9 / 4.8e12 < decode_s < 2 * 16.06e9 / 4.8e12
+    assert 2048 * 16.06e9 / 989e12 < prefill_s < 3 * 2048 * 16.06e9 / 989e12

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.core.request import Tier
+from penstock.simulator import Fixed, LogNormal, ReplicaConfig, SimulationConfig, Tenant, Workload, simulate
+from penstock.simulator.report import Summary, percentile
+
+PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
+WORKLOAD = Workload(
+    num_requests=200,
+    requests_per_s=50.0,
+    prompt_tokens=LogNormal(200, 1.0, 2000),
+    output_tokens=LogNormal(50, 0.8, 300),
+    max_tokens=300,
+    prefix_tokens=160,
+    tenants=(Tenant("a"), Tenant("b", 1.0, Tier.BATCH)),
+)
+
+
+def test_the_same_configuration_gives_the_same_report() -> None:
+    config = SimulationConfig(workload=WORKLOAD, num_replicas=2, seed=7)
+    assert simulate(config) == simulate(config)
+    assert simulate(config) != simulate(SimulationConfig(workload=WORKLOAD, num_replicas=2, seed=8))
+
+
+def test_a_report_adds_up() -> None:
+    report = simulate(SimulationConfig(workload=WORKLOAD, num_replicas=2))
+    assert report.num_requests == sum(report.finished.values()) + sum(report.rejected.values()) == 200
+    assert report.latency.ttft_s.count == report.latency.e2e_s.count == 200
+    assert report.latency.itl_s.count == report.output_tokens - 200
+    assert set(report.latency_by_tier) == {"default", "batch"}
+    assert sum(latency.e2e_s.count for latency in report.latency_by_tier.values()) == 200
+    assert sum(replica.num_requests for replica in report.replicas) == 200
+    assert all(0.0 < replica.busy_share <= 1.0 for replica in report.replicas)
+    computed = sum(replica.num_tokens_computed for replica in report.replicas)
+    assert computed >= report.prompt_tokens - report.cached_tokens + report.output_tokens - 200
+    assert 0 < report.cached_tokens < report.prompt_tokens
+    assert report.output_tokens_per_s == pytest.approx(report.output_tokens / report.duration_s)
+
+
+def test_a_report_reads_well() -> None:
+    text = str(simulate(SimulationConfig(workload=WORKLOAD)))
+    assert text.startswith("200 requests in ")
+    assert "time to first token" in text
+
+
+def test_nothing_to_do_is_a_report_too() -> None:
+    workload = Workload(num_requests=0, requests_per_s=1.0, prompt_tokens=Fixed(1), output_tokens=Fixed(1))
+    report = simulate(SimulationConfig(workload=workload, replica=ReplicaConfig(num_blocks=4)))
+    assert (report.num_requests, report.output_tokens_per_s) == (0, 0.0)
+    assert str(report)
+
+
+def test_percentiles_are_observed_values() -> None:
+    ordered = [float(value) for value in range(1, 101)]
+    assert [percentile(ordered, p) for p in (0, 1, 50, 99, 100)] == [1.0, 1.0, 50.0, 99.0, 100.0]
+    assert percentile([3.0], 99) == 3.0
+    assert Summary.of([]) == Summary()
+    assert Summary.of([2.0, 1.0, 4.0]) == Summary(3, pytest.approx(7 / 3), 2.0, 4.0, 4.0, 4.0)
+
+
+def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(compile(block, str(PAGE), "exec"), {})
+    assert "output tokens/s" in capsys.readouterr().out
