@@ -63,7 +63,9 @@ def bench_matrices(ops: Ops, rows_list: list[int], bits: int) -> None:
     for name, (inputs, outputs) in MATRICES.items():
         # Several copies in turn, so that no call finds its weights where the last one left them.
         copies = 1 if name == "head" else LAYERS
-        packed = [ops.pack_linear([random_weight(out, inputs, bits) for out in outputs]) for _ in range(copies)]
+        packed = [
+            ops.pack_linear([random_weight(out, inputs, bits) for out in outputs]) for _ in range(copies)
+        ]
         dense = torch.randn(sum(outputs), inputs).to(ops.dtype)
         for rows in rows_list:
             x = torch.randn(rows, inputs).to(ops.dtype)
@@ -100,7 +102,9 @@ class Model:
             }
             for _ in range(LAYERS)
         ]
-        self.num_bytes = self.head.num_bytes + sum(w.num_bytes for layer in self.layers for w in layer.values())
+        self.num_bytes = self.head.num_bytes + sum(
+            w.num_bytes for layer in self.layers for w in layer.values()
+        )
 
     def forward(self, ids: Tensor, batch: AttentionBatch, caches: list, sampling: SamplingBatch) -> Tensor:
         ops, norm = self.ops, self.norm
@@ -150,7 +154,9 @@ def bench_steps(ops: Ops, bits: int) -> None:
     model = Model(ops, bits)
     print(f"\nwhole steps, {model.num_bytes / 1e6:.0f} MB of weights")
     print(f"{'step':24} {'ms':>8} {'tokens/s':>9} {'GFLOP/s':>8}")
-    weights = HIDDEN * sum(sum(outputs) for name, (_, outputs) in MATRICES.items() if name in ("qkv", "gate_up"))
+    weights = HIDDEN * sum(
+        sum(outputs) for name, (_, outputs) in MATRICES.items() if name in ("qkv", "gate_up")
+    )
     weights = LAYERS * (weights + HEADS * HEAD_DIM * HIDDEN + INTERMEDIATE * HIDDEN)
     for requests, context_len in ((1, 128), (1, 1024), (8, 256), (32, 256), (128, 256)):
         elapsed = best_time_s(make_step(model, requests, 1, context_len), 1.0)
@@ -160,7 +166,9 @@ def bench_steps(ops: Ops, bits: int) -> None:
     for prompt in (128, 512, 1024):
         elapsed = best_time_s(make_step(model, 1, prompt, prompt), 1.0)
         name = f"prefill {prompt}"
-        print(f"{name:24} {elapsed * 1e3:8.2f} {prompt / elapsed:9.0f} {2 * prompt * weights / elapsed / 1e9:8.0f}")
+        print(
+            f"{name:24} {elapsed * 1e3:8.2f} {prompt / elapsed:9.0f} {2 * prompt * weights / elapsed / 1e9:8.0f}"
+        )
 
 
 def main() -> None:

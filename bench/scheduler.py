@@ -26,7 +26,7 @@ def build(num_running: int, num_waiting: int, num_steps: int) -> Scheduler:
     blocks_per_request = -(-(PROMPT_TOKENS + num_steps + 8) // BLOCK_SIZE)
     config = SchedulerConfig(
         max_num_seqs=num_running,
-        max_num_batched_tokens=max(8192, num_running),
+        max_num_batched_tokens=num_running * PROMPT_TOKENS,  # the first step computes every prompt
         max_queue_requests=1_000_000,
         max_queue_tokens=1_000_000_000,
         queue_timeout_s=None,

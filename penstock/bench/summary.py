@@ -59,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     model: str
     workload: str
+    seed: int
     num_completed: int
     num_errors: int
     errors: dict[str, int]  # by message
@@ -83,6 +84,7 @@ def summarize(target: Target, workload: Workload, result: LoadResult) -> Summary
         server=target.name,
         model=target.model,
         workload=str(workload),
+        seed=workload.seed,
         num_completed=len(good),
         num_errors=errors.total(),
         errors=dict(errors.most_common(5)),

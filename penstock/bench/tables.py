@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
 from penstock.bench.offline import OfflineSummary
@@ -11,11 +12,11 @@ from penstock.bench.summary import NO_RATIOS, Distribution, Summary, compare, me
 
 
 def serve_table(summary: Summary) -> Table:
-    table = Table(title=f"{summary.server}: {summary.workload}", title_justify="left", min_width=60)
+    table = Table(title=f"{summary.server}: {summary.workload}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     for heading in ("mean", "p50", "p90", "p95", "p99", "max"):
         table.add_column(heading, justify="right")
-    _add_distribution(table, "Time to first token, ms", summary.ttft_ms)
+    _add_distribution(table, "First token, ms", summary.ttft_ms)
     _add_distribution(table, "Between tokens, ms", summary.itl_ms)
     _add_distribution(table, "End to end, ms", summary.e2e_ms)
     return table
@@ -31,10 +32,14 @@ def totals_line(summary: Summary) -> str:
 
 def comparison_table(runs: Sequence[Sequence[Summary]]) -> Table:
     """One group of rows per workload; the first server of each group is the one the others are held against."""
-    table = Table(caption="(n ×): how many times better the first server is", caption_justify="left")
+    table = Table(
+        caption="Latencies in ms. (n ×): how many times better the first server is.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     for heading in ("workload", "server"):
         table.add_column(heading)
-    for heading in ("output tok/s", "TTFT p50 ms", "ITL p50 ms", "e2e p50 ms", "errors"):
+    for heading in ("output tok/s", "TTFT p50", "ITL p50", "e2e p50", "errors"):
         table.add_column(heading, justify="right")
     for servers in runs:
         ours = servers[0]
@@ -54,7 +59,11 @@ def comparison_table(runs: Sequence[Sequence[Summary]]) -> Table:
 
 
 def offline_table(summary: OfflineSummary) -> Table:
-    table = Table(title=f"{summary.model}, {summary.num_prompts} prompts at once", title_justify="left")
+    table = Table(
+        title=f"{summary.model}, {summary.num_prompts} prompts at once",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     for heading in ("input tokens", "output tokens", "seconds", "output tok/s", "all tok/s"):
         table.add_column(heading, justify="right")
     table.add_row(
@@ -78,4 +87,4 @@ def _add_distribution(table: Table, name: str, values: Distribution | None) -> N
 def _figure(value: float | None, ratio: float | None) -> str:
     if value is None:
         return "–"
-    return f"{value:,.1f}" + ("" if ratio is None else f"  ({ratio:.2f} ×)")
+    return f"{value:,.1f}" + ("" if ratio is None else f" ({ratio:.2f} ×)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,9 @@ _server_options = _options(
 _measurement_options = _options(
     click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
                  help="Requests to send, and not count, before each measurement."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts and arrivals."),
+    click.option("--seed", type=int, default=lambda: random.randrange(1 << 31),
+                 help="Seed of prompts and arrivals. Default: a new one each time, because prompts that a "
+                 "server has seen before would come from its cache."),
     click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0,
                  show_default=True, help="Seconds after which an unfinished answer is an error."),
 )  # fmt: skip

@@ -98,13 +98,20 @@ def count_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr_console(), transient=True, refresh_per_second=2) as bar:
+    console = stderr_console()
+    with Progress(
+        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(title, total=total)
         yield lambda more: bar.advance(task, more)
 
 
 @contextmanager
-def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """Something that moves while we wait; call what it yields to change the text."""
-    with stderr_console().status(text) as status:
-        yield lambda changed: status.update(changed)
+def spinner(text: str) -> Iterator[None]:
+    """Something that moves while we wait, where there is a terminal to see it."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield

@@ -106,7 +106,8 @@ def _load_progress(model_name: str) -> Iterator[tuple[Callable[[LoadProgress], N
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr_console(), transient=True) as bar:
+    console = stderr_console()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"Loading {model_name}", total=1.0)
 
         def report(progress: LoadProgress) -> None:

@@ -17,28 +17,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.plan import Chunk
+from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch
 
-IntArray = NDArray[np.int32]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class StepInput:
-    """One step, ready for the model. `sampled_rows[i]` is the row whose token comes from `sample_indices[i]`."""
+class HostStep:
+    """One step as the host knows it: requests with a single token first, as the plan orders them."""
 
-    token_ids: Tensor  # int32 [T]
-    attention: AttentionBatch
-    sample_indices: Tensor  # int64 [S], positions in T
-    sampled_rows: NDArray[np.int64]
-    sampled_ids: list[str]
+    rows: Int64Array  # [R], the row of each request
+    token_ids: Int32Array  # [T]; where a token is in flight, anything
+    positions: Int32Array  # [T]
+    slots: Int32Array  # [T]
+    query_starts: Int32Array  # [R + 1]
+    context_lens: Int32Array  # [R]
+    in_flight_at: Int64Array  # positions in T whose token an earlier step is still sampling ...
+    in_flight_rows: Int64Array  # ... for these rows
+    sampled: list[int]  # indices in R of the requests that sample
+    max_query_len: int
+    max_context_len: int
+    num_decodes: int
 
 
 class BatchRows:
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        self._block_size = block_size
-        self._device = device
-        self._tokens: IntArray = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
-        self._blocks: IntArray = np.zeros((max_rows, -(-(max_model_len + 1) // block_size)), dtype=np.int32)
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, device: torch.device, staging: Staging
+    ) -> None:
+        self.max_rows = max_rows
+        self.block_size = block_size
+        self._staging = staging
+        self._tokens: Int32Array = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
+        self._blocks: Int32Array = np.zeros((max_rows, -(-(max_model_len + 1) // block_size)), dtype=np.int32)
         self._num_tokens = np.zeros(max_rows, dtype=np.int64)
         self._num_blocks = np.zeros(max_rows, dtype=np.int64)
         self._free = list(range(max_rows - 1, -1, -1))
@@ -65,7 +77,7 @@ class BatchRows:
         self._num_blocks[row] = 0
         return row
 
-    def append_token(self, request_id: str, token_ids: Sequence[int]) -> None:
+    def append_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
         row = self._row_of[request_id]
         have = int(self._num_tokens[row])
         self._tokens[row, have : have + len(token_ids)] = token_ids
@@ -76,50 +88,62 @@ class BatchRows:
         self._blocks[row, have : have + len(block_ids)] = block_ids
         self._num_blocks[row] = have + len(block_ids)
 
-    def build(self, chunks: Sequence[Chunk]) -> StepInput:
-        """Turn chunks (whose rows and blocks are up to date) into one flat step."""
+    def block_tables(self, rows: Int64Array, width: int) -> Int32Array:
+        return self._blocks[rows, :width]
+
+    def build(self, chunks: Sequence[Chunk]) -> HostStep:
+        """Lay chunks (whose rows and blocks are up to date) end to end."""
         count = len(chunks)
         rows = np.fromiter((self._row_of[c.request_id] for c in chunks), dtype=np.int64, count=count)
         starts = np.fromiter((c.start for c in chunks), dtype=np.int64, count=count)
         lengths = np.fromiter((c.num_tokens for c in chunks), dtype=np.int64, count=count)
-        query_starts = np.zeros(count + 1, dtype=np.int64)
+        query_starts = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         total = int(query_starts[-1])
-        if total == count:  # decode only: one token each
+        if total == count:  # one token each
             token_rows, positions = rows, starts
         else:
             token_rows = np.repeat(rows, lengths)
             positions = np.arange(total) + np.repeat(starts - query_starts[:-1], lengths)
-        block_ids = self._blocks[token_rows, positions // self._block_size]
-        slots = block_ids * self._block_size + positions % self._block_size
+        block_ids = self._blocks[token_rows, positions // self.block_size]
         context_lens = starts + lengths
-        max_context = int(context_lens.max())
-        table_width = -(-max_context // self._block_size)
-
-        token_ids = self._to_device(self._tokens[token_rows, positions])
-        in_flight = [(int(query_starts[i + 1]) - 1, rows[i]) for i, c in enumerate(chunks) if c.in_flight]
-        if in_flight:
-            where, from_rows = (self._to_device(np.array(column)) for column in zip(*in_flight, strict=True))
-            token_ids[where] = self.last_tokens[from_rows]
-
-        sampled = [i for i, c in enumerate(chunks) if c.samples]
-        return StepInput(
-            token_ids=token_ids,
-            attention=AttentionBatch(
-                positions=self._to_device(positions.astype(np.int32)),
-                slots=self._to_device(slots.astype(np.int32)),
-                query_starts=self._to_device(query_starts.astype(np.int32)),
-                context_lens=self._to_device(context_lens.astype(np.int32)),
-                block_tables=self._to_device(self._blocks[rows, :table_width]),
-                num_requests=count,
-                max_query_len=int(lengths.max()),
-                max_context_len=max_context,
-            ),
-            sample_indices=self._to_device(query_starts[1:][sampled] - 1),
-            sampled_rows=rows[sampled],
-            sampled_ids=[chunks[i].request_id for i in sampled],
+        in_flight = np.fromiter((c.in_flight for c in chunks), dtype=np.bool_, count=count)
+        return HostStep(
+            rows=rows,
+            token_ids=self._tokens[token_rows, positions],
+            positions=positions.astype(np.int32),
+            slots=(block_ids * self.block_size + positions % self.block_size).astype(np.int32),
+            query_starts=query_starts,
+            context_lens=context_lens.astype(np.int32),
+            in_flight_at=query_starts[1:][in_flight].astype(np.int64) - 1,
+            in_flight_rows=rows[in_flight],
+            sampled=[index for index, chunk in enumerate(chunks) if chunk.samples],
+            max_query_len=int(lengths.max()),
+            max_context_len=int(context_lens.max()),
+            num_decodes=count if total == count else int(np.argmax(lengths > 1)),
         )
 
-    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+    def token_ids(self, step: HostStep) -> Tensor:
+        """int32 [T] on the device, those in flight filled in."""
+        token_ids = self._staging.to_device(step.token_ids)
+        if step.in_flight_at.size:
+            at, rows = (
+                self._staging.to_device(step.in_flight_at),
+                self._staging.to_device(step.in_flight_rows),
+            )
+            token_ids[at] = self.last_tokens[rows]
+        return token_ids
+
+    def attention_batch(self, step: HostStep) -> AttentionBatch:
+        width = -(-step.max_context_len // self.block_size)
+        return AttentionBatch(
+            positions=self._staging.to_device(step.positions),
+            slots=self._staging.to_device(step.slots),
+            query_starts=self._staging.to_device(step.query_starts),
+            context_lens=self._staging.to_device(step.context_lens),
+            block_tables=self._staging.to_device(self.block_tables(step.rows, width)),
+            num_requests=len(step.rows),
+            max_query_len=step.max_query_len,
+            max_context_len=step.max_context_len,
+            num_decodes=step.num_decodes,
+        )

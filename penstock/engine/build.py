@@ -16,7 +16,6 @@ from penstock.core.config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
-from penstock.core.sizes import format_bytes, parse_bytes
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.loop import EngineLoop, Executor
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CPU_KV_MEMORY = "512MiB"
 ECHO_KV_BLOCKS = 1 << 16
+STAGING_BYTES = 8 << 20
 ECHO_MAX_MODEL_LEN = 1 << 16
 
 Progress = Callable[[str, float], None]
@@ -113,7 +112,10 @@ def _load_model(
     from penstock.engine.batch import BatchRows
     from penstock.engine.device import choose_ops
     from penstock.engine.executor import ModelExecutor
+    from penstock.engine.graphs import DecodeGraphs
+    from penstock.engine.memory import num_kv_blocks
     from penstock.engine.sampler import Sampler
+    from penstock.engine.staging import Staging
     from penstock.models.load import load_model
 
     ops = choose_ops(config)
@@ -127,22 +129,25 @@ def _load_model(
         on_progress=on_progress,
     )
     block_size = config.cache.block_size
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ops.dtype.itemsize
-    num_kv_blocks = _num_kv_blocks(config, bytes_per_token * block_size)
-    max_model_len = _fit_context(config, model.max_model_len, num_kv_blocks)
+    num_blocks = num_kv_blocks(config, model, ops)
+    max_model_len = _fit_context(config, model.max_model_len, num_blocks)
     card = _card(config, model_path, model, max_model_len, str(ops.dtype).removeprefix("torch."))
+    kv = ops.allocate_kv(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
     max_rows = config.scheduler.max_num_seqs
+    staging = Staging(ops.device, STAGING_BYTES)
+    rows = BatchRows(max_rows, max_model_len, block_size, ops.device, staging)
+    is_cuda = ops.device.type == "cuda"
     executor = ModelExecutor(
         model,
         ops,
-        ops.allocate_kv(model.num_layers, num_kv_blocks, block_size, model.num_kv_heads, model.head_dim),
-        rows=BatchRows(max_rows, max_model_len, block_size, ops.device),
-        sampler=Sampler(ops, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed),
+        kv,
+        rows=rows,
+        staging=staging,
+        sampler=Sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed),
         clock=clock,
+        graphs=DecodeGraphs(model, kv, rows, staging, max_model_len) if is_cuda else None,
     )
-    return _Loaded(
-        executor, card, num_kv_blocks, default_steps_in_flight=2 if ops.device.type == "cuda" else 1
-    )
+    return _Loaded(executor, card, num_blocks, default_steps_in_flight=2 if is_cuda else 1)
 
 
 def _card(config: EngineConfig, model_path: Path, model: Model, max_model_len: int, dtype: str) -> ModelCard:
@@ -168,19 +173,6 @@ def _card(config: EngineConfig, model_path: Path, model: Model, max_model_len: i
         dtype=dtype,
         quantization=config.model.quantization,
     )
-
-
-def _num_kv_blocks(config: EngineConfig, bytes_per_block: int) -> int:
-    if config.cache.num_kv_blocks is not None:
-        return config.cache.num_kv_blocks
-    memory = parse_bytes(config.cache.kv_cache_memory or DEFAULT_CPU_KV_MEMORY)
-    blocks = memory // bytes_per_block
-    if blocks < 2:
-        raise ConfigError(
-            f"A KV cache of {format_bytes(memory)} holds no two blocks of {format_bytes(bytes_per_block)}.",
-            hint="Raise --kv-cache-memory.",
-        )
-    return blocks
 
 
 def _fit_context(config: EngineConfig, model_max_len: int, num_kv_blocks: int) -> int:

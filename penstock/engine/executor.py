@@ -17,8 +17,11 @@ from torch import Tensor
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request
-from penstock.engine.batch import BatchRows
+from penstock.engine.batch import BatchRows, HostStep
+from penstock.engine.graphs import DecodeGraphs
 from penstock.engine.sampler import Sampler
+from penstock.engine.staging import Staging
+from penstock.engine.timing import CudaTimer, HostTimer, StepTimer
 from penstock.kernels.interface import KVStore, Ops
 from penstock.models.model import Model
 
@@ -34,21 +37,32 @@ class _Submitted:
     plan: StepPlan
     request_ids: list[str]
     rows: NDArray[np.int64]
-    token_ids: Tensor | None  # int64 [S] on the host once the copy is done; None when nothing was sampled
+    token_ids: Tensor | None  # int64 [S] on the host once the step is done; None when nothing was sampled
     logprobs: dict[int, Tensor]
-    started_s: float
+    timer: StepTimer
 
 
 class ModelExecutor:
     def __init__(
-        self, model: Model, ops: Ops, kv: KVStore, *, rows: BatchRows, sampler: Sampler, clock: Clock
+        self,
+        model: Model,
+        ops: Ops,
+        kv: KVStore,
+        *,
+        rows: BatchRows,
+        staging: Staging,
+        sampler: Sampler,
+        clock: Clock,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._ops = ops
         self._kv = kv
         self._rows = rows
+        self._staging = staging
         self._sampler = sampler
         self._clock = clock
+        self._graphs = graphs
         self._live: dict[str, _Live] = {}
         self._submitted: deque[_Submitted] = deque()
 
@@ -58,39 +72,58 @@ class ModelExecutor:
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
         self._live[request_id].output_token_ids.extend(token_ids)
         if request_id in self._rows:
-            self._rows.append_token(request_id, token_ids)
+            self._rows.append_tokens(request_id, token_ids)
 
     def remove(self, request_id: str) -> None:
         self._live.pop(request_id, None)
 
     def submit(self, plan: StepPlan) -> None:
-        started_s = self._clock.now()
+        timer = self._start_timer()
+        self._staging.next_step()
         self._update_rows(plan)
+        step = self._rows.build(plan.chunks)
+        sampled_rows = step.rows[step.sampled]
+        token_ids, logprobs = None, {}
         with torch.inference_mode():
-            step = self._rows.build(plan.chunks)
-            hidden = self._model.forward(step.token_ids, step.attention, self._kv)
-            token_ids, logprobs = None, {}
-            if step.sampled_ids:
-                logits = self._model.logits(hidden[step.sample_indices])
-                token_ids, logprobs = self._sampler.sample(logits, step.sampled_rows)
-                self._rows.last_tokens[torch.from_numpy(step.sampled_rows).to(self._ops.device)] = (
-                    token_ids.to(torch.int32)
-                )
-                token_ids = token_ids.to("cpu", non_blocking=True)
-        self._submitted.append(
-            _Submitted(plan, step.sampled_ids, step.sampled_rows, token_ids, logprobs, started_s)
-        )
+            logits = self._logits(step)
+            if logits is not None:
+                sampled, logprobs = self._sampler.sample(logits, sampled_rows)
+                self._rows.last_tokens[self._staging.to_device(sampled_rows)] = sampled.to(torch.int32)
+                token_ids = self._to_host(sampled)
+        timer.stop()
+        request_ids = [plan.chunks[index].request_id for index in step.sampled]
+        self._submitted.append(_Submitted(plan, request_ids, sampled_rows, token_ids, logprobs, timer))
+
+    def _logits(self, step: HostStep) -> Tensor | None:
+        """Run the model; float32 [S, V] of the requests that sample, if any does."""
+        if self._graphs is not None and self._graphs.fits(step):
+            return self._graphs.logits(step)
+        rows = self._rows
+        hidden = self._model.forward(rows.token_ids(step), rows.attention_batch(step), self._kv)
+        if not step.sampled:
+            return None
+        last_rows = self._staging.to_device(step.query_starts[1:][step.sampled].astype(np.int64) - 1)
+        return self._model.logits(hidden[last_rows])
 
     def collect(self) -> StepResult:
         step = self._submitted.popleft()
+        elapsed_s = step.timer.wait()
         sampled = ()
         if step.token_ids is not None:
-            if self._ops.device.type == "cuda":
-                torch.cuda.synchronize(self._ops.device)
             sampled = self._sampler.report(
                 step.request_ids, step.rows, step.token_ids.tolist(), step.logprobs
             )
-        return StepResult(step.plan.step_id, sampled, self._clock.now() - step.started_s)
+        return StepResult(step.plan.step_id, sampled, elapsed_s)
+
+    def _start_timer(self) -> StepTimer:
+        return CudaTimer() if self._ops.device.type == "cuda" else HostTimer(self._clock)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """Starts the copy; the step's timer tells when it is done."""
+        if tensor.device.type == "cpu":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def _update_rows(self, plan: StepPlan) -> None:
         rows = self._rows

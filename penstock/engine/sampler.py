@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.core.plan import SampledToken, TokenLogprobs
 from penstock.core.request import Request, SamplingParams
+from penstock.engine.staging import Staging
 from penstock.kernels.interface import Ops, SamplingBatch
 
 NOT_A_NUMBER = "The model produced values that are not numbers for this request."
@@ -52,9 +53,16 @@ class LogitEdits:
 
 class Sampler:
     def __init__(
-        self, ops: Ops, max_rows: int, vocab_size: int, eos_token_ids: Sequence[int], seed: int
+        self,
+        ops: Ops,
+        staging: Staging,
+        max_rows: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
     ) -> None:
         self._ops = ops
+        self._staging = staging
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._seed = seed
@@ -133,20 +141,18 @@ class Sampler:
         return tuple(sampled)
 
     def _batch(self, rows: NDArray[np.int64]) -> SamplingBatch:
-        temperature = self._temperature[rows]
-        device = self._ops.device
-
-        def tensor(array: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
+        temperature, top_k = self._temperature[rows], self._top_k[rows]
+        top_p, min_p = self._top_p[rows], self._min_p[rows]
+        tensor = self._staging.to_device
         return SamplingBatch(
             temperature=tensor(temperature),
-            top_k=tensor(self._top_k[rows]),
-            top_p=tensor(self._top_p[rows]),
-            min_p=tensor(self._min_p[rows]),
+            top_k=tensor(top_k),
+            top_p=tensor(top_p),
+            min_p=tensor(min_p),
             seed=tensor(self._seeds[rows]),
             position=tensor(self._positions[rows]),
             all_greedy=not temperature.any(),
+            whole_vocabulary=not top_k.any() and not min_p.any() and bool((top_p >= 1).all()),
         )
 
     def _drawn_seed(self, request_id: str) -> int:

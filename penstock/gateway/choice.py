@@ -106,7 +106,7 @@ class Choice:
         ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_ids
         shown_ids = token_ids[:-1] if ends_by_token else token_ids
         for position, token_id in enumerate(shown_ids):
-            self._push_token(token_id, event.logprobs[position] if self._wants_details else None)
+            self._push_token(token_id, event.logprobs[position] if event.logprobs else None)
             if self._is_stopped:
                 return
         self.num_tokens += len(token_ids) - len(shown_ids)

@@ -63,6 +63,8 @@ class Gateway:
         self._is_draining = False
         self._nothing_live = asyncio.Event()
         self._nothing_live.set()
+        if engine.ready is not None:
+            self.model()  # now, and not at the expense of the first request
 
     @property
     def num_live(self) -> int:
@@ -120,16 +122,18 @@ class Gateway:
         return generation
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, and let live ones finish. After `timeout_s` those left end with an error.
+        """Refuse new requests, and let live ones finish. After `timeout_s`, or when this is cancelled, those left
+        end with an error.
 
         True when every answer came to its own end. Bytes may still be on their way to readers."""
         self._is_draining = True
         try:
             await asyncio.wait_for(self._nothing_live.wait(), timeout_s)
         except TimeoutError:
+            return False
+        finally:
             for generation in tuple(self._live):
                 generation.fail(ShuttingDown("The server stopped before this answer was finished."))
-            return False
         return True
 
     def render_metrics(self) -> bytes:

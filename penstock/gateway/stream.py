@@ -20,6 +20,8 @@ from penstock.gateway.choice import Choice, Delta
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.prompts import Usage
 
+QUEUE_RETRY_AFTER_S = 5.0
+
 
 class ReaderGone(Exception):
     """The request was cancelled by its own reader; nobody is left to answer."""
@@ -205,6 +207,10 @@ def _early_end(event: TokenEvent, choice: Choice) -> PenstockError | None:
     """The error that a last event stands for; None when it is an ordinary end, such as a deadline with an answer
     to show for it."""
     match event.finish_reason:
+        case FinishReason.ERROR if not choice.num_tokens and event.queue_s is None:  # it never left the queue
+            return Overloaded(
+                event.error or "The request was never started.", retry_after_s=QUEUE_RETRY_AFTER_S
+            )
         case FinishReason.ERROR:
             return PenstockError(event.error or "The engine could not go on with this request.")
         case FinishReason.ABORT:

@@ -107,6 +107,7 @@ class AttentionBatch:
     num_requests: int
     max_query_len: int
     max_context_len: int
+    num_decodes: int = 0  # so many of the first requests have exactly one token in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class SamplingBatch:
     seed: Tensor  # int64 [S]
     position: Tensor  # int64 [S]: index of the token in the answer; the random draw is a function of (seed, position)
     all_greedy: bool
+    whole_vocabulary: bool = False  # no row uses top-k, top-p or min-p
 
 
 class KVStore(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,10 @@ def select_ops(device: torch.device | str, dtype: torch.dtype) -> Ops:
     native = library.load()
     if device.type == "cpu" and dtype in DTYPE_CODES and native is not None:
         return NativeOps(native, dtype)
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from penstock.kernels.triton.ops import TritonOps  # imports triton, which only CUDA machines have
+
+        return TritonOps(device, dtype)
     return TorchOps(device, dtype)
 
 

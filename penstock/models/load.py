@@ -74,7 +74,7 @@ def load_model(
     num_positions = _num_positions(config, max_model_len)
     source: WeightSource
     if load_format == "random":
-        source = RandomSource(seed, norm_offset=config.norm_offset)
+        source = RandomSource(seed, norm_offset=config.norm_offset, device=ops.device)
     else:
         source = checkpoint.source()
     loader = WeightLoader(source, ops, quantization=quantization, on_progress=on_progress)

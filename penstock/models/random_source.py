@@ -16,8 +16,9 @@ class RandomSource:
     """Matrices and biases from N(0, 0.02), norms as if they were 1. A tensor depends on the seed and its name
     alone, not on what was asked for before."""
 
-    def __init__(self, seed: int, *, norm_offset: float) -> None:
+    def __init__(self, seed: int, *, norm_offset: float, device: torch.device) -> None:
         self._seed = seed
+        self._device = device  # drawn where they are used: a GPU fills itself in seconds
         self._norm_weight = 1.0 - norm_offset
 
     def names(self) -> frozenset[str]:
@@ -28,10 +29,10 @@ class RandomSource:
 
     def vector(self, name: str, size: int) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.full((size,), self._norm_weight)
+            return torch.full((size,), self._norm_weight, device=self._device)
         return self._normal(name, size)
 
     def _normal(self, name: str, *shape: int) -> Tensor:
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-        return torch.empty(*shape).normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little", signed=True))
+        return torch.empty(*shape, device=self._device).normal_(0.0, _STANDARD_DEVIATION, generator=generator)

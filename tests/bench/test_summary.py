@@ -100,8 +100,8 @@ def test_tables_hold_the_figures() -> None:
     console.print(comparison_table([[summary(300, 10), summary(100, 40)]]))
     text = console.export_text()
     assert "300.0 output tokens/s" in text
-    assert "100.0  (3.00 ×)" in text
-    assert "40.0  (4.00 ×)" in text
+    assert "100.0 (3.00 ×)" in text
+    assert "40.0 (4.00 ×)" in text
 
 
 def test_reports_and_plots_are_written(tmp_path: Path) -> None:

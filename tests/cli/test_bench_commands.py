@@ -47,11 +47,20 @@ def test_serve_reports_figures_in_a_table_a_file_and_a_picture(tmp_path: Path) -
             *("--json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "plot.png")),
         )
     assert result.exit_code == 0, result.output
-    assert "Time to first token" in result.stdout
+    assert "First token, ms" in result.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["num_completed"], report["num_errors"], report["num_output_tokens"]) == (6, 0, 30)
     assert len(server.bodies) == 6 + 2  # the warm-up is sent and not counted
     assert (tmp_path / "plot.png").exists()
+
+
+def test_a_seed_repeats_the_prompts_and_its_absence_does_not(tmp_path: Path) -> None:
+    with serving(FakeServer()) as server:
+        for seed in (["--seed", "1"], ["--seed", "1"], [], []):
+            assert run("serve", "--url", server.url, "--requests", "1", "--warmup", "0", *seed).exit_code == 0
+    first, repeated, fresh, fresher = (body["prompt"] for body in server.bodies)
+    assert first == repeated
+    assert len({tuple(first), tuple(fresh), tuple(fresher)}) == 3
 
 
 def test_compare_sends_the_same_prompts_to_every_server_in_turn(tmp_path: Path) -> None:

@@ -154,6 +154,12 @@ class TestSubmit:
         engine.ready = None  # type: ignore[assignment]
         assert not gateway.is_healthy
 
+    async def test_an_engine_lost_before_the_first_request_is_an_illness(self) -> None:
+        engine = FakeEngine()
+        gateway = gateway_for(engine)
+        engine.ready = None  # type: ignore[assignment]
+        assert not gateway.is_healthy
+
     async def test_a_new_engine_brings_a_new_model(self) -> None:
         engine = FakeEngine()
         gateway = gateway_for(engine)
@@ -324,13 +330,21 @@ class TestEarlyEnds:
         [
             (FinishReason.DEADLINE, DeadlineExceeded),
             (FinishReason.ABORT, EngineUnavailable),
-            (FinishReason.ERROR, PenstockError),
+            (FinishReason.ERROR, Overloaded),
         ],
     )
     async def test_ends_without_a_token(self, reason: FinishReason, error: type[PenstockError]) -> None:
         engine = FakeEngine(lambda request: [TokenEvent(request.id, finish_reason=reason)])
         with pytest.raises(error):
             await (await gateway_for(engine).submit(wish())).collect()
+
+    async def test_an_error_of_a_computation_is_the_servers_fault(self) -> None:
+        def script(request: Request) -> list[TokenEvent]:
+            return [TokenEvent(request.id, finish_reason=FinishReason.ERROR, queue_s=0.5, error="NaN logits")]
+
+        with pytest.raises(PenstockError, match="NaN logits") as error:
+            await (await gateway_for(FakeEngine(script)).submit(wish())).collect()
+        assert error.value.status == 500
 
     async def test_a_deadline_leaves_what_there_is(self) -> None:
         def script(request: Request) -> list[TokenEvent]:
@@ -378,5 +392,15 @@ class TestDrain:
         generation = await gateway.submit(wish())
         assert not await gateway.drain(0.0)
         assert engine.aborted == [engine.added[0].id]
+        with pytest.raises(ShuttingDown):
+            await anext(generation)
+
+    async def test_a_drain_cut_short_ends_live_requests_too(self) -> None:
+        engine = FakeEngine()
+        gateway = gateway_for(engine)
+        generation = await gateway.submit(wish())
+        draining = asyncio.ensure_future(gateway.drain(60.0))
+        await asyncio.sleep(0)
+        draining.cancel()
         with pytest.raises(ShuttingDown):
             await anext(generation)

@@ -45,9 +45,10 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# With so small a theta the band that yarn blends runs past the last frequency, and has to be cut off.
 YARN_ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 1000.0,
+    "rope_theta": 10.0,
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
@@ -57,12 +58,12 @@ def _llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**SMALL, **changes}))
 
 
-def _gemma3() -> Any:
-    # Scaled by something other than the head size, both kinds of layers, a window shorter than the prompts.
+def _gemma3(query_pre_attn_scalar: int) -> Any:
+    # Both kinds of layers, and a window shorter than the prompts.
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
             **{**SMALL, "num_hidden_layers": 4},
-            query_pre_attn_scalar=24,
+            query_pre_attn_scalar=query_pre_attn_scalar,
             sliding_window=8,
             layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
             rope_parameters={
@@ -89,7 +90,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "qwen2-windowed": _qwen2_windowed,
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "head_dim": 32})),
-    "gemma3": _gemma3,
+    "gemma3": lambda: _gemma3(query_pre_attn_scalar=24),
+    # GGUF has no place for another scale than that of the head size.
+    "gemma3-usual-scale": lambda: _gemma3(query_pre_attn_scalar=16),
 }
 
 

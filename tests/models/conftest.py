@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,15 @@ from penstock.kernels.interface import Ops
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import select_ops
 from tests.models.checkpoints import MODELS, VOCAB_SIZE, Reference, make_reference
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Models of this size spend more time handing work to threads than doing it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def available_ops(dtype: torch.dtype) -> list[Ops]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class PagedRunner:
         with torch.inference_mode():
             hidden = self.model.forward(torch.tensor(token_ids, dtype=torch.int32), batch, self._kv)
             logits = self.model.logits(hidden)
-        return [logits[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+        return [logits[start:end] for start, end in pairwise(starts)]
 
     def prompt_logits(self, token_ids: list[int], chunk_size: int | None = None) -> Tensor:
         sequence = Sequence()

@@ -152,7 +152,9 @@ class StrictExecutor:
 
     def _check_slot(self, request_id: str, row: Row, position: int) -> None:
         block, offset = row.table[position // self._block_size], position % self._block_size
-        assert self._kv[block][offset] == row.digests[position], f"{request_id} reads foreign KV at {position}"
+        assert self._kv[block][offset] == row.digests[position], (
+            f"{request_id} reads foreign KV at {position}"
+        )
 
 
 class Driver:

@@ -134,7 +134,9 @@ def test_a_load_far_beyond_the_cache_ends_with_every_answer_complete(depth: int)
     driver = Driver(num_blocks=10, depth=depth, max_num_seqs=6, max_num_batched_tokens=16, aging_s=0.5)
     for index in range(30):
         tier = list(Tier)[index % 3]
-        driver.add(make_request(f"r{index}", 3 + index % 9, 8 + index % 17, tier=tier, tenant=f"t{index % 2}"))
+        driver.add(
+            make_request(f"r{index}", 3 + index % 9, 8 + index % 17, tier=tier, tenant=f"t{index % 2}")
+        )
         driver.step()
     driver.run()
     assert driver.scheduler.stats().num_preemptions > 0

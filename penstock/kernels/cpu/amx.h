@@ -1,4 +1,5 @@
-// Tile shapes, kept per thread so that a shape already in force is not loaded again.
+// Tile shapes, remembered per thread so that those already in force are not loaded again. Other code on the calling
+// thread (torch's own matrix products, say) also changes them: every entry from Python forgets what it remembers.
 #pragma once
 
 #include <immintrin.h>

@@ -111,6 +111,7 @@ PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBa
                                   int64_t block_size, void* cache, const void* qkv, void* out) {
   static thread_local Scratch queries;
   static thread_local std::vector<QueryTile> tiles;
+  kernels().enter();
   AttendCall call = {};
   call.layer = layer;
   call.batch = batch;

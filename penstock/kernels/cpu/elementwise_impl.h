@@ -67,12 +67,13 @@ static void add_rms_norm_as(const ElementwiseArgs& args, const void* x, void* re
   return add_rms_norm_as<bf16>(args, x, residual, y);
 }
 
+// Both are x times a logistic function: (1 + tanh(z)) / 2 is that of 2z.
 PENSTOCK_INLINE Floats activate(Activation activation, Floats x) {
-  const Floats one = broadcast(1.0f);
-  if (activation == Activation::silu) return x / (one + exponential(zeros() - x));
-  const Floats cube = x * x * x;
-  const Floats inner = broadcast(0.7978845608f) * multiply_add(broadcast(0.044715f), cube, x);
-  return broadcast(0.5f) * x * (one + hyperbolic_tangent(inner));
+  Floats inner = x;
+  if (activation == Activation::gelu_tanh) {
+    inner = broadcast(2 * 0.7978845608f) * multiply_add(broadcast(0.044715f), x * x * x, x);
+  }
+  return x / (broadcast(1.0f) + exponential(zeros() - inner));
 }
 
 template <typename T>

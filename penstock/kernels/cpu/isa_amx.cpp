@@ -6,6 +6,8 @@
 namespace penstock {
 
 namespace amx {
+void forget_tiles();
+void pack_activations(const LinearCall& call, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
 void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row);
 void attend_tile_bf16(const AttendCall& call, const QueryTile& tile);
 void store_token_bf16(const AttendCall& call, int64_t token);
@@ -24,6 +26,9 @@ static void store_token(const AttendCall& call, int64_t token) {
 const Kernels* amx_kernels() {
   static const Kernels table = [] {
     Kernels made = *avx512_bf16_kernels();
+    made.enter = amx::forget_tiles;
+    made.activations = Activations::tiles;
+    made.pack_activations = amx::pack_activations;
     made.multiply_strip_bf16 = amx::multiply_strip;
     made.attend_tile = amx::attend_tile;
     made.store_token = amx::store_token;

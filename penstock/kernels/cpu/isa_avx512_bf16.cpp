@@ -17,43 +17,62 @@ PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")
 namespace penstock {
 namespace avx512_bf16 {
 
-template <int kRows>
-static void dot_rows(const LinearCall& call, const uint8_t* const* panels, const bf16* x, float* out) {
-  __m512 sum[kRows][2];
-  for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-  for (int64_t pair = 0; pair < call.num_tiles * kTileInputs / 2; ++pair) {
-    const __m512bh left = (__m512bh)_mm512_loadu_si512(panels[0] + pair * 64);
-    const __m512bh right = (__m512bh)_mm512_loadu_si512(panels[1] + pair * 64);
+// As multiply_block of linear_impl.h, two inputs a lane.
+template <int kOutputs, int kRows>
+static void dot_block(const uint8_t* panel, int64_t num_tiles, const bf16* x, int64_t x_stride, float* sums) {
+  __m512 sum[kOutputs * kRows];
+  for (int i = 0; i < kOutputs * kRows; ++i) sum[i] = _mm512_setzero_ps();
+  for (int64_t t = 0; t < num_tiles; ++t) {
+    __m512bh activation[kRows];
     for (int r = 0; r < kRows; ++r) {
-      int32_t both;
-      memcpy(&both, x + r * call.x_stride + 2 * pair, sizeof both);
-      const __m512bh activation = (__m512bh)_mm512_set1_epi32(both);
-      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], activation, left);
-      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], activation, right);
+      activation[r] = (__m512bh)_mm512_loadu_si512(x + r * x_stride + t * kTileInputs);
+    }
+    for (int o = 0; o < kOutputs; ++o) {
+      const __m512bh weight = (__m512bh)_mm512_loadu_si512(panel + t * kBf16TileBytes + o * 64);
+      for (int r = 0; r < kRows; ++r) {
+        sum[o * kRows + r] = _mm512_dpbf16_ps(sum[o * kRows + r], weight, activation[r]);
+      }
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    _mm512_store_ps(out + r * 32, sum[r][0]);
-    _mm512_store_ps(out + r * 32 + 16, sum[r][1]);
+  float flat[kOutputs * kRows];
+  for (int i = 0; i < kOutputs * kRows; i += 4) {
+    Floats four[4];
+    for (int j = 0; j < 4; ++j) four[j].part[0] = (FloatRegister)sum[i + j];
+    reduce_four(four[0], four[1], four[2], four[3], flat + i);
   }
+  for (int o = 0; o < kOutputs; ++o)
+    for (int r = 0; r < kRows; ++r) sums[r * kPanelOutputs + o] = flat[o * kRows + r];
 }
 
 static void dot_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row) {
   static thread_local Scratch scratch;
-  constexpr int64_t rows_at_once = 8;
-  alignas(64) float out[rows_at_once * 32];
-  const uint8_t* panels[kStripPanels];
-  unpack_strip(call, strip, scratch, panels);
-  if (strip.num_panels == 1) panels[1] = panels[0];
-  for (int64_t row = first_row; row < end_row; row += rows_at_once) {
-    const bf16* x = static_cast<const bf16*>(call.x) + row * call.x_stride;
-    const int64_t rows = end_row - row < rows_at_once ? end_row - row : rows_at_once;
-    if (rows == rows_at_once) {
-      dot_rows<rows_at_once>(call, panels, x, out);
-    } else {
-      for (int64_t r = 0; r < rows; ++r) dot_rows<1>(call, panels, x + r * call.x_stride, out + r * 32);
+  const Part& part = call.parts[strip.part];
+  for (int32_t p = 0; p < strip.num_panels; ++p) {
+    const uint8_t* panel = part.panel(strip.first_panel + p);
+    if (part.format != Format::bfloat16) {
+      uint8_t* unpacked = scratch.get<uint8_t>(call.num_tiles * kBf16TileBytes);
+      for (int64_t t = 0; t < call.num_tiles; ++t) {
+        unpack_tile(part, panel + t * part.tile_bytes, unpacked + t * kBf16TileBytes);
+      }
+      panel = unpacked;
     }
-    for (int64_t r = 0; r < rows; ++r) write_strip_row(call, strip, row + r, out + r * 32);
+    alignas(64) float sums[4 * kPanelOutputs];
+    int64_t rows = 4;
+    for (int64_t row = first_row; row < end_row; row += rows) {
+      const bf16* x = static_cast<const bf16*>(call.x) + row * call.x_stride;
+      rows = end_row - row < 4 ? 1 : 4;
+      for (int o = 0; o < kPanelOutputs; o += 4) {
+        if (rows == 1) {
+          dot_block<4, 1>(panel + o * 64, call.num_tiles, x, call.x_stride, sums + o);
+        } else {
+          dot_block<4, 4>(panel + o * 64, call.num_tiles, x, call.x_stride, sums + o);
+        }
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        write_panel_row(call, row + r, strip.first_output + p * kPanelOutputs,
+                        strip.num_outputs - p * kPanelOutputs, _mm512_load_ps(sums + r * kPanelOutputs));
+      }
+    }
   }
 }
 
@@ -66,7 +85,7 @@ const penstock::Kernels* penstock::avx512_bf16_kernels() {
   static const Kernels table = [] {
     Kernels made = avx512_bf16::make_table();
     made.multiply_strip_bf16 = avx512_bf16::dot_strip;
-    made.bf16_activations = true;
+    made.activations = Activations::padded_bf16;
     return made;
   }();
   return &table;

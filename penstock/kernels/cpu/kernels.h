@@ -19,18 +19,28 @@ struct ElementwiseArgs {
   const void* weight;
 };
 
+// How a product in bfloat16 wants its activations.
+enum class Activations {
+  widened,      // to float32
+  padded_bf16,  // rows filled up with zeros to whole tiles
+  tiles,        // `pack_activations` of every 16 rows; a single row as it is
+};
+
 struct Kernels {
+  // Called on the calling thread at the start of every operation that multiplies matrices.
+  void (*enter)();
+
   // One row each.
   void (*rms_norm)(const ElementwiseArgs&, const void* x, void* y);
   void (*add_rms_norm)(const ElementwiseArgs&, const void* x, void* residual, void* y);
   void (*gated)(Dtype, Activation, int64_t width, const void* gate_up, void* y);
   void (*widen)(const bf16* from, float* to, int64_t count);
 
-  // The product for float32 activations, and the one for bfloat16: where `bf16_activations` is set it reads them
-  // padded to whole tiles, else widened to float32.
+  // The products for float32 and for bfloat16 activations, and the form in which the latter reads them.
   void (*multiply_strip_f32)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
   void (*multiply_strip_bf16)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
-  bool bf16_activations;
+  Activations activations;
+  void (*pack_activations)(const LinearCall&, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
   void (*read_row)(const Part&, int64_t row, int64_t num_inputs, Dtype dtype, void* y);
 
   void (*store_token)(const AttendCall&, int64_t token);

@@ -13,30 +13,51 @@ namespace {
 constexpr int64_t kMinRowsPerItem = 64;
 constexpr int64_t kItemsPerThread = 4;
 
+constexpr int64_t kPackRows = 16;
+constexpr int64_t kSerialElements = 16384;
+
+// body(first row, number of rows) for every 16 rows.
+template <typename Body>
+void for_row_blocks(int64_t rows, int64_t width, Body&& body) {
+  const auto one = [&](int64_t block) {
+    body(block * kPackRows, std::min(kPackRows, rows - block * kPackRows));
+  };
+  const int64_t blocks = ceil_div(rows, kPackRows);
+  if (rows * width > kSerialElements) return parallel_for(blocks, one);
+  for (int64_t block = 0; block < blocks; ++block) one(block);
+}
+
+void pad_row(const bf16* from, int64_t width, int64_t padded, bf16* to) {
+  std::copy(from, from + width, to);
+  std::fill(to + width, to + padded, bf16{0});
+}
+
 // Activations in the form `multiply_strip` reads: as they are where possible.
-const void* prepare_activations(const Linear& linear, const void* x, int64_t rows, Dtype dtype, int64_t* stride) {
+void prepare_activations(const void* x, int64_t rows, Dtype dtype, LinearCall* call) {
   static thread_local Scratch scratch;
-  const int64_t width = linear.in_features;
-  *stride = width;
-  if (dtype == Dtype::float32) return x;
+  const int64_t width = call->in_features, padded = call->num_tiles * kTileInputs;
+  const Activations form = kernels().activations;
+  call->x = x;
+  call->x_stride = width;
+  if (dtype == Dtype::float32) return;
   const bf16* from = static_cast<const bf16*>(x);
-  if (!kernels().bf16_activations) {
+  if (form == Activations::widened) {
     float* to = scratch.get<float>(rows * width);
-    parallel_for(ceil_div(rows, 16), [&](int64_t item) {
-      const int64_t first = item * 16, count = std::min<int64_t>(16, rows - first);
+    for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
       kernels().widen(from + first * width, to + first * width, count * width);
     });
-    return to;
+    call->x = to;
+    return;
   }
-  if (width % kTileInputs == 0) return x;
-  const int64_t padded = linear.num_tiles * kTileInputs;
+  const bool as_it_is = width == padded && (form == Activations::padded_bf16 || rows == 1);
+  if (as_it_is) return;
   bf16* to = scratch.get<bf16>(rows * padded);
-  for (int64_t row = 0; row < rows; ++row) {
-    std::copy(from + row * width, from + (row + 1) * width, to + row * padded);
-    std::fill(to + row * padded + width, to + (row + 1) * padded, bf16{0});
-  }
-  *stride = padded;
-  return to;
+  for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
+    if (form == Activations::tiles) return kernels().pack_activations(*call, from, first, count, to);
+    for (int64_t row = first; row < first + count; ++row) pad_row(from + row * width, width, padded, to + row * padded);
+  });
+  call->x = to;
+  call->x_stride = padded;
 }
 
 }  // namespace
@@ -45,13 +66,14 @@ const void* prepare_activations(const Linear& linear, const void* x, int64_t row
 using namespace penstock;
 
 PENSTOCK_API void penstock_linear(const Linear* linear, int dtype, int64_t rows, const void* x, int y_dtype, void* y) {
+  kernels().enter();
   LinearCall call = {};
   call.parts = linear->parts.data();
   call.bias = linear->bias.empty() ? nullptr : linear->bias.data();
   call.in_features = linear->in_features;
   call.out_features = linear->out_features;
   call.num_tiles = linear->num_tiles;
-  call.x = prepare_activations(*linear, x, rows, static_cast<Dtype>(dtype), &call.x_stride);
+  prepare_activations(x, rows, static_cast<Dtype>(dtype), &call);
   call.y = y;
   call.y_dtype = static_cast<Dtype>(y_dtype);
 

@@ -1,17 +1,17 @@
 // Packed weight matrices.
 //
-// Outputs are cut into panels of 16 and inputs into runs of 32; a tile is one run of one panel, and a panel's
-// tiles lie one behind the other. Inside a tile elements are ordered [16 input pairs][16 outputs][2], the order
-// in which AMX takes its second operand (float32, which AMX does not take, is [32 inputs][16 outputs]). A tile is
-// stored as
+// Outputs are cut into panels of 16 and inputs into runs of 32; a tile is one run of one panel, [16 outputs][32
+// inputs], and a panel's tiles lie one behind the other. A tile is stored as
 //   float32   2048 bytes
 //   bfloat16  1024 bytes
 //   int8      scales, offsets, 512 bytes of codes
-//   int4      scales, offsets, 256 bytes of codes: four vectors of sixteen 32-bit lanes. Vector 2s + h, lane l,
-//             nibble j is the code of output 8h + l / 2, input 16s + 2j + l % 2, so that shifting by 4j and
-//             masking gives whole vectors in tile order.
+//   int4      scales, offsets, 256 bytes of codes: for each four outputs 32 words of 16 bits, one per input, the
+//             code of the r-th output in bits 4r to 4r + 3
 // with scales and offsets as [groups per tile][16 outputs], of float16 where that loses nothing, else float32.
 // Padding (outputs past the last, inputs past the last) has zero codes, scales and offsets.
+//
+// Why this order: a row of a tile is one 64-byte vector of bfloat16, so a 4-bit row of one group is a single table
+// look-up of its 16 possible values; and a tile is an operand of an AMX product as it stands.
 #pragma once
 
 #include <vector>
@@ -74,8 +74,8 @@ struct LinearCall {
   int64_t in_features;
   int64_t out_features;
   int64_t num_tiles;
-  const void* x;  // prepared activations, rows x_stride elements apart
-  int64_t x_stride;
+  const void* x;     // prepared activations
+  int64_t x_stride;  // elements between rows, where rows are kept whole
   void* y;
   Dtype y_dtype;
 };

@@ -1,6 +1,7 @@
-// Matrix products with plain vectors, compiled once per instruction set: a panel is widened to float32, then a few
-// rows at a time run down it. One accumulator per output element goes through the inputs in order, whatever the
-// number of rows.
+// Matrix products with plain vectors, compiled once per instruction set: a panel is widened to float32, then small
+// blocks of outputs and rows run along the inputs. Each output element has one accumulator, whose lane i sums the
+// inputs i, i + 16, i + 32, ... in order; the lanes are then summed in a fixed order. Neither depends on the number
+// of rows.
 #pragma once
 
 #include "linear.h"
@@ -9,97 +10,84 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// As many rows as leave room in the register file for one accumulator each.
-constexpr int kRowsAtOnce = kRegisters == 1 ? 8 : 4;
-
 struct GroupTable {
-  Floats scale;
-  Floats offset;
+  float scale[kPanelOutputs];
+  float offset[kPanelOutputs];
 };
 
-PENSTOCK_INLINE GroupTable load_table(const Part& part, const uint8_t* tile, int group) {
-  GroupTable table = {zeros(), zeros()};
+PENSTOCK_INLINE void load_table(const Part& part, const uint8_t* tile, int64_t group, GroupTable* table) {
   const uint8_t* offsets = tile + part.table_bytes();
+  Floats scale, offset = zeros();
   if (part.half_scales) {
-    table.scale = load_halves(reinterpret_cast<const uint16_t*>(tile) + group * kLanes);
-    if (part.has_offsets) table.offset = load_halves(reinterpret_cast<const uint16_t*>(offsets) + group * kLanes);
+    scale = load_halves(reinterpret_cast<const uint16_t*>(tile) + group * kLanes);
+    if (part.has_offsets) offset = load_halves(reinterpret_cast<const uint16_t*>(offsets) + group * kLanes);
   } else {
-    table.scale = load(reinterpret_cast<const float*>(tile) + group * kLanes);
-    if (part.has_offsets) table.offset = load(reinterpret_cast<const float*>(offsets) + group * kLanes);
+    scale = load(reinterpret_cast<const float*>(tile) + group * kLanes);
+    if (part.has_offsets) offset = load(reinterpret_cast<const float*>(offsets) + group * kLanes);
   }
-  return table;
+  store(table->scale, scale);
+  store(table->offset, offset);
 }
 
-// One tile → [32 inputs][16 outputs] of float32.
-static void widen_tile(const Part& part, const uint8_t* tile, float* to) {
-  constexpr int kPairs = kTileInputs / 2;
-  if (part.format == Format::bfloat16) {
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const Ints both = load_ints(tile + pair * 64);
-      store(to + 2 * pair * kLanes, low_halves(both));
-      store(to + (2 * pair + 1) * kLanes, high_halves(both));
-    }
-    return;
-  }
-  if (part.format == Format::float32) {
-    memcpy(to, tile, sizeof(float) * kTileElements);
-    return;
-  }
+// 16 inputs of one output, as float32.
+PENSTOCK_INLINE Floats widen_run(const Part& part, const uint8_t* tile, int64_t output, int64_t input,
+                                 const GroupTable& table) {
   const uint8_t* codes = tile + part.codes_at();
-  const Ints nibble = broadcast_int(15);
-  for (int half = 0; half < 2; ++half) {
-    const GroupTable table = load_table(part, tile, half * part.groups_per_tile / 2);
-    for (int j = 0; j < kPairs / 2; ++j) {
-      const int pair = half * kPairs / 2 + j;
-      Floats left, right;
-      if (part.format == Format::int8) {
-        const int8_t* from = reinterpret_cast<const int8_t*>(codes) + pair * 2 * kLanes;
-        left = load_bytes(from);
-        right = load_bytes(from + kLanes);
-      } else {
-        left = to_floats(shift_right(load_ints(codes + half * 128), 4 * j) & nibble);
-        right = to_floats(shift_right(load_ints(codes + half * 128 + 64), 4 * j) & nibble);
-      }
-      store(to + 2 * pair * kLanes, multiply_add(every_second<0>(left, right), table.scale, table.offset));
-      store(to + (2 * pair + 1) * kLanes, multiply_add(every_second<1>(left, right), table.scale, table.offset));
+  const int64_t at = output * kTileInputs + input;
+  if (part.format == Format::float32) return load(reinterpret_cast<const float*>(codes) + at);
+  if (part.format == Format::bfloat16) return load(reinterpret_cast<const bf16*>(codes) + at);
+  Floats code;
+  if (part.format == Format::int8) {
+    code = load_bytes(reinterpret_cast<const int8_t*>(codes) + at);
+  } else {
+    const Ints words = load_words(reinterpret_cast<const uint16_t*>(codes) + output / 4 * kTileInputs + input);
+    code = to_floats(shift_right(words, static_cast<int>(output % 4 * 4)) & broadcast_int(15));
+  }
+  return multiply_add(code, broadcast(table.scale[output]), broadcast(table.offset[output]));
+}
+
+// One tile → [16 outputs][32 inputs] of float32.
+static void widen_tile(const Part& part, const uint8_t* tile, float* to) {
+  GroupTable table = {};
+  for (int64_t input = 0; input < kTileInputs; input += kLanes) {
+    if (part.groups_per_tile > 0) load_table(part, tile, input * part.groups_per_tile / kTileInputs, &table);
+    for (int64_t output = 0; output < kPanelOutputs; ++output) {
+      store(to + output * kTileInputs + input, widen_run(part, tile, output, input, table));
     }
   }
 }
 
-template <int kRows>
-static void multiply_rows(const float* panel, int64_t num_inputs, const float* x, int64_t stride, Floats* sums) {
-  Floats sum[kRows];
-  for (int r = 0; r < kRows; ++r) sum[r] = zeros();
-  for (int64_t k = 0; k < num_inputs; ++k) {
-    const Floats weight = load(panel + k * kLanes);
-    for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(weight, broadcast(x[r * stride + k]), sum[r]);
+// kOutputs × kRows elements of a product, a multiple of four; sums[row * 16 + output].
+template <int kOutputs, int kRows>
+static void multiply_block(const float* panel, int64_t num_inputs, const float* x, int64_t x_stride, float* sums) {
+  Floats sum[kOutputs * kRows];
+  for (int i = 0; i < kOutputs * kRows; ++i) sum[i] = zeros();
+  for (int64_t k = 0; k < num_inputs; k += kLanes) {
+    const float* weights = panel + k / kTileInputs * kTileElements + k % kTileInputs;
+    Floats activation[kRows];
+    for (int r = 0; r < kRows; ++r) activation[r] = load_some(x + r * x_stride + k, num_inputs - k);
+    for (int o = 0; o < kOutputs; ++o) {
+      const Floats weight = load(weights + o * kTileInputs);
+      for (int r = 0; r < kRows; ++r) {
+        sum[o * kRows + r] = multiply_add(weight, activation[r], sum[o * kRows + r]);
+      }
+    }
   }
-  for (int r = 0; r < kRows; ++r) sums[r] = sum[r];
+  float flat[kOutputs * kRows];
+  for (int i = 0; i < kOutputs * kRows; i += 4) reduce_four(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], flat + i);
+  for (int o = 0; o < kOutputs; ++o)
+    for (int r = 0; r < kRows; ++r) sums[r * kPanelOutputs + o] = flat[o * kRows + r];
 }
 
-PENSTOCK_INLINE void multiply_some_rows(int64_t rows, const float* panel, int64_t num_inputs, const float* x,
-                                        int64_t stride, Floats* sums) {
-  switch (rows) {
-    case 1: return multiply_rows<1>(panel, num_inputs, x, stride, sums);
-    case 2: return multiply_rows<2>(panel, num_inputs, x, stride, sums);
-    case 3: return multiply_rows<3>(panel, num_inputs, x, stride, sums);
-    case 4: return multiply_rows<4>(panel, num_inputs, x, stride, sums);
-    case 5: return multiply_rows<5>(panel, num_inputs, x, stride, sums);
-    case 6: return multiply_rows<6>(panel, num_inputs, x, stride, sums);
-    case 7: return multiply_rows<7>(panel, num_inputs, x, stride, sums);
-    default: return multiply_rows<8>(panel, num_inputs, x, stride, sums);
-  }
-}
+// Blocks are as large as the register file allows.
+constexpr int kBlockRows = kRegisters == 1 ? 4 : 2;
+constexpr int kBlockOutputs = kRegisters == 1 ? 4 : 2;
 
-// `count` outputs of one row, starting at `output`.
 PENSTOCK_INLINE void write_outputs(const LinearCall& call, int64_t row, int64_t output, int64_t count, Floats sum) {
   const int64_t at = row * call.out_features + output;
+  if (call.bias != nullptr) sum = sum + load(call.bias + output);
   if (call.y_dtype == Dtype::float32) return store_some(static_cast<float*>(call.y) + at, sum, count);
   return store_some(static_cast<bf16*>(call.y) + at, sum, count);
-}
-
-PENSTOCK_INLINE Floats bias_at(const LinearCall& call, int64_t output) {
-  return call.bias == nullptr ? zeros() : load(call.bias + output);
 }
 
 static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row) {
@@ -115,37 +103,45 @@ static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t f
       }
       panel = widened;
     }
-    const int64_t output = strip.first_output + p * kPanelOutputs;
-    const int64_t left = strip.num_outputs - p * kPanelOutputs;
-    const Floats bias = bias_at(call, output);
-    for (int64_t row = first_row; row < end_row; row += kRowsAtOnce) {
-      const int64_t rows = end_row - row < kRowsAtOnce ? end_row - row : kRowsAtOnce;
-      Floats sums[8];
+    alignas(64) float sums[kBlockRows * kPanelOutputs];
+    int64_t rows = kBlockRows;
+    for (int64_t row = first_row; row < end_row; row += rows) {
       const float* x = static_cast<const float*>(call.x) + row * call.x_stride;
-      multiply_some_rows(rows, panel, call.in_features, x, call.x_stride, sums);
-      for (int64_t r = 0; r < rows; ++r) write_outputs(call, row + r, output, left, sums[r] + bias);
+      rows = end_row - row < kBlockRows ? 1 : kBlockRows;
+      if (rows == 1) {
+        for (int o = 0; o < kPanelOutputs; o += 4) {
+          multiply_block<4, 1>(panel + o * kTileInputs, call.in_features, x, call.x_stride, sums + o);
+        }
+      } else {
+        for (int o = 0; o < kPanelOutputs; o += kBlockOutputs) {
+          multiply_block<kBlockOutputs, kBlockRows>(panel + o * kTileInputs, call.in_features, x, call.x_stride,
+                                                    sums + o);
+        }
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        write_outputs(call, row + r, strip.first_output + p * kPanelOutputs, strip.num_outputs - p * kPanelOutputs,
+                      load(sums + r * kPanelOutputs));
+      }
     }
   }
 }
 
 // One row of a part, for embeddings.
-static void read_row(const Part& part, int64_t row, int64_t num_inputs, Dtype dtype, void* y) {
+template <typename Element>
+static void read_row_as(const Part& part, int64_t row, int64_t num_inputs, Element* y) {
   const uint8_t* tiles = part.panel(row / kPanelOutputs);
-  const int64_t lane = row % kPanelOutputs;
-  alignas(64) float widened[kTileElements];
-  for (int64_t at = 0; at < num_inputs; at += kTileInputs) {
-    widen_tile(part, tiles + at / kTileInputs * part.tile_bytes, widened);
-    alignas(64) float column[kTileInputs];
-    for (int k = 0; k < kTileInputs; ++k) column[k] = widened[k * kPanelOutputs + lane];
-    for (int64_t k = 0; k < kTileInputs && at + k < num_inputs; k += kLanes) {
-      const int64_t left = num_inputs - at - k;
-      if (dtype == Dtype::float32) {
-        store_some(static_cast<float*>(y) + at + k, load(column + k), left);
-      } else {
-        store_some(static_cast<bf16*>(y) + at + k, load(column + k), left);
-      }
-    }
+  GroupTable table = {};
+  for (int64_t at = 0; at < num_inputs; at += kLanes) {
+    const uint8_t* tile = tiles + at / kTileInputs * part.tile_bytes;
+    const int64_t input = at % kTileInputs;
+    if (part.groups_per_tile > 0) load_table(part, tile, input * part.groups_per_tile / kTileInputs, &table);
+    store_some(y + at, widen_run(part, tile, row % kPanelOutputs, input, table), num_inputs - at);
   }
+}
+
+static void read_row(const Part& part, int64_t row, int64_t num_inputs, Dtype dtype, void* y) {
+  if (dtype == Dtype::float32) return read_row_as(part, row, num_inputs, static_cast<float*>(y));
+  return read_row_as(part, row, num_inputs, static_cast<bf16*>(y));
 }
 
 }  // namespace PENSTOCK_ISA

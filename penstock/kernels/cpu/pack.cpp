@@ -28,25 +28,16 @@ int64_t code_bytes(Format format) {
   return 0;
 }
 
-// The place of (output, input) in the order [16 input pairs][16 outputs][2].
-int64_t paired_index(int64_t output, int64_t input) {
-  return (input / 2) * (2 * kPanelOutputs) + output * 2 + input % 2;
-}
-
 template <typename Element>
-void pack_elements(const Source& source, int64_t row, int64_t lane, int64_t input, int64_t count, bool paired,
-                   Element* to) {
+void pack_elements(const Source& source, int64_t row, int64_t lane, int64_t input, int64_t count, uint8_t* codes) {
   const Element* from = static_cast<const Element*>(source.values) + row * source.in_features + input;
-  for (int64_t k = 0; k < count; ++k) to[paired ? paired_index(lane, k) : k * kPanelOutputs + lane] = from[k];
+  std::copy(from, from + count, reinterpret_cast<Element*>(codes) + lane * kTileInputs);
 }
 
-void pack_nibbles(const Source& source, int64_t row, int64_t lane, int64_t input, int64_t count, uint8_t* to) {
+void pack_nibbles(const Source& source, int64_t row, int64_t lane, int64_t input, int64_t count, uint8_t* codes) {
   const uint8_t* from = static_cast<const uint8_t*>(source.values) + row * source.in_features + input;
-  uint32_t* words = reinterpret_cast<uint32_t*>(to);
-  for (int64_t k = 0; k < count; ++k) {
-    const int64_t vector = (k / 16) * 2 + lane / 8, word = (lane % 8) * 2 + k % 2, nibble = (k % 16) / 2;
-    words[vector * 16 + word] |= static_cast<uint32_t>(from[k] & 15) << (4 * nibble);
-  }
+  uint16_t* words = reinterpret_cast<uint16_t*>(codes) + lane / 4 * kTileInputs;
+  for (int64_t k = 0; k < count; ++k) words[k] |= static_cast<uint16_t>((from[k] & 15) << (lane % 4 * 4));
 }
 
 void pack_table(const Part& part, const Source& source, const uint8_t* table, int64_t row, int64_t lane, int64_t input,
@@ -70,11 +61,9 @@ void pack_row_of_tile(const Part& part, const Source& source, int64_t row, int64
     if (part.has_offsets) pack_table(part, source, source.offsets, row, lane, input, tile + part.table_bytes());
   }
   switch (part.format) {
-    case Format::float32:
-      return pack_elements(source, row, lane, input, count, false, reinterpret_cast<float*>(codes));
-    case Format::bfloat16:
-      return pack_elements(source, row, lane, input, count, true, reinterpret_cast<bf16*>(codes));
-    case Format::int8: return pack_elements(source, row, lane, input, count, true, codes);
+    case Format::float32: return pack_elements<float>(source, row, lane, input, count, codes);
+    case Format::bfloat16: return pack_elements<bf16>(source, row, lane, input, count, codes);
+    case Format::int8: return pack_elements<uint8_t>(source, row, lane, input, count, codes);
     case Format::int4: return pack_nibbles(source, row, lane, input, count, codes);
   }
 }

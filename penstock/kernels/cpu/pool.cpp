@@ -47,7 +47,7 @@ class Pool {
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
 
-  void run(int64_t items, ItemFunction function, void* context) {
+  void run(int64_t items, ItemFunction function, const void* context) {
     function_ = function;
     context_ = context;
     items_ = items;
@@ -105,7 +105,7 @@ class Pool {
   }
 
   ItemFunction function_ = nullptr;
-  void* context_ = nullptr;
+  const void* context_ = nullptr;
   int64_t items_ = 0;
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int32_t> gate_{kClosed};
@@ -127,7 +127,7 @@ Pool*& shared_pool() {
 
 }  // namespace
 
-void run_items(int64_t items, ItemFunction function, void* context) {
+void run_items(int64_t items, ItemFunction function, const void* context) {
   if (items > 1) {
     std::unique_lock<std::mutex> lock(region_mutex, std::try_to_lock);
     if (lock.owns_lock() && shared_pool()->num_threads() > 1) {

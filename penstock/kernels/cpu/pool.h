@@ -6,16 +6,16 @@
 
 namespace penstock {
 
-using ItemFunction = void (*)(void* context, int64_t item);
+using ItemFunction = void (*)(const void* context, int64_t item);
 
 // Runs function(context, i) for every i in [0, items), on the caller and whichever workers arrive in time.
 // Several threads may call at once: one gets the workers, the others do their items alone.
-void run_items(int64_t items, ItemFunction function, void* context);
+void run_items(int64_t items, ItemFunction function, const void* context);
 
 template <typename Body>
-void parallel_for(int64_t items, Body&& body) {
+void parallel_for(int64_t items, const Body& body) {
   run_items(
-      items, [](void* context, int64_t item) { (*static_cast<Body*>(context))(item); }, &body);
+      items, [](const void* context, int64_t item) { (*static_cast<const Body*>(context))(item); }, &body);
 }
 
 int num_threads();

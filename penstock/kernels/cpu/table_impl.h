@@ -12,13 +12,14 @@ namespace PENSTOCK_ISA {
 
 static Kernels make_table() {
   Kernels table = {};
+  table.enter = [] {};
   table.rms_norm = rms_norm;
   table.add_rms_norm = add_rms_norm;
   table.gated = gated;
   table.widen = widen;
   table.multiply_strip_f32 = multiply_strip;
   table.multiply_strip_bf16 = multiply_strip;
-  table.bf16_activations = false;
+  table.activations = Activations::widened;
   table.read_row = read_row;
   table.store_token = store_token;
   table.attend_tile = attend_tile;

@@ -11,88 +11,109 @@ constexpr int64_t kBf16TileBytes = kTileElements * 2;
 
 namespace unpack {
 
-// Scales or offsets of 16 outputs, each repeated for the two inputs of a pair.
-struct Doubled {
-  __m512 low;   // outputs 0 to 7
-  __m512 high;  // outputs 8 to 15
+// Scales and offsets of one group of 16 outputs, in memory so that one can be broadcast by a load.
+struct alignas(64) GroupTable {
+  float scale[kPanelOutputs];
+  float offset[kPanelOutputs];
 };
 
-static inline Doubled load_doubled(const uint8_t* table, bool half, int64_t group) {
-  const __m512 values = half ? _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table) + group))
-                             : _mm512_loadu_ps(reinterpret_cast<const float*>(table) + group * kPanelOutputs);
-  const __m512i first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  return {_mm512_permutexvar_ps(first, values), _mm512_permutexvar_ps(second, values)};
+static inline __m512 load_row(const uint8_t* table, bool half, int64_t group) {
+  return half ? _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table) + group))
+              : _mm512_loadu_ps(reinterpret_cast<const float*>(table) + group * kPanelOutputs);
 }
 
-static inline void store_pair(uint8_t* to, __m512 low, __m512 high) {
-  _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+static inline void load_tables(const Part& part, const uint8_t* tile, GroupTable* tables) {
+  for (int32_t group = 0; group < part.groups_per_tile; ++group) {
+    _mm512_store_ps(tables[group].scale, load_row(tile, part.half_scales, group));
+    const __m512 offset = part.has_offsets ? load_row(tile + part.table_bytes(), part.half_scales, group)
+                                           : _mm512_setzero_ps();
+    _mm512_store_ps(tables[group].offset, offset);
+  }
 }
 
-template <Format kFormat>
-static inline void unpack_tile(const Part& part, const uint8_t* tile, uint8_t* to) {
-  const uint8_t* codes = tile + part.codes_at();
-  const __m512 code_values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  for (int half = 0; half < 2; ++half) {
-    const int64_t group = half * part.groups_per_tile / 2;
-    const Doubled scale = load_doubled(tile, part.half_scales, group);
-    Doubled offset = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    if (part.has_offsets) offset = load_doubled(tile + part.table_bytes(), part.half_scales, group);
-    if (kFormat == Format::int4) {
-      __m512i left = _mm512_loadu_si512(codes + half * 128), right = _mm512_loadu_si512(codes + half * 128 + 64);
-      for (int j = 0; j < 8; ++j) {
-        const __m512 low = _mm512_permutexvar_ps(_mm512_srli_epi32(left, 4 * j), code_values);
-        const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(right, 4 * j), code_values);
-        store_pair(to + (half * 8 + j) * 64, _mm512_fmadd_ps(low, scale.low, offset.low),
-                   _mm512_fmadd_ps(high, scale.high, offset.high));
-      }
-    } else {
-      for (int j = 0; j < 8; ++j) {
-        const __m128i* from = reinterpret_cast<const __m128i*>(codes + (half * 8 + j) * 32);
-        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
-        store_pair(to + (half * 8 + j) * 64, _mm512_fmadd_ps(low, scale.low, offset.low),
-                   _mm512_fmadd_ps(high, scale.high, offset.high));
-      }
-    }
+static inline __m512i narrow(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+
+// What each of the 16 codes stands for in one group of one output.
+static inline __m512 code_values(const GroupTable& table, int output) {
+  const __m512 codes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_fmadd_ps(codes, _mm512_set1_ps(table.scale[output]), _mm512_set1_ps(table.offset[output]));
+}
+
+// Groups of 32: a table of 32 values holds two outputs, told apart by bit 4 of the index. The code in the highest
+// bits needs no mask when it is the one with a clear bit 4.
+static inline void unpack_int4_group32(const uint8_t* codes, const GroupTable& table, uint8_t* to) {
+  const __m512i code_bits = _mm512_set1_epi16(15), second_table = _mm512_set1_epi16(16);
+  constexpr int and_mask = 0xc0, and_mask_or = 0xea;
+#pragma GCC unroll 4
+  for (int quad = 0; quad < 4; ++quad) {
+    const __m512i words = _mm512_loadu_si512(codes + quad * 64);
+    const int output = quad * 4;
+    const __m512i outer = narrow(code_values(table, output + 3), code_values(table, output));
+    const __m512i inner = narrow(code_values(table, output + 1), code_values(table, output + 2));
+    const __m512i index0 = _mm512_ternarylogic_epi32(words, code_bits, second_table, and_mask_or);
+    const __m512i shifted1 = _mm512_srli_epi16(words, 4), shifted2 = _mm512_srli_epi16(words, 8);
+    const __m512i index1 = _mm512_ternarylogic_epi32(shifted1, code_bits, second_table, and_mask);
+    const __m512i index2 = _mm512_ternarylogic_epi32(shifted2, code_bits, second_table, and_mask_or);
+    const __m512i index3 = _mm512_srli_epi16(words, 12);
+    uint8_t* rows = to + output * 64;
+    _mm512_store_si512(rows, _mm512_permutexvar_epi16(index0, outer));
+    _mm512_store_si512(rows + 64, _mm512_permutexvar_epi16(index1, inner));
+    _mm512_store_si512(rows + 128, _mm512_permutexvar_epi16(index2, inner));
+    _mm512_store_si512(rows + 192, _mm512_permutexvar_epi16(index3, outer));
+  }
+}
+
+// Groups of 16: a table of 32 values holds both groups of one output; bit 4 of the index is the input's.
+static inline void unpack_int4_group16(const uint8_t* codes, const GroupTable* tables, uint8_t* to) {
+  const __m512i code_bits = _mm512_set1_epi16(15);
+  const __m512i group_bit = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+  for (int output = 0; output < kPanelOutputs; ++output) {
+    const __m512i words = _mm512_loadu_si512(codes + output / 4 * 64);
+    const __m512i values = narrow(code_values(tables[0], output), code_values(tables[1], output));
+    const __m512i shifted = _mm512_srl_epi16(words, _mm_cvtsi32_si128(output % 4 * 4));
+    const __m512i index = _mm512_ternarylogic_epi32(shifted, code_bits, group_bit, 0xea);
+    _mm512_store_si512(to + output * 64, _mm512_permutexvar_epi16(index, values));
+  }
+}
+
+static inline void unpack_int8(const uint8_t* codes, const GroupTable& low, const GroupTable& high, uint8_t* to) {
+#pragma GCC unroll 4
+  for (int output = 0; output < kPanelOutputs; ++output) {
+    const __m128i* from = reinterpret_cast<const __m128i*>(codes + output * kTileInputs);
+    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
+    const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
+    const __m512i row =
+        narrow(_mm512_fmadd_ps(first, _mm512_set1_ps(low.scale[output]), _mm512_set1_ps(low.offset[output])),
+               _mm512_fmadd_ps(second, _mm512_set1_ps(high.scale[output]), _mm512_set1_ps(high.offset[output])));
+    _mm512_store_si512(to + output * 64, row);
   }
 }
 
 }  // namespace unpack
 
-// Leaves in `panels` where the strip's bfloat16 tiles are: in place, or unpacked into `scratch`.
-static inline void unpack_strip(const LinearCall& call, const Strip& strip, Scratch& scratch, const uint8_t** panels) {
-  const Part& part = call.parts[strip.part];
-  const int64_t panel_bytes = call.num_tiles * kBf16TileBytes;
-  uint8_t* unpacked = part.format == Format::bfloat16 ? nullptr : scratch.get<uint8_t>(kStripPanels * panel_bytes);
-  for (int32_t p = 0; p < strip.num_panels; ++p) {
-    const uint8_t* tiles = part.panel(strip.first_panel + p);
-    panels[p] = unpacked == nullptr ? tiles : unpacked + p * panel_bytes;
-    if (unpacked == nullptr) continue;
-    for (int64_t t = 0; t < call.num_tiles; ++t) {
-      uint8_t* to = unpacked + p * panel_bytes + t * kBf16TileBytes;
-      if (part.format == Format::int4) {
-        unpack::unpack_tile<Format::int4>(part, tiles + t * part.tile_bytes, to);
-      } else {
-        unpack::unpack_tile<Format::int8>(part, tiles + t * part.tile_bytes, to);
-      }
-    }
+static inline void unpack_tile(const Part& part, const uint8_t* tile, uint8_t* to) {
+  unpack::GroupTable tables[2];
+  unpack::load_tables(part, tile, tables);
+  const uint8_t* codes = tile + part.codes_at();
+  const unpack::GroupTable& last = tables[part.groups_per_tile - 1];
+  if (part.format == Format::int8) {
+    unpack::unpack_int8(codes, tables[0], last, to);
+  } else if (part.groups_per_tile == 1) {
+    unpack::unpack_int4_group32(codes, tables[0], to);
+  } else {
+    unpack::unpack_int4_group16(codes, tables, to);
   }
 }
 
-// Sums of one row, 32 floats, plus bias → the strip's outputs of that row.
-static inline void write_strip_row(const LinearCall& call, const Strip& strip, int64_t row, const float* sums) {
-  const int64_t at = row * call.out_features + strip.first_output;
-  for (int64_t done = 0; done < strip.num_outputs; done += 16) {
-    const int64_t left = strip.num_outputs - done;
-    const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-    __m512 sum = _mm512_load_ps(sums + done);
-    if (call.bias != nullptr) sum = _mm512_add_ps(sum, _mm512_loadu_ps(call.bias + strip.first_output + done));
-    if (call.y_dtype == Dtype::float32) {
-      _mm512_mask_storeu_ps(static_cast<float*>(call.y) + at + done, mask, sum);
-    } else {
-      _mm256_mask_storeu_epi16(static_cast<bf16*>(call.y) + at + done, mask, (__m256i)_mm512_cvtneps_pbh(sum));
-    }
+// One row's 16 sums of a panel, plus bias, to where they belong.
+static inline void write_panel_row(const LinearCall& call, int64_t row, int64_t output, int64_t count, __m512 sums) {
+  const int64_t at = row * call.out_features + output;
+  const __mmask16 mask = count >= kPanelOutputs ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
+  if (call.bias != nullptr) sums = _mm512_add_ps(sums, _mm512_loadu_ps(call.bias + output));
+  if (call.y_dtype == Dtype::float32) {
+    _mm512_mask_storeu_ps(static_cast<float*>(call.y) + at, mask, sums);
+  } else {
+    _mm256_mask_storeu_epi16(static_cast<bf16*>(call.y) + at, mask, (__m256i)_mm512_cvtneps_pbh(sums));
   }
 }
 

@@ -160,6 +160,16 @@ PENSTOCK_INLINE Floats load(const bf16* from) {
   return out;
 }
 
+PENSTOCK_INLINE Ints load_words(const uint16_t* from) {
+  Ints out;
+  FOR_PARTS {
+    ShortRegister half;
+    memcpy(&half, from + i * kRegisterLanes, sizeof half);
+    out.part[i] = __builtin_convertvector(half, IntRegister);
+  }
+  return out;
+}
+
 PENSTOCK_INLINE Floats load_bytes(const int8_t* from) {
   Floats out;
   FOR_PARTS {
@@ -245,6 +255,15 @@ PENSTOCK_INLINE Floats every_second(Floats a, Floats b) {
 PENSTOCK_INLINE Floats low_halves(Ints pairs) { return as_floats(shift_left(pairs, 16)); }
 PENSTOCK_INLINE Floats high_halves(Ints pairs) {
   return as_floats(pairs & broadcast_int(static_cast<int32_t>(0xffff0000u)));
+}
+
+// The sums of four vectors, all summed in the same order.
+PENSTOCK_INLINE void reduce_four(Floats a, Floats b, Floats c, Floats d, float* to) {
+  const Floats left = every_second<0>(a, b) + every_second<1>(a, b);
+  const Floats right = every_second<0>(c, d) + every_second<1>(c, d);
+  alignas(64) float lanes[kLanes];
+  store(lanes, every_second<0>(left, right) + every_second<1>(left, right));
+  for (int i = 0; i < 4; ++i) to[i] = (lanes[4 * i] + lanes[4 * i + 1]) + (lanes[4 * i + 2] + lanes[4 * i + 3]);
 }
 
 PENSTOCK_INLINE float reduce_sum(Floats a) {

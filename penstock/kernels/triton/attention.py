@@ -216,7 +216,9 @@ def _prefill_kernel(
     tl.store(out + q_at, result.to(out.dtype.element_ty), mask=row_inside[:, None] & dim_inside[None, :])
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: AttentionLayer, batch: AttentionBatch) -> Tensor:
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: AttentionLayer, batch: AttentionBatch
+) -> Tensor:
     """[T, H, D] → [T, H × D]. The first `batch.num_decodes` requests have one query token each."""
     out = torch.empty_like(q)
     if batch.num_decodes:
@@ -258,12 +260,12 @@ def _decode(
         D_PAD=max(16, triton.next_power_of_2(size)),
         BLOCK_SIZE=k_cache.shape[2],
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
-        KEYS=DECODE_KEYS,
+        KEYS=DECODE_KEYS if size <= 128 else DECODE_KEYS // 2,
         SPLITS=splits,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
-        num_warps=4,
-        num_stages=3,
+        num_warps=2,
+        num_stages=3 if size <= 128 else 2,
     )
     if splits > 1:
         _merge_kernel[(count * heads,)](
@@ -282,7 +284,8 @@ def _prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
 ) -> None:
     heads, size = layer.num_heads, layer.head_dim
-    rows = 128 if batch.max_query_len > 64 else max(16, triton.next_power_of_2(batch.max_query_len))
+    largest = 128 if q.dtype != torch.float32 and size <= 128 else 64
+    rows = largest if batch.max_query_len > 64 else max(16, triton.next_power_of_2(batch.max_query_len))
     grid = (triton.cdiv(batch.max_query_len, rows), batch.num_requests - batch.num_decodes, heads)
     _prefill_kernel[grid](
         q,
@@ -303,11 +306,11 @@ def _prefill(
         D_PAD=max(16, triton.next_power_of_2(size)),
         BLOCK_SIZE=k_cache.shape[2],
         ROWS=rows,
-        KEYS=PREFILL_KEYS,
+        KEYS=PREFILL_KEYS if size <= 128 else PREFILL_KEYS // 2,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
         num_warps=8 if rows >= 128 else 4,
-        num_stages=3,
+        num_stages=3 if size <= 128 else 2,
     )
 
 

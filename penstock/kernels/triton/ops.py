@@ -20,6 +20,7 @@ from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
 from penstock.kernels.triton.attention import attention
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.rope_cache import rope_and_cache
+from penstock.kernels.triton.sampling import sample_whole_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ class TritonOps:
         return F.embedding(token_ids, table.weight)
 
     def logits(self, x: Tensor, head: TorchLinear) -> Tensor:
-        return F.linear(x, head.weight, head.bias).float()
+        if x.dtype == torch.float32 or head.bias is not None:
+            return F.linear(x, head.weight, head.bias).float()
+        return torch.mm(x, head.weight.t(), out_dtype=torch.float32)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -80,4 +83,6 @@ class TritonOps:
         return attention(queries, keys, values, layer, batch)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        if batch.all_greedy or batch.whole_vocabulary:
+            return sample_whole_vocabulary(logits, batch)
         return self._torch.sample(logits, batch)

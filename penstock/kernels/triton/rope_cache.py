@@ -61,7 +61,9 @@ def _rope_cache_kernel(
         if head < H:
             target = q_out + (token * H + head) * D
         else:
-            target = k_cache + ((slot // BLOCK_SIZE) * G + (head - H)) * BLOCK_SIZE * D + (slot % BLOCK_SIZE) * D
+            target = (
+                k_cache + ((slot // BLOCK_SIZE) * G + (head - H)) * BLOCK_SIZE * D + (slot % BLOCK_SIZE) * D
+            )
         tl.store(target + lower, rotated_a, mask=inside)
         tl.store(target + D // 2 + lower, rotated_b, mask=inside)
 

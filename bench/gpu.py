@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""Offline throughput, decode and prefill times on one GPU, with random weights from a config.json alone.
+
+    python bench/gpu.py FOLDER_WITH_CONFIG [...] [--offline] [--decode 1,32,256] [--prefill]
+
+The offline workload: 256 prompts of 100–1024 tokens in and 100–1024 out, uniform, random.Random(0), temperature 0.6,
+ignore_eos. Decode: milliseconds per step at 512 tokens of context and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+import torch
+
+from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.request import Request, SamplingParams
+from penstock.engine.offline import OfflineEngine
+
+DECODE_STEPS = 64
+
+
+def build(folder: Path, max_tokens: int) -> OfflineEngine:
+    config = EngineConfig(
+        model=ModelConfig(model=str(folder), load_format="random", device="cuda", max_model_len=4096),
+        cache=CacheConfig(gpu_memory_utilization=0.9),
+        scheduler=SchedulerConfig(max_num_batched_tokens=max_tokens, itl_target_ms=None),
+    )
+    return OfflineEngine(config, folder)
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1000, 40_000) for _ in range(length)]
+
+
+def offline(engine: OfflineEngine) -> float:
+    rng = random.Random(0)
+    prompts = [random_prompt(rng, rng.randint(100, 1024)) for _ in range(256)]
+    sampling = [
+        SamplingParams(max_tokens=rng.randint(100, 1024), temperature=0.6, ignore_eos=True) for _ in prompts
+    ]
+    start = time.perf_counter()
+    completions = engine.generate(prompts, sampling)
+    elapsed = time.perf_counter() - start
+    return sum(len(completion.token_ids) for completion in completions) / elapsed
+
+
+def decode(engine: OfflineEngine, batch: int, seed: int) -> float:
+    """Milliseconds per step."""
+    loop = engine._engine.loop
+    rng = random.Random(seed)
+    sampling = SamplingParams(max_tokens=DECODE_STEPS + 40, temperature=0.6, ignore_eos=True)
+    for index in range(batch):
+        loop.add(
+            Request(id=f"{seed}-{index}", prompt_token_ids=tuple(random_prompt(rng, 512)), sampling=sampling)
+        )
+    counts: dict[str, int] = {}
+    while min(counts.values(), default=0) < 8 or len(counts) < batch:
+        for event in loop.step():
+            counts[event.request_id] = counts.get(event.request_id, 0) + len(event.token_ids)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    steps = 0
+    while steps < DECODE_STEPS and loop.stats().num_running == batch:
+        loop.step()
+        steps += 1
+    elapsed = time.perf_counter() - start
+    for index in range(batch):
+        loop.abort(f"{seed}-{index}")
+    while loop.has_work:
+        loop.step()
+    return elapsed / steps * 1000
+
+
+def prefill(engine: OfflineEngine, count: int, seed: int) -> float:
+    """Milliseconds to the first token of all of `count` prompts of 512 tokens."""
+    rng = random.Random(seed)
+    prompts = [random_prompt(rng, 512) for _ in range(count)]
+    start = time.perf_counter()
+    engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))
+    return (time.perf_counter() - start) * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--decode", default="1,8,32,128,256")
+    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--trace", type=Path, help="write a profile of decode steps at the largest batch here"
+    )
+    arguments = parser.parse_args()
+    lines = []
+    for folder in arguments.folders:
+        start = time.perf_counter()
+        engine = build(folder, arguments.max_num_batched_tokens)
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+        lines.append(f"{folder.name}: start to first token {time.perf_counter() - start:.1f} s")
+        for batch in [int(size) for size in arguments.decode.split(",") if size]:
+            decode(engine, batch, 2 * batch)
+            lines.append(
+                f"{folder.name}: decode batch {batch}: {decode(engine, batch, 2 * batch + 1):.2f} ms"
+            )
+        if arguments.prefill:
+            for count in (1, 256):
+                prefill(engine, count, -count)
+                milliseconds = prefill(engine, count, -count - 1000)
+                lines.append(f"{folder.name}: prefill {count} × 512: {milliseconds:.1f} ms")
+        if arguments.offline:
+            offline(engine)
+            lines.append(f"{folder.name}: offline {offline(engine):,.0f} tok/s")
+        if arguments.trace:
+            with torch.profiler.profile() as profile:
+                decode(engine, 256, 99)
+            print(
+                profile.key_averages().table(
+                    sort_by="cuda_time_total", row_limit=25, max_name_column_width=60
+                )
+            )
+        engine.close()
+        del engine
+        torch.cuda.empty_cache()
+        print("\n".join(lines), flush=True)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

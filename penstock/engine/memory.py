@@ -1,0 +1,76 @@
+"""How many KV blocks fit: a size that was asked for, or what a GPU has left after a measured peak."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.core.config import EngineConfig
+from penstock.core.errors import ConfigError
+from penstock.core.sizes import format_bytes, parse_bytes
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.model import Model
+
+DEFAULT_CPU_KV_MEMORY = "512MiB"
+# Left for CUDA graphs, the sampler's scratch and the allocator's fragments.
+GPU_MARGIN_BYTES = 1 << 30
+
+
+def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:
+    if config.cache.num_kv_blocks is not None:
+        return config.cache.num_kv_blocks
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ops.dtype.itemsize
+    bytes_per_block = bytes_per_token * config.cache.block_size
+    if config.cache.kv_cache_memory is not None:
+        memory = parse_bytes(config.cache.kv_cache_memory)
+    elif ops.device.type == "cuda":
+        memory = _gpu_memory_left(config, model, ops)
+    else:
+        memory = parse_bytes(DEFAULT_CPU_KV_MEMORY)
+    blocks = memory // bytes_per_block
+    if blocks < 2:
+        raise ConfigError(
+            f"The KV cache would get {format_bytes(max(memory, 0))}, "
+            f"which does not hold two blocks of {format_bytes(bytes_per_block)}.",
+            hint="Raise --kv-cache-memory or --gpu-memory-utilization, or take a smaller model.",
+        )
+    return blocks
+
+
+def _gpu_memory_left(config: EngineConfig, model: Model, ops: Ops) -> int:
+    """What --gpu-memory-utilization allows, less what is in use and the measured peak of the largest step."""
+    free, total = torch.cuda.mem_get_info(ops.device)
+    peak = _peak_step_bytes(config, model, ops)
+    allowed = int(total * config.cache.gpu_memory_utilization)
+    return allowed - (total - free) - peak - GPU_MARGIN_BYTES
+
+
+def _peak_step_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
+    """Run one step of --max-num-batched-tokens over a cache of a few blocks, and see what it took."""
+    block_size = config.cache.block_size
+    count = min(config.scheduler.max_num_batched_tokens, model.max_model_len)
+    samples = min(config.scheduler.max_num_seqs, count)
+    kv = ops.allocate_kv(model.num_layers, 2, block_size, model.num_kv_heads, model.head_dim)
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=ops.device)
+
+    positions = torch.arange(count, dtype=torch.int32, device=ops.device)
+    batch = AttentionBatch(
+        positions=positions,
+        slots=positions % (2 * block_size),
+        query_starts=torch.tensor([0, count], dtype=torch.int32, device=ops.device),
+        context_lens=torch.tensor([count], dtype=torch.int32, device=ops.device),
+        block_tables=zeros(1, -(-count // block_size)),
+        num_requests=1,
+        max_query_len=count,
+        max_context_len=count,
+    )
+    torch.cuda.reset_peak_memory_stats(ops.device)
+    before = torch.cuda.memory_allocated(ops.device)
+    with torch.inference_mode():
+        hidden = model.forward(zeros(count), batch, kv)
+        model.logits(hidden[:samples])
+    peak = torch.cuda.max_memory_allocated(ops.device) - before
+    del kv, hidden
+    torch.cuda.empty_cache()
+    return peak

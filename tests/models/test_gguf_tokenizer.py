@@ -1,0 +1,214 @@
+"""A vocabulary that went through GGUF cuts text as the tokenizer it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
+
+from penstock.core.errors import ModelLoadError
+from penstock.models.load import load_tokenizer
+from tests.models.gguf_files import Vocabulary, write_vocabulary
+
+TEXTS = [
+    "Hello world, it's a test! We'll see. IT'S LOUD.",
+    "def f(x):\n    return x ** 2 + 10_000\n\n\tpass  # done\r\n",
+    "Digits 1234567890 and 3.14159, year 2024 and x86",
+    "   leading, trailing and   inner   spaces   ",
+    "naïve café e\u0301 Über straße ½ ①",
+    "Привет, мир! 你好,世界。こんにちは العربية",
+    "emoji 👩‍👩‍👧‍👦 🇫🇷 👍🏽 done",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "a<|im_end|>b <|im_end|> c",
+    "\n\n\n  \n\t\t",
+    "",
+]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+Vocab = dict[str, int]
+Merges = list[tuple[str, str]]
+
+
+def train(texts: list[str], pre_tokenizer: Any, **settings: Any) -> tuple[Vocab, Merges]:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    trainer = BpeTrainer(vocab_size=700, min_frequency=1, show_progress=False, **settings)
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [(left, right) for left, right in model["merges"]]
+
+
+def byte_level(*first: Any, use_regex: bool) -> Any:
+    return pre_tokenizers.Sequence(
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)]
+    )
+
+
+GPT2 = byte_level(use_regex=True)
+SMOLLM = byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True)
+LLAMA3 = byte_level(pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"), use_regex=False)
+
+
+def built_by_hand(pre_tokenizer: Any, **settings: Any) -> Callable[[Vocab, Merges], Tokenizer]:
+    def build(vocabulary: Vocab, merges: Merges) -> Tokenizer:
+        tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, **settings))
+        tokenizer.pre_tokenizer = pre_tokenizer
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(SPECIAL)
+        return tokenizer
+
+    return build
+
+
+def built_by_transformers(vocabulary: Vocab, merges: Merges) -> Tokenizer:
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges)._tokenizer
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+BYTE_LEVEL_KINDS = {
+    "gpt-2": built_by_hand(GPT2),
+    "smollm": built_by_hand(SMOLLM),
+    "llama-bpe": built_by_hand(LLAMA3, ignore_merges=True),
+    "qwen2": built_by_transformers,
+}
+
+
+@pytest.fixture(scope="module")
+def byte_level_vocabulary() -> tuple[Vocab, Merges]:
+    """Trained without cutting words, so that each rule of cutting makes a difference to what gets merged."""
+    whole_lines = byte_level(pre_tokenizers.Split("\n", "isolated"), use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return train(TEXTS * 2, whole_lines, special_tokens=SPECIAL, initial_alphabet=alphabet)
+
+
+def stored(vocabulary: Vocab, merges: Merges, pre: str) -> Vocabulary:
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    return Vocabulary(
+        pre=pre,
+        tokens=tokens,
+        types=[3 if token in SPECIAL else 1 for token in tokens],
+        merges=[f"{left} {right}" for left, right in merges],
+        settings={"add_bos_token_id": 1, "add_eos_token_id": 2, "add_chat_template": "{{ messages }}"},
+    )
+
+
+def reloaded(path: Path) -> Tokenizer:
+    files = load_tokenizer(path)
+    assert files is not None
+    return Tokenizer.from_buffer(files.tokenizer_json)
+
+
+@pytest.mark.parametrize("pre", BYTE_LEVEL_KINDS)
+def test_byte_level_kinds(pre: str, byte_level_vocabulary: tuple[Vocab, Merges], tmp_path: Path) -> None:
+    vocabulary, merges = byte_level_vocabulary
+    ours = reloaded(write_vocabulary(tmp_path / "a.gguf", stored(vocabulary, merges, pre)))
+    theirs = BYTE_LEVEL_KINDS[pre](vocabulary, merges)
+    for text in TEXTS:
+        encoded = ours.encode(text, add_special_tokens=False)
+        assert encoded.ids == theirs.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(encoded.ids, skip_special_tokens=False) == theirs.decode(
+            encoded.ids, skip_special_tokens=False
+        )
+
+
+def test_the_kinds_differ_on_these_texts(byte_level_vocabulary: tuple[Vocab, Merges], tmp_path: Path) -> None:
+    results = {
+        tuple(tuple(build(*byte_level_vocabulary).encode(text).ids) for text in TEXTS)
+        for build in BYTE_LEVEL_KINDS.values()
+    }
+    assert len(results) == len(BYTE_LEVEL_KINDS)
+
+
+def test_special_tokens_and_template(byte_level_vocabulary: tuple[Vocab, Merges], tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "a.gguf", stored(*byte_level_vocabulary, "smollm"))
+    files = load_tokenizer(path)
+    assert files is not None
+    assert files.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert files.bos_token_id == 1
+    assert not files.add_bos_token
+    assert files.eos_token_ids == (2, 0)  # the one that metadata names first
+    assert files.chat_template == "{{ messages }}"
+    tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
+    ids = tokenizer.encode("<|im_start|>a<|im_end|>", add_special_tokens=False).ids
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert tokenizer.decode(ids) == "a"
+
+
+def sentencepiece(add_space_prefix: bool) -> tuple[Vocabulary, Vocab, Merges]:
+    """A vocabulary as SentencePiece lays it out: special, 256 bytes, then pieces whose score is their rank."""
+    specials = ["<unk>", "<s>", "</s>"]
+    alphabet = ["▁", "\n"]
+    lines = [text.replace(" ", "▁") for text in TEXTS[:6]] * 2
+    learned, merges = train(lines, pre_tokenizers.Split("\n", "isolated"), initial_alphabet=alphabet)
+    merged = [left + right for left, right in merges]
+    characters = sorted(set(learned) - set(merged))
+    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
+    tokens = [*specials, *byte_tokens, *merged, *characters]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(merged) + len(characters))]
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(merged) + len(characters))
+    vocabulary = Vocabulary(
+        kind="llama",
+        pre="default",
+        tokens=tokens,
+        types=types,
+        merges=None,
+        scores=scores,
+        settings={
+            "add_bos_token_id": 1,
+            "add_eos_token_id": 2,
+            "add_unk_token_id": 0,
+            "add_add_space_prefix": add_space_prefix,
+        },
+    )
+    return vocabulary, {token: index for index, token in enumerate(tokens)}, merges
+
+
+@pytest.mark.parametrize("add_space_prefix", [True, False], ids=["llama", "gemma"])
+def test_sentencepiece_kinds(add_space_prefix: bool, tmp_path: Path) -> None:
+    vocabulary, table, merges = sentencepiece(add_space_prefix)
+    path = write_vocabulary(tmp_path / "a.gguf", vocabulary)
+    ours = reloaded(path)
+    kind: Any = LlamaTokenizer if add_space_prefix else GemmaTokenizer
+    theirs = kind(vocab=table, merges=merges)._tokenizer
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        # SentencePiece puts a space in front always, transformers' LlamaTokenizer only where there is none.
+        spaced = " " + text if add_space_prefix and text.startswith(" ") else text
+        expected = theirs.encode(spaced, add_special_tokens=False).ids
+        assert ours.decode(ids, skip_special_tokens=False) == text
+        assert ids == expected, text
+    files = load_tokenizer(path)
+    assert files is not None
+    assert files.add_bos_token
+    assert files.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        (Vocabulary(kind="bert"), "kind 'bert'"),
+        (Vocabulary(pre="unheard-of"), "rule 'unheard-of'"),
+        (Vocabulary(merges=["a c"]), "merges 'a c'"),
+        (Vocabulary(merges=None), "no list of merges"),
+        (Vocabulary(types=[1]), "no token_type for each"),
+        (Vocabulary(kind="llama", scores=None), "no scores for each"),
+        (Vocabulary(settings={"add_eos_token_id": 4}), "eos_token_id 4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_read_is_named(vocabulary: Vocabulary, message: str, tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "a.gguf", vocabulary)
+    with pytest.raises(ModelLoadError, match=message):
+        load_tokenizer(path)

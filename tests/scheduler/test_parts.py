@@ -1,0 +1,113 @@
+"""The small parts on their own: the heap, the length estimator, the headroom forecast."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.scheduler.fairness import TenantLedger
+from penstock.scheduler.headroom import Headroom
+from penstock.scheduler.keyed_heap import KeyedHeap
+from penstock.scheduler.lengths import NUM_LENGTH_BINS, OutputLengthEstimator, length_bin
+from penstock.scheduler.sequence import Sequence
+from tests.scheduler.strict import make_request
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 5)), max_size=200))
+def test_a_keyed_heap_is_a_sorted_dictionary(operations: list[tuple[bool, int, int]]) -> None:
+    heap: KeyedHeap[str] = KeyedHeap()
+    model: dict[int, int] = {}
+    for pushes, number, key in operations:
+        if pushes:
+            heap.push(number, key, f"item {number}")
+            model[number] = key
+        else:
+            heap.discard(number)
+            model.pop(number, None)
+        first = min(model, key=lambda n: (model[n], n), default=None)
+        assert heap.first() == (None if first is None else f"item {first}")
+        assert heap.first_key() == (None if first is None else model[first])
+        assert len(heap) == len(model)
+        assert sorted(heap.items()) == sorted(f"item {number}" for number in model)
+        assert len(heap._entries) <= 2 * len(model) + 200
+
+
+def test_what_a_keyed_heap_was_told_to_forget_does_not_pile_up() -> None:
+    heap: KeyedHeap[int] = KeyedHeap()
+    heap.push(-1, -1, -1)  # stays in front, so that nothing else surfaces
+    for number in range(10_000):
+        heap.push(number, number, number)
+        heap.discard(number)
+    assert len(heap._entries) < 100
+
+
+def test_length_bins_double() -> None:
+    assert [length_bin(n) for n in (0, 1, 16, 17, 32, 33, 64, 65)] == [0, 0, 0, 1, 1, 2, 2, 3]
+    assert length_bin(10**9) == NUM_LENGTH_BINS - 1
+
+
+def test_without_history_an_answer_is_expected_to_be_moderate() -> None:
+    lengths = OutputLengthEstimator()
+    assert lengths.predict("t", 0, 10_000) == 256
+    assert lengths.predict("t", 0, 40) == 40
+    assert lengths.predict("t", 300, 10_000) == 556
+
+
+def test_each_tenant_is_judged_by_its_own_answers_once_there_are_some() -> None:
+    lengths = OutputLengthEstimator()
+    for _ in range(10):
+        lengths.observe("terse", 10)
+        lengths.observe("wordy", 1000)
+    assert lengths.predict("terse", 0, 10_000) == 16
+    assert lengths.predict("wordy", 0, 10_000) == 1024
+    assert lengths.predict("new", 0, 10_000) == 1024  # the upper part of what everyone did
+
+
+def test_a_longer_answer_than_any_before_is_expected_to_go_on() -> None:
+    lengths = OutputLengthEstimator()
+    for _ in range(10):
+        lengths.observe("terse", 10)
+    assert lengths.predict("terse", 100, 10_000) == 356
+    assert lengths.predict("terse", 100, 120) == 120
+
+
+def test_habits_change() -> None:
+    lengths = OutputLengthEstimator()
+    for _ in range(300):
+        lengths.observe("t", 2000)
+    for _ in range(200):
+        lengths.observe("t", 20)
+    assert lengths.predict("t", 0, 10_000) == 32
+
+
+def sequence_of(blocks_held: int, blocks_to_grow: int, ledger: TenantLedger) -> Sequence:
+    sequence = Sequence(
+        make_request("r", blocks_held * 16),
+        1,
+        0.0,
+        length_limit=10_000,
+        account=ledger.enter(""),
+    )
+    sequence.block_ids = list(range(blocks_held))
+    sequence.predicted_length = (blocks_held + blocks_to_grow) * 16
+    return sequence
+
+
+def test_headroom_counts_what_shorter_requests_will_give_back() -> None:
+    ledger = TenantLedger()
+    headroom = Headroom(16)
+    for _ in range(4):
+        headroom.enter(sequence_of(10, 1, ledger))  # about to end: four times ten blocks come back
+    candidate = sequence_of(2, 8, ledger)
+    assert headroom.allows(candidate, 2, num_spare=5)  # one block each until the four have ended
+    assert not headroom.allows(candidate, 2, num_spare=4)
+
+
+def test_headroom_adds_up_what_grows_together() -> None:
+    ledger = TenantLedger()
+    headroom = Headroom(16)
+    for _ in range(4):
+        headroom.enter(sequence_of(2, 8, ledger))
+    candidate = sequence_of(2, 8, ledger)
+    assert headroom.allows(candidate, 2, num_spare=40)
+    assert not headroom.allows(candidate, 2, num_spare=39)

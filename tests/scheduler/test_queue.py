@@ -1,0 +1,171 @@
+"""The order of admission, the bounds of the queue, and deadlines."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.errors import Overloaded
+from penstock.core.request import FinishReason, Tier
+from tests.scheduler.strict import Driver, make_request
+
+
+def order(driver: Driver) -> list[str]:
+    """Request ids in the order of their first chunk."""
+    return list(
+        dict.fromkeys(chunk.request_id for plan in driver.plans for chunk in plan.chunks if chunk.begins)
+    )
+
+
+def one_at_a_time(**config: object) -> Driver:
+    """A driver with one seat, taken by a request that nobody may displace."""
+    driver = Driver(max_num_seqs=1, **config)
+    driver.add(make_request("seated", 4, 3, tier=Tier.PRIORITY))
+    driver.step()
+    return driver
+
+
+def test_tiers_go_in_order_of_urgency() -> None:
+    driver = one_at_a_time()
+    for tier in (Tier.BATCH, Tier.DEFAULT, Tier.PRIORITY):
+        driver.add(make_request(tier.value, 4, 1, tier=tier))
+    driver.run()
+    assert order(driver) == ["seated", "priority", "default", "batch"]
+
+
+def test_waiting_makes_more_urgent_one_tier_at_a_time() -> None:
+    driver = one_at_a_time(aging_s=10.0)
+    driver.add(make_request("old batch", 4, 1, tier=Tier.BATCH))
+    driver.now += 10.5
+    driver.add(make_request("new default", 4, 1, tier=Tier.DEFAULT))
+    driver.add(make_request("new priority", 4, 1, tier=Tier.PRIORITY))
+    driver.run()
+    assert order(driver) == ["seated", "new priority", "old batch", "new default"]
+
+
+def test_tenants_take_turns_by_the_service_they_received() -> None:
+    driver = one_at_a_time()
+    for index in range(4):
+        driver.add(make_request(f"greedy{index}", 4, 2, tenant="greedy"))
+    for index in range(2):
+        driver.add(make_request(f"modest{index}", 4, 2, tenant="modest"))
+    driver.run()
+    assert order(driver)[1:5] == ["greedy0", "modest0", "greedy1", "modest1"]
+
+
+def test_a_heavy_tenant_waits_until_the_others_had_as_much() -> None:
+    driver = one_at_a_time()
+    driver.add(make_request("heavy0", 100, 50, tenant="heavy"))
+    driver.add(make_request("heavy1", 4, 1, tenant="heavy"))
+    for index in range(5):
+        driver.add(make_request(f"light{index}", 4, 1, tenant="light"))
+    driver.run()
+    assert order(driver)[1:] == ["heavy0", "light0", "light1", "light2", "light3", "light4", "heavy1"]
+
+
+def test_idle_time_is_no_credit() -> None:
+    driver = Driver(max_num_seqs=1)
+    driver.add(make_request("busy0", 100, 50, tenant="busy"))
+    driver.step()
+    for index in range(3):
+        driver.add(make_request(f"busy{index + 1}", 4, 1, tenant="busy"))
+        driver.add(make_request(f"new{index}", 4, 1, tenant="new"))
+    driver.run()
+    assert order(driver)[1:] != ["new0", "new1", "new2", "busy1", "busy2", "busy3"]
+
+
+def test_shorter_answers_go_first_within_a_bounded_time() -> None:
+    driver = one_at_a_time(aging_s=14.0)  # one second for each bin of length
+    driver.add(make_request("long", 4, 128))  # three bins past the shortest
+    driver.now += 2.0
+    driver.add(make_request("short", 4, 8))
+    driver.now += 2.0
+    driver.add(make_request("short but late", 4, 8))
+    driver.run()
+    assert order(driver) == ["seated", "short", "long", "short but late"]
+
+
+def test_the_queue_is_bounded_by_requests_beyond_the_free_seats() -> None:
+    driver = Driver(max_num_seqs=2, max_queue_requests=3)
+    for index in range(5):
+        driver.add(make_request(f"r{index}"))
+    with pytest.raises(Overloaded, match="5 requests are waiting") as refused:
+        driver.add(make_request("one too many"))
+    assert refused.value.retry_after_s == 1.0
+    driver.step()
+    with pytest.raises(Overloaded):
+        driver.add(make_request("still too many"))
+    driver.run()
+    assert len(driver.finished) == 5
+
+
+def test_a_queue_without_room_still_lets_an_idle_engine_work() -> None:
+    driver = Driver(max_num_seqs=1, max_queue_requests=0, max_queue_tokens=0)
+    driver.add(make_request("a", 40))
+    with pytest.raises(Overloaded):
+        driver.add(make_request("b"))
+    driver.run()
+
+
+def test_the_queue_is_bounded_by_prompt_tokens() -> None:
+    driver = Driver(max_queue_tokens=30)
+    driver.add(make_request("a", 20))
+    driver.add(make_request("b", 10))
+    with pytest.raises(Overloaded, match="30 prompt tokens"):
+        driver.add(make_request("c", 1))
+    driver.step()
+    driver.add(make_request("c", 1))
+    driver.run()
+
+
+def test_retry_after_follows_the_rate_at_which_the_queue_drains() -> None:
+    driver = Driver(max_num_seqs=1, max_queue_requests=20)
+    for index in range(21):
+        driver.add(make_request(f"r{index}", 4, 1))
+    for _ in range(10):
+        driver.step(seconds=2.0)
+    for index in range(10):
+        driver.add(make_request(f"s{index}", 4, 1))
+    with pytest.raises(Overloaded) as refused:
+        driver.add(make_request("one too many", 4, 1))
+    assert refused.value.retry_after_s == pytest.approx(40.0, rel=0.2)
+
+
+def test_deadlines_hold_while_waiting_and_while_running() -> None:
+    driver = Driver(max_num_seqs=1)
+    driver.add(make_request("running", 4, 100, deadline_s=0.055))
+    driver.add(make_request("waiting", 4, 100, deadline_s=0.025))
+    assert driver.scheduler.next_wakeup(0.0) == 0.025
+    driver.run()
+    assert driver.finished["waiting"].finish_reason is FinishReason.DEADLINE
+    assert driver.answers["waiting"] == []
+    assert driver.finished["running"].finish_reason is FinishReason.DEADLINE
+    assert 4 <= len(driver.answers["running"]) <= 7
+    assert driver.scheduler.next_wakeup(0.0) is None
+
+
+def test_a_deadline_ends_a_prompt_that_is_still_being_computed() -> None:
+    driver = Driver(max_num_batched_tokens=4, depth=2)
+    driver.add(make_request("a", 100, 5, deadline_s=0.05))
+    driver.run()
+    assert driver.finished["a"].finish_reason is FinishReason.DEADLINE
+    assert driver.cache.num_active == 0
+
+
+def test_a_commit_after_the_deadline_delivers_its_token_and_ends() -> None:
+    driver = Driver()
+    driver.add(make_request("a", 4, 5, deadline_s=1.0))
+    driver.plan()
+    driver.now = 2.0
+    (event,) = driver.commit()
+    assert event.finish_reason is FinishReason.DEADLINE
+    assert len(event.token_ids) == 1
+
+
+def test_the_queue_timeout_ends_only_what_never_started() -> None:
+    driver = Driver(max_num_seqs=1, queue_timeout_s=0.1)
+    driver.add(make_request("running", 4, 30))
+    driver.add(make_request("waiting", 4, 30))
+    driver.run()
+    assert driver.finished["running"].finish_reason is FinishReason.LENGTH
+    assert driver.finished["waiting"].finish_reason is FinishReason.ERROR
+    assert "in the queue" in (driver.finished["waiting"].error or "")
