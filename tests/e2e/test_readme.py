@@ -1,0 +1,43 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import PENSTOCK, RunningServer
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+@pytest.mark.e2e
+def test_the_python_example_prints_paris(server: RunningServer) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert "http://127.0.0.1:8000" in example
+    program = example.replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "Paris" in done.stdout
+
+
+def test_every_command_of_the_table_exists() -> None:
+    commands = re.findall(r"^\| `penstock (\w+)(?: (\w+(?:\\\|\w+)*))?", README, re.MULTILINE)
+    assert len(commands) >= 6
+    for command, subcommands in commands:
+        names = subcommands.split("\\|") if "\\|" in subcommands else [None]
+        for name in names:
+            call = [PENSTOCK, command, *([name] if name else []), "--help"]
+            assert subprocess.run(call, capture_output=True, timeout=60).returncode == 0, call
+
+
+def test_the_two_make_commands_exist() -> None:
+    folder = Path(__file__).parents[2]
+    for target in ("serve", "test"):
+        assert f"make {target}\n" in README
+        shown = subprocess.run(["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=60)
+        assert shown.returncode == 0
