@@ -1,6 +1,6 @@
-"""How long `plan` and `commit` take: `python bench/scheduler.py`. No model, no executor, only the scheduler's own time.
+"""How long `plan` and `commit` take: `python bench/scheduler.py`. No model, only the scheduler's own time.
 
-Prints microseconds per call, the median over many steps, by number of running decodes, pipeline depth and queue length.
+Prints the median microseconds per call, by number of running decodes, pipeline depth and queue length.
 """
 
 from __future__ import annotations

@@ -67,3 +67,11 @@ class StepDraft:
             sequence.num_expected += 1
         self.num_tokens_left -= num_tokens
         self.load.add_prefill(start, num_tokens)
+
+
+def share_of_room(room: int) -> int:
+    """What a prefill takes when others wait behind it: most, but so that a short prompt need not wait for a very
+    long one to finish."""
+    if room < 2 * MIN_PREFILL_TOKENS:
+        return room
+    return room - max(room // 4, MIN_PREFILL_TOKENS)

@@ -12,7 +12,7 @@ _EDGES = tuple(_FIRST_EDGE_TOKENS << index for index in range(NUM_LENGTH_BINS))
 
 _DECAY_PER_ANSWER = 0.99
 _QUANTILE = 0.7  # above the median: a guess too low costs a preemption, one too high a little waiting
-_MIN_WEIGHT = 4.0  # answers of the right kind before a histogram is believed
+_MIN_ANSWERS = 3.5  # at least as long as this one, before a histogram is believed
 _UNKNOWN_LENGTH_TOKENS = 256
 _MAX_TENANTS = 4096
 
@@ -22,41 +22,61 @@ def length_bin(num_tokens: int) -> int:
     return max(0, min((num_tokens - 1).bit_length() - 4, NUM_LENGTH_BINS - 1))
 
 
+class _Histogram:
+    """Fading counts of answers by bin, and of their tokens, so that a bin knows its mean."""
+
+    __slots__ = ("_counts", "_tokens")
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * NUM_LENGTH_BINS
+        self._tokens = [0.0] * NUM_LENGTH_BINS
+
+    def observe(self, num_tokens: int) -> None:
+        self._counts = [count * _DECAY_PER_ANSWER for count in self._counts]
+        self._tokens = [tokens * _DECAY_PER_ANSWER for tokens in self._tokens]
+        index = length_bin(num_tokens)
+        self._counts[index] += 1.0
+        self._tokens[index] += num_tokens
+
+    def predict(self, at_least: int) -> int | None:
+        """A high quantile of the lengths from `at_least` on; None when too few were seen."""
+        counts = self._counts
+        first = length_bin(at_least)
+        num_answers = sum(counts[first:])
+        if num_answers < _MIN_ANSWERS:
+            return None
+        index, below = first, counts[first]
+        while below < _QUANTILE * num_answers and index + 1 < NUM_LENGTH_BINS:
+            index += 1
+            below += counts[index]
+        length = round(self._tokens[index] / counts[index]) if counts[index] else 0
+        return length if length >= at_least else max(at_least, _EDGES[index])
+
+
 class OutputLengthEstimator:
     def __init__(self) -> None:
-        self._everyone = [0.0] * NUM_LENGTH_BINS
-        self._tenants: dict[str, list[float]] = {}  # least recently heard of first
+        self._everyone = _Histogram()
+        self._tenants: dict[str, _Histogram] = {}  # least recently heard of first
 
     def observe(self, tenant: str, num_output_tokens: int) -> None:
         """An answer ended by itself or at its limit. Aborted ones say nothing about length."""
-        weights = self._tenants.pop(tenant, None)
-        if weights is None:
-            weights = [0.0] * NUM_LENGTH_BINS
+        histogram = self._tenants.pop(tenant, None)
+        if histogram is None:
+            histogram = _Histogram()
             if len(self._tenants) >= _MAX_TENANTS:
                 del self._tenants[next(iter(self._tenants))]
-        self._tenants[tenant] = weights
-        index = length_bin(num_output_tokens)
-        for histogram in (weights, self._everyone):
-            for position in range(NUM_LENGTH_BINS):
-                histogram[position] *= _DECAY_PER_ANSWER
-            histogram[index] += 1.0
+        self._tenants[tenant] = histogram
+        histogram.observe(num_output_tokens)
+        self._everyone.observe(num_output_tokens)
 
     def predict(self, tenant: str, num_output_tokens: int, limit: int) -> int:
         """The final length of an answer that has `num_output_tokens` already; more than that, and within `limit`."""
-        first_bin = length_bin(num_output_tokens + 1)
-        for histogram in (self._tenants.get(tenant), self._everyone):
-            if histogram is None:
-                continue
-            weight = sum(histogram[first_bin:])
-            if weight >= _MIN_WEIGHT:
-                return min(limit, max(num_output_tokens + 1, _quantile(histogram, first_bin, weight)))
-        return min(limit, num_output_tokens + _UNKNOWN_LENGTH_TOKENS)
-
-
-def _quantile(histogram: list[float], first_bin: int, weight: float) -> int:
-    below = 0.0
-    for index in range(first_bin, NUM_LENGTH_BINS):
-        below += histogram[index]
-        if below >= _QUANTILE * weight:
-            return _EDGES[index]
-    return _EDGES[-1]
+        length = None
+        histogram = self._tenants.get(tenant)
+        if histogram is not None:
+            length = histogram.predict(num_output_tokens + 1)
+        if length is None:
+            length = self._everyone.predict(num_output_tokens + 1)
+        if length is None:
+            length = num_output_tokens + _UNKNOWN_LENGTH_TOKENS
+        return min(limit, length)

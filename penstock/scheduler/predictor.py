@@ -1,9 +1,12 @@
 """How long will a step take? A linear model, fitted online from steps that ran. Knows no clock and no requests.
 
-Recursive least squares on relative errors: each observation is divided by the larger of the observed and the
-predicted time, so that a step of 5 ms counts as much as one of 2 s, and an outlier in either direction has a bounded
-error. Errors beyond a few times the usual one are cut as well. Old steps fade, since caches warm up, clocks throttle
-and neighbours come and go.
+Recursive least squares with forgetting, on relative errors: each observation is divided by the larger of the observed
+and the predicted time, so that a step of 5 ms counts as much as one of 2 s and an outlier in either direction has a
+bounded error. Errors far beyond the usual one are cut as well.
+
+Only the diagonal of the covariance is kept. In exchange for some speed of convergence, a weight whose feature is
+absent from a step is left exactly alone: hours of decoding neither unlearn what a prefill token costs nor inflate the
+doubt about it, which makes a full covariance drift away.
 """
 
 from __future__ import annotations
@@ -11,20 +14,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-_FORGETTING = 0.98
+_FORGETTING = 0.98  # of each weight, per step that tells something about it: old steps fade
+_NOISE_VARIANCE = 0.01  # of relative errors: about a tenth either way
 _CUT_AT_USUAL_ERRORS = 3.0
-_MIN_CUT = 0.1  # relative error that is never cut
+_MIN_CUT = 0.1  # relative errors below this are never cut
 _USUAL_ERROR_DECAY = 0.9
-_UNSEEN_TOKENS = 1 << 30
+_NO_LIMIT_TOKENS = 1 << 30
 
-# Seconds per unit before anything was observed: a small accelerator. A wide spread lets the first steps overrule it.
-_PRIOR = (2e-3, 2e-5, 2e-5, 2e-8, 1e-9)
+# Seconds per unit before anything was observed, between those of a CPU and of a fast GPU; the spread covers both.
+_PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8)
 _PRIOR_SPREAD = 30.0
 
 
 @dataclass(slots=True)
 class StepLoad:
-    """What a step has to do; the five features of the model, the constant left out."""
+    """What a step has to do: the features of the model, next to a constant."""
 
     prefill_tokens: int = 0
     decode_sequences: int = 0
@@ -40,16 +44,19 @@ class StepTimePredictor:
     def __init__(self) -> None:
         self._weights = list(_PRIOR)  # seconds per unit of each feature; never negative
         self._max_variances = [(weight * _PRIOR_SPREAD) ** 2 for weight in _PRIOR]
-        size = len(_PRIOR)
-        self._covariance = [
-            [self._max_variances[row] if row == column else 0.0 for column in range(size)]
-            for row in range(size)
-        ]
+        self._variances = list(self._max_variances)
         self._usual_error = 1.0
 
     def predict(self, load: StepLoad) -> float:
         """Seconds."""
-        return sum(map(float.__mul__, self._weights, _features(load)))
+        base, per_prefill, per_decode, per_context, per_pair = self._weights
+        return (
+            base
+            + per_prefill * load.prefill_tokens
+            + per_decode * load.decode_sequences
+            + per_context * load.decode_context_tokens
+            + per_pair * load.prefill_pairs
+        )
 
     def prefill_tokens_within(self, target_s: float, load: StepLoad, start: int) -> int:
         """How many tokens of a prompt, beginning at `start`, fit on top of `load` in a step of `target_s`."""
@@ -57,10 +64,10 @@ class StepTimePredictor:
         if room_s <= 0.0:
             return 0
         per_pair = self._weights[4]
-        per_token = self._weights[1] + per_pair * start
-        if per_pair <= 0.0:
-            return int(room_s / per_token) if per_token > 0.0 else _UNSEEN_TOKENS
-        # The positive root of per_pair/2 · n² + per_token · n = room, in a form that stays exact for small per_pair.
+        per_token = self._weights[1] + per_pair * (start + 0.5)
+        if per_token <= 0.0:
+            return _NO_LIMIT_TOKENS
+        # The positive root of per_pair / 2 · n² + per_token · n = room_s, in the form that survives per_pair = 0.
         return int(2.0 * room_s / (per_token + sqrt(per_token * per_token + 2.0 * per_pair * room_s)))
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
@@ -68,43 +75,27 @@ class StepTimePredictor:
             return
         predicted_s = self.predict(load)
         scale = 1.0 / max(elapsed_s, predicted_s)
-        features = [feature * scale for feature in _features(load)]
         error = self._cut((elapsed_s - predicted_s) * scale)
-
-        covariance = self._covariance
-        spread = [sum(map(float.__mul__, row, features)) for row in covariance]
-        denominator = _FORGETTING + sum(map(float.__mul__, spread, features))
-        gain = [value / denominator for value in spread]
-        for index, value in enumerate(gain):
-            self._weights[index] = max(0.0, self._weights[index] + value * error)
-        for row, row_gain in zip(covariance, gain, strict=True):
-            for column, value in enumerate(spread):
-                row[column] = (row[column] - row_gain * value) / _FORGETTING
-        self._limit_variances()
+        features = (
+            scale,
+            load.prefill_tokens * scale,
+            load.decode_sequences * scale,
+            load.decode_context_tokens * scale,
+            load.prefill_pairs * scale,
+        )
+        weights, variances = self._weights, self._variances
+        spread = [variance * feature for variance, feature in zip(variances, features, strict=True)]
+        total = _NOISE_VARIANCE + sum(
+            [value * feature for value, feature in zip(spread, features, strict=True)]
+        )
+        for index, feature in enumerate(features):
+            if feature:
+                gain = spread[index] / total
+                weights[index] = max(0.0, weights[index] + gain * error)
+                variance = (variances[index] - gain * spread[index]) / _FORGETTING
+                variances[index] = min(variance, self._max_variances[index])
 
     def _cut(self, error: float) -> float:
         limit = max(_MIN_CUT, _CUT_AT_USUAL_ERRORS * self._usual_error)
         self._usual_error = _USUAL_ERROR_DECAY * self._usual_error + (1.0 - _USUAL_ERROR_DECAY) * abs(error)
         return max(-limit, min(limit, error))
-
-    def _limit_variances(self) -> None:
-        """Forgetting inflates what recent steps say nothing about, such as prefill while only decodes run. Scale such
-        a row and column back to its prior, which keeps the matrix a covariance."""
-        covariance = self._covariance
-        for index, limit in enumerate(self._max_variances):
-            variance = covariance[index][index]
-            if variance > limit:
-                factor = sqrt(limit / variance)
-                for other in range(len(covariance)):
-                    covariance[index][other] *= factor
-                    covariance[other][index] *= factor
-
-
-def _features(load: StepLoad) -> tuple[float, float, float, float, float]:
-    return (
-        1.0,
-        float(load.prefill_tokens),
-        float(load.decode_sequences),
-        float(load.decode_context_tokens),
-        float(load.prefill_pairs),
-    )

@@ -4,9 +4,9 @@ A preempted request loses its blocks, keeps its tokens, and computes again what 
 
 Why this always ends. Order requests by seniority: rank, then arrival. The most senior running request is never a
 victim of growth while all others may be, and `Scheduler.add` refuses what does not fit the cache alone: so it gets
-every block it asks for, is in every plan, and ends. Seniority never falls, because arrival is fixed and aging only
-makes more urgent. So whoever has not ended yet becomes the most senior some day. Displacement takes only requests
-that still rank as batch, for one of a more urgent tier: aging lifts a batch request out of its reach.
+every block it asks for, and ends. Seniority never falls, because arrival is fixed and aging only makes more urgent.
+So whoever has not ended yet becomes the most senior some day. Displacement takes only requests that still rank as
+batch, for one of a more urgent tier: aging lifts a batch request out of its reach.
 """
 
 from __future__ import annotations

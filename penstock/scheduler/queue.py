@@ -50,13 +50,13 @@ class WaitingQueue:
         the next plan, and do not count: an idle engine accepts work whatever the bounds."""
         num_waiting = len(self._members)
         if num_waiting >= self._max_requests + num_free_seats:
-            amount = f"{num_waiting} requests"
+            amount = f"{num_waiting} waiting requests"
         elif self.num_tokens and self.num_tokens + num_prompt_tokens > self._max_tokens:
-            amount = f"{self.num_tokens} prompt tokens"
+            amount = f"{self.num_tokens} waiting prompt tokens"
         else:
             return
         raise Overloaded(
-            f"The queue is full: {amount} are waiting.",
+            f"The queue is full, at {amount}.",
             hint="Try again later, or raise --max-queue-requests or --max-queue-tokens.",
             retry_after_s=self._drain.seconds_to_serve(num_waiting, now),
         )
@@ -202,20 +202,18 @@ class _DrainRate:
         self._last_s = now
 
     def count_one(self, now: float) -> None:
-        self._advance(now)
+        self._count, self._window_s = self._as_of(now)
         self._count += 1.0
+        self._last_s = max(self._last_s, now)
 
     def seconds_to_serve(self, num_requests: int, now: float) -> float:
-        """How long as many as wait now will take, within sane bounds for a Retry-After."""
-        self._advance(now)
-        if not self._count:
+        """How long as many as wait now will take, within sane bounds for a Retry-After. Changes nothing."""
+        count, window_s = self._as_of(now)
+        if not count:
             return _MIN_RETRY_S
-        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_requests * self._window_s / self._count))
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_requests * window_s / count))
 
-    def _advance(self, now: float) -> None:
-        passed_s = now - self._last_s
-        if passed_s > 0.0:
-            decay = exp(-passed_s / _DRAIN_WINDOW_S)
-            self._count *= decay
-            self._window_s = self._window_s * decay + _DRAIN_WINDOW_S * (1.0 - decay)
-            self._last_s = now
+    def _as_of(self, now: float) -> tuple[float, float]:
+        """Both sums, faded by the time that passed since they were last changed."""
+        decay = exp(-max(0.0, now - self._last_s) / _DRAIN_WINDOW_S)
+        return self._count * decay, self._window_s * decay + _DRAIN_WINDOW_S * (1.0 - decay)

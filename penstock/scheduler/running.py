@@ -67,7 +67,9 @@ class RunningSet:
         sequence.num_computed = 0
         sequence.is_prefilling = False
 
-    def find_work(self, max_decodes: int) -> Work:
+    def find_work(self) -> Work:
+        """There are never more decodes than a step has tokens: each of them had a token in its last prefill chunk, in
+        a step that also had one for every decode before it."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._sequences.values():
@@ -75,9 +77,6 @@ class RunningSet:
                 prefills.append(sequence)
             elif sequence.num_expected < sequence.length_limit:  # else its last token is in flight
                 decodes.append(sequence)
-        if len(decodes) > max_decodes:
-            decodes.sort(key=seniority)
-            del decodes[max_decodes:]
         prefills.sort(key=seniority)
         growing = [sequence for sequence in decodes if sequence.num_computed == sequence.num_slots]
         return Work(decodes, growing, prefills)

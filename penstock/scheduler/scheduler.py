@@ -23,7 +23,7 @@ from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission, AdmissionDesk
-from penstock.scheduler.draft import StepDraft
+from penstock.scheduler.draft import StepDraft, share_of_room
 from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
 from penstock.scheduler.fairness import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT, TenantLedger
 from penstock.scheduler.headroom import Headroom
@@ -114,21 +114,19 @@ class Scheduler:
         self._queue.promote(now)
 
         # Preemption comes before any chunk: what is in the plan may already be shared with others, and stays in it.
-        max_tokens = self._config.max_num_batched_tokens
-        work = self._running.find_work(max_tokens)
+        work = self._running.find_work()
         lacks_blocks = len(work.growing) > self._cache.num_available
         if lacks_blocks:
             self._preempt_for_growth(work.growing, now)
-            work = self._running.find_work(max_tokens)
+            work = self._running.find_work()
         elif self._displace(now):
-            work = self._running.find_work(max_tokens)
+            work = self._running.find_work()
 
-        draft = StepDraft(max_tokens, self._predictor, self._itl_target_s)
+        draft = StepDraft(self._config.max_num_batched_tokens, self._predictor, self._itl_target_s)
         draft.add_decodes(work.decodes, self._running.grow(work.growing))
         self._running.decoded(len(work.decodes))
-        self._continue_prefills(draft, work.prefills)
-        if not lacks_blocks:  # else the victims would come straight back
-            self._admit_waiting(draft, now)
+        # After a preemption nobody is admitted: the victims would come straight back.
+        self._add_prefills(draft, work.prefills, now, may_admit=not lacks_blocks)
         if not draft.chunks:
             return None
         self._num_steps += 1
@@ -250,18 +248,30 @@ class Scheduler:
             self._preempt(victim, now)
         return True
 
-    def _continue_prefills(self, draft: StepDraft, prefills: list[Sequence]) -> None:
-        for sequence in prefills:
+    def _add_prefills(
+        self, draft: StepDraft, prefills: list[Sequence], now: float, *, may_admit: bool
+    ) -> None:
+        """Go on with running prefills, and admit who waits. Someone more urgent goes before a prefill that already
+        runs, unless that one has been running for long enough to count as urgent too."""
+        for index, sequence in enumerate(prefills):
+            if may_admit:
+                aged = int((now - sequence.admitted_s) / self._config.aging_s)
+                self._admit_waiting(draft, now, max_rank=sequence.rank - aged - 1)
             room = draft.prefill_room(sequence.num_computed)
             if not room:
                 return
+            if index + 1 < len(prefills) or (may_admit and self._queue.first() is not None):
+                room = share_of_room(room)
             draft.add_prefill(sequence, room, begins=False)
             self._publish(sequence)
+        if may_admit:
+            self._admit_waiting(draft, now, max_rank=BATCH_RANK)
 
-    def _admit_waiting(self, draft: StepDraft, now: float) -> None:
-        while len(self._running) < self._config.max_num_seqs and draft.prefill_room(0):
+    def _admit_waiting(self, draft: StepDraft, now: float, *, max_rank: int) -> None:
+        """Admit requests of this rank or a more urgent one while there are seats, tokens and blocks."""
+        while len(self._running) < self._config.max_num_seqs:
             sequence = self._queue.first()
-            if sequence is None:
+            if sequence is None or sequence.rank > max_rank or not draft.prefill_room(0):
                 return
             outcome = self._desk.admit(sequence, is_alone=not self._running)
             if outcome is Admission.BLOCKED:
@@ -279,6 +289,7 @@ class Scheduler:
         self._queue.leave(sequence, now)
         self._running.start(sequence)
         sequence.state = State.RUNNING
+        sequence.admitted_s = now
         self._cache.record_lookup(sequence.num_known, sequence.num_computed)
         if not sequence.has_started:
             sequence.first_planned_s = now

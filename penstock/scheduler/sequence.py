@@ -37,11 +37,13 @@ class Sequence:
 
     __slots__ = (
         "account",
+        "admitted_s",
         "arrival_s",
         "block_ids",
         "first_planned_s",
         "followers",
         "frontier",
+        "growth_blocks",
         "hashes",
         "is_prefilling",
         "leader",
@@ -61,7 +63,6 @@ class Sequence:
         "publish_at",
         "queued_s",
         "rank",
-        "remaining_bin",
         "request",
         "request_id",
         "root_hash",
@@ -87,6 +88,7 @@ class Sequence:
         self.queued_s = arrival_s  # when it last entered the queue
         self.waited_s = 0.0  # in the queue, over all stays that are over
         self.first_planned_s: float | None = None
+        self.admitted_s = arrival_s  # when it last began to run
 
         self.num_prompt = len(request.prompt_token_ids)
         self.length_limit = length_limit  # prompt and answer together
@@ -101,7 +103,7 @@ class Sequence:
         self.block_ids: list[int] = []
         self.num_slots = 0  # tokens that block_ids have room for
         self.num_reused_blocks = 0  # leading blocks that were found in the cache at admission
-        self.remaining_bin = 0  # of predicted growth, while running; kept by Headroom
+        self.growth_blocks = 0  # predicted, beyond block_ids, while running; kept by Headroom
 
         # Kept by PrefixSharing.
         self.root_hash = root_hash(request.tenant)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from penstock.core.config import SchedulerConfig
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
@@ -178,6 +179,7 @@ class Driver:
         )
         self.executor = StrictExecutor(self.config, num_blocks, block_size)
         self.depth = depth
+        self.max_model_len = max_model_len
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
@@ -209,6 +211,11 @@ class Driver:
     def pin(self, prompt: tuple[int, ...], seconds: float = 1.0) -> None:
         hashes = chain_hashes(root_hash(""), prompt, self.cache.block_size)
         self.cache.pin(hashes, self.now + seconds, self.now)
+
+    def expect_short_answers(self) -> None:
+        """Teach the forecast wrongly, so that more is admitted than will fit."""
+        for _ in range(8):
+            self.scheduler._lengths.observe("", 1)
 
     def plan(self) -> StepPlan | None:
         """Ask for one more plan and execute it; its result waits for `commit`."""
@@ -248,7 +255,7 @@ class Driver:
         self.now += seconds
         return plan
 
-    def run(self, max_steps: int = 2000) -> None:
+    def run(self, max_steps: int = 10_000) -> None:
         """Step until nothing is left, and check that everything came out right."""
         for _ in range(max_steps):
             if not self.scheduler.has_work and not self._in_flight:
@@ -282,7 +289,9 @@ class Driver:
 
     def length_of(self, request: Request) -> int:
         """Tokens that a request gets if nothing ends it before its limit."""
-        room = min(200, self.cache.num_blocks * self.cache.block_size) - len(request.prompt_token_ids)
+        room = min(self.max_model_len, self.cache.num_blocks * self.cache.block_size) - len(
+            request.prompt_token_ids
+        )
         return min(request.sampling.max_tokens, self.config.max_output_tokens or room, room)
 
 
@@ -298,8 +307,7 @@ def make_request(
 ) -> Request:
     """A request; a number for a prompt means that many tokens which no other request id shares."""
     if isinstance(prompt, int):
-        seed = sum(request_id.encode()) * 31 + len(request_id)
-        prompt = tuple((seed * (index + 3) + index * index) % VOCABULARY for index in range(prompt))
+        prompt = tuple(crc32(f"{request_id} {index}".encode()) % VOCABULARY for index in range(prompt))
     return Request(
         id=request_id,
         prompt_token_ids=prompt,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.request import Tier
 from penstock.scheduler.fairness import TenantLedger
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.keyed_heap import KeyedHeap
@@ -58,15 +59,16 @@ def test_each_tenant_is_judged_by_its_own_answers_once_there_are_some() -> None:
     for _ in range(10):
         lengths.observe("terse", 10)
         lengths.observe("wordy", 1000)
-    assert lengths.predict("terse", 0, 10_000) == 16
-    assert lengths.predict("wordy", 0, 10_000) == 1024
-    assert lengths.predict("new", 0, 10_000) == 1024  # the upper part of what everyone did
+    assert lengths.predict("terse", 0, 10_000) == 10
+    assert lengths.predict("wordy", 0, 10_000) == 1000
+    assert lengths.predict("new", 0, 10_000) == 1000  # the upper part of what everyone did
 
 
 def test_a_longer_answer_than_any_before_is_expected_to_go_on() -> None:
     lengths = OutputLengthEstimator()
     for _ in range(10):
         lengths.observe("terse", 10)
+    assert lengths.predict("terse", 12, 10_000) == 16  # the end of the bin
     assert lengths.predict("terse", 100, 10_000) == 356
     assert lengths.predict("terse", 100, 120) == 120
 
@@ -77,12 +79,14 @@ def test_habits_change() -> None:
         lengths.observe("t", 2000)
     for _ in range(200):
         lengths.observe("t", 20)
-    assert lengths.predict("t", 0, 10_000) == 32
+    assert lengths.predict("t", 0, 10_000) == 20
 
 
-def sequence_of(blocks_held: int, blocks_to_grow: int, ledger: TenantLedger) -> Sequence:
+def sequence_of(
+    blocks_held: int, blocks_to_grow: int, ledger: TenantLedger, tier: Tier = Tier.DEFAULT
+) -> Sequence:
     sequence = Sequence(
-        make_request("r", blocks_held * 16),
+        make_request("r", blocks_held * 16, tier=tier),
         1,
         0.0,
         length_limit=10_000,
@@ -111,3 +115,11 @@ def test_headroom_adds_up_what_grows_together() -> None:
     candidate = sequence_of(2, 8, ledger)
     assert headroom.allows(candidate, 2, num_spare=40)
     assert not headroom.allows(candidate, 2, num_spare=39)
+
+
+def test_headroom_lets_an_urgent_request_count_on_what_batch_ones_hold() -> None:
+    ledger = TenantLedger()
+    headroom = Headroom(16)
+    headroom.enter(sequence_of(10, 16, ledger, Tier.BATCH))
+    assert headroom.allows(sequence_of(2, 8, ledger), 2, num_spare=0)
+    assert not headroom.allows(sequence_of(2, 8, ledger, Tier.BATCH), 2, num_spare=8)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
 from penstock.core.plan import SampledToken, StepResult
-from penstock.core.request import FinishReason
+from penstock.core.request import FinishReason, Tier
 from tests.scheduler.strict import EOS, VOCABULARY, Driver, expected_answer, make_request
 
 
@@ -40,6 +40,32 @@ def test_decodes_come_first_then_running_prefills_then_admissions() -> None:
     driver.run()
 
 
+def test_a_short_prompt_need_not_wait_for_a_very_long_one() -> None:
+    driver = Driver(max_num_batched_tokens=80)
+    driver.add(make_request("long", 190, 2))
+    driver.step()
+    driver.add(make_request("short", 12, 2))
+    driver.step()
+    assert sizes(driver) == [{"long": 80}, {"long": 60, "short": 12}]
+    driver.run()
+
+
+def test_an_urgent_prompt_goes_before_a_running_prefill_that_is_less_urgent_and_not_old() -> None:
+    driver = Driver(num_blocks=200, max_num_batched_tokens=30, aging_s=1.0)
+    driver.add(make_request("long", 190, 2))
+    driver.step()
+    driver.add(make_request("urgent", 40, 2, tier=Tier.PRIORITY))
+    driver.step()
+    assert sizes(driver)[-1] == {"urgent": 30}
+    driver.step()
+    assert sizes(driver)[-1] == {"urgent": 10, "long": 20}
+    driver.add(make_request("urgent too", 40, 2, tier=Tier.PRIORITY))
+    driver.now += 1.0
+    driver.step()
+    assert sizes(driver)[-1] == {"urgent": 1, "long": 29}
+    driver.run()
+
+
 def test_new_requests_join_at_every_step_and_seats_are_bounded() -> None:
     driver = Driver(max_num_seqs=2)
     for name in "abc":
@@ -51,22 +77,13 @@ def test_new_requests_join_at_every_step_and_seats_are_bounded() -> None:
     assert driver.plans[3].released == ("a", "b")
 
 
-def test_with_fewer_tokens_than_decodes_the_most_senior_go_on() -> None:
-    driver = Driver(max_num_batched_tokens=4)
-    for name in "abcdef":
-        driver.add(make_request(name, 1, 5))
-        driver.step()
-    assert max(plan.num_tokens for plan in driver.plans) == 4
-    driver.run()
-
-
 def test_a_plan_ahead_of_its_commit_says_which_token_is_in_flight() -> None:
     driver = Driver()
     driver.add(make_request("a", 4, 4))
-    first, second, third = driver.plan(), driver.plan(), driver.plan()
-    assert first is not None and second is not None and third is not None
-    assert [plan.chunks[0].in_flight for plan in (first, second, third)] == [0, 1, 1]
-    assert [plan.chunks[0].start for plan in (first, second, third)] == [0, 4, 5]
+    for _ in range(3):
+        driver.plan()
+    assert [plan.chunks[0].in_flight for plan in driver.plans] == [0, 1, 1]
+    assert [plan.chunks[0].start for plan in driver.plans] == [0, 4, 5]
     driver.run()
 
 
@@ -210,7 +227,8 @@ def test_commits_out_of_order_are_refused() -> None:
     driver.add(make_request("a", 4))
     first = driver.scheduler.plan(0.0)
     second = driver.scheduler.plan(0.0)
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     with pytest.raises(ValueError, match="out of order"):
         driver.scheduler.commit(second, StepResult(second.step_id, (SampledToken("a", 1),), 0.1), 0.0)
     with pytest.raises(ValueError, match="0 samples of 1"):

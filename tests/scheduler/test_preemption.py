@@ -8,29 +8,20 @@ from penstock.core.request import FinishReason, Tier
 from tests.scheduler.strict import Driver, make_request
 
 
-def test_a_preempted_request_keeps_its_tokens_and_goes_on_where_it_was() -> None:
-    driver = Driver(num_blocks=8, max_num_seqs=2)
-    driver.add(make_request("a", 8, 20))
-    driver.add(make_request("b", 8, 20))
-    driver.step()
-    if driver.scheduler.stats().num_running < 2:
-        driver.scheduler._lengths.predict  # the forecast keeps b out; see the next test
-    driver.run()
-    assert len(driver.answers["a"]) == len(driver.answers["b"]) == 20
-
-
-def overcommit(driver: Driver, *requests: object) -> None:
-    """Make the forecast expect short answers, so that more is admitted than will fit."""
-    for _ in range(8):
-        driver.scheduler._lengths.observe("", 1)
+def step_until_preempted(driver: Driver, times: int) -> None:
+    for _ in range(200):
+        if driver.scheduler.stats().num_preemptions >= times:
+            return
+        driver.step()
+    raise AssertionError("nobody was preempted")
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_growth_preempts_the_junior_and_never_the_most_senior(depth: int) -> None:
-    driver = Driver(num_blocks=9, depth=depth)
-    overcommit(driver)
+    driver = Driver(num_blocks=18, depth=depth)
+    driver.expect_short_answers()
     for name in ("senior", "middle", "junior"):
-        driver.add(make_request(name, 8, 16))
+        driver.add(make_request(name, 8, 40))
     driver.run()
     assert driver.scheduler.stats().num_preemptions > 0
     begins = [chunk.request_id for plan in driver.plans for chunk in plan.chunks if chunk.begins]
@@ -38,28 +29,98 @@ def test_growth_preempts_the_junior_and_never_the_most_senior(depth: int) -> Non
     assert all(event.finish_reason is FinishReason.LENGTH for event in driver.finished.values())
 
 
-def test_a_resumed_request_finds_its_blocks_in_the_cache_if_they_survived() -> None:
-    driver = Driver(num_blocks=14)
-    overcommit(driver)
-    driver.add(make_request("a", 8, 24))
-    driver.add(make_request("b", 24, 8))
+def test_a_resumed_request_keeps_its_tokens_and_finds_blocks_that_survived() -> None:
+    driver = Driver(num_blocks=18)
+    driver.expect_short_answers()
+    driver.add(make_request("a", 8, 40))
+    driver.add(make_request("b", 24, 30))
+    step_until_preempted(driver, 1)
+    num_kept = len(driver.answers["b"])
+    assert num_kept > 0
     driver.run()
-    assert driver.scheduler.stats().num_preemptions == 1
-    assert driver.scheduler.stats().prefix_cache_hits > 0
+    resumed = [
+        chunk for plan in driver.plans for chunk in plan.chunks if chunk.begins and chunk.request_id == "b"
+    ]
+    assert len(resumed) == 2
+    assert 0 < resumed[1].start < 24 + num_kept
+    assert len(driver.answers["b"]) == 30
 
 
 def test_the_cheapest_victim_is_taken_least_urgent_first() -> None:
-    driver = Driver(num_blocks=13)
-    overcommit(driver)
-    driver.add(make_request("batch", 16, 14, tier=Tier.BATCH))
-    driver.add(make_request("long", 16, 14))
-    driver.add(make_request("short", 8, 14))
-    while not driver.scheduler.stats().num_preemptions:
-        driver.step()
+    driver = Driver(num_blocks=30)
+    driver.expect_short_answers()
+    driver.add(make_request("batch", 16, 40, tier=Tier.BATCH))
+    driver.add(make_request("first", 8, 40))
+    driver.add(make_request("short", 8, 40))
+    driver.add(make_request("long", 16, 40))
+    step_until_preempted(driver, 1)
     assert driver.plans[-1].released == ("batch",)
-    while driver.scheduler.stats().num_preemptions < 2:
-        driver.step()
+    step_until_preempted(driver, 2)
     assert driver.plans[-1].released == ("short",)
+    driver.run()
+
+
+def test_a_request_that_outgrows_its_prediction_gets_a_new_one() -> None:
+    driver = Driver()
+    driver.expect_short_answers()
+    driver.add(make_request("a", 8, 100))
+    sequence = driver.scheduler._sequences["a"]
+    assert sequence.predicted_length == 8 + 1
+    for _ in range(30):
+        driver.step()
+    assert sequence.predicted_length > sequence.num_known
+    driver.run()
+
+
+def test_a_request_that_lacked_blocks_starts_as_soon_as_some_come_free() -> None:
+    driver = Driver(num_blocks=20)
+    for name in ("a", "b", "c"):
+        driver.add(make_request(name, 28, 4))
+    driver.step()
+    assert driver.scheduler.stats().num_waiting == 1
+    driver.abort("a")
+    driver.step()
+    assert [chunk.request_id for chunk in driver.plans[-1].chunks] == ["b", "c"]
+    driver.run()
+
+
+def test_a_request_that_lacked_blocks_is_tried_again_now_and_then() -> None:
+    driver = Driver(num_blocks=20)
+    pinned = make_request("pinned", 24, 1)
+    driver.add(pinned)
+    driver.run()
+    driver.pin(pinned.prompt_token_ids, seconds=0.05)
+    driver.add(make_request("running", 4, 24))
+    driver.step()
+    driver.add(make_request("waiting", 40, 2))
+    driver.step()
+    assert driver.scheduler.stats().num_waiting == 1
+    for _ in range(15):
+        driver.step()
+    assert driver.answers["waiting"]
+    assert "running" not in driver.finished
+    driver.run()
+
+
+def test_after_a_preemption_for_growth_nobody_is_admitted_in_the_same_plan() -> None:
+    def crowded() -> Driver:
+        driver = Driver(num_blocks=20)
+        driver.expect_short_answers()
+        for name, num_prompt in (("a", 8), ("b", 8), ("c", 24)):
+            driver.add(make_request(name, num_prompt, 16))
+        return driver
+
+    rehearsal = crowded()
+    step_until_preempted(rehearsal, 1)
+    driver = crowded()
+    for _ in rehearsal.plans[:-1]:
+        driver.step()
+    driver.add(make_request("urgent", 2, 2, tier=Tier.PRIORITY))
+    driver.step()
+    assert driver.plans[-1].released
+    assert not any(chunk.begins for chunk in driver.plans[-1].chunks)
+    driver.step()
+    assert any(chunk.begins for chunk in driver.plans[-1].chunks)
     driver.run()
 
 
@@ -124,8 +185,9 @@ def test_a_batch_request_that_aged_is_not_displaced_any_more() -> None:
     driver.step()
     driver.add(make_request("batch", 8, 40, tier=Tier.BATCH))
     driver.now += 1.5
-    while "batch" not in driver.answers or not driver.answers["batch"]:
+    for _ in range(6):
         driver.step()
+    assert driver.answers["batch"]
     driver.add(make_request("urgent", 8, 4, tier=Tier.PRIORITY))
     driver.step()
     assert driver.scheduler.stats().num_preemptions == 0
@@ -150,9 +212,10 @@ def test_a_burst_of_long_requests_neither_thrashes_nor_idles_the_cache() -> None
     for index in range(60):
         driver.add(make_request(f"r{index}", 12, 64))
     usage = []
-    while driver.scheduler.has_work:
+    for _ in range(2000):
         driver.step()
         if driver.scheduler.stats().num_waiting:
             usage.append(driver.cache.usage)
+    assert len(driver.finished) == 60
     assert driver.scheduler.stats().num_preemptions <= 6
     assert sum(usage) / len(usage) > 0.5

@@ -18,7 +18,10 @@ from penstock.kernels.interface import AttentionBatch, AttentionLayer
 
 DECODE_KEYS = 64
 PREFILL_KEYS = 64
-MAX_SPLITS = 64
+MAX_SPLITS = 128
+SHORTEST_SPLIT = 64
+LONGEST_SPLIT = 1024
+PROGRAMS_PER_PROCESSOR = 2
 
 
 @triton.jit
@@ -31,7 +34,8 @@ def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):
     return scores * 1.4426950408889634
 
 
-@triton.jit
+# Numbers that change from step to step are not specialized: each new kind would compile the kernel again.
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _decode_kernel(
     q,
     k_cache,
@@ -53,6 +57,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -65,10 +70,8 @@ def _decode_kernel(
     first_key = 0
     if HAS_WINDOW:
         first_key = tl.maximum(length - window, 0) // KEYS * KEYS
-    tiles = tl.cdiv(length - first_key, KEYS)
-    tiles_per_split = tl.cdiv(tiles, SPLITS)
-    begin = first_key + split * tiles_per_split * KEYS
-    end = tl.minimum(begin + tiles_per_split * KEYS, length)
+    begin = first_key + split * SPLIT_KEYS
+    end = tl.minimum(begin + SPLIT_KEYS, length)
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, D_PAD)
@@ -131,13 +134,16 @@ def _merge_kernel(
     factor = tl.exp2(highest - best)
     total = tl.sum(tl.load(partial_sum + head * SPLITS + splits) * factor, axis=0)
     parts = tl.load(
-        partial_out + (head * SPLITS + splits[:, None]) * D + dims[None, :], mask=inside[None, :], other=0.0
+        partial_out + (head * SPLITS + splits[:, None]) * D + dims[None, :],
+        mask=inside[None, :]
+        & (highest > float("-inf"))[:, None],  # a split past the end wrote nothing useful
+        other=0.0,
     )
     result = tl.sum(parts * factor[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + head * D + dims, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "first_request", "window"])
 def _prefill_kernel(
     q,
     k_cache,
@@ -234,7 +240,9 @@ def _decode(
     heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
     count = batch.num_decodes
     span = batch.max_context_len if layer.window is None else min(batch.max_context_len, layer.window)
-    splits = decode_splits(count * kv_heads, span, _num_processors(q.device.index or 0))
+    split_keys = split_length(count * kv_heads, span, _num_processors(q.device.index or 0))
+    # A window need not begin where a tile does, so it may reach into one more.
+    splits = triton.next_power_of_2(-(-(span + (DECODE_KEYS if layer.window else 0)) // split_keys))
     partial_out = partial_max = partial_sum = out
     if splits > 1:
         partial_out = torch.empty(count * heads * splits * size, dtype=torch.float32, device=q.device)
@@ -261,6 +269,7 @@ def _decode(
         BLOCK_SIZE=k_cache.shape[2],
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
         KEYS=DECODE_KEYS if size <= 128 else DECODE_KEYS // 2,
+        SPLIT_KEYS=split_keys,
         SPLITS=splits,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
@@ -314,15 +323,13 @@ def _prefill(
     )
 
 
-def decode_splits(programs: int, span: int, processors: int) -> int:
-    """How many pieces to cut each context into: enough to fill the chip twice, each piece worth its overhead.
-    A power of two, so that few kernel variants exist."""
-    wanted = -(-2 * processors // max(programs, 1))
-    useful = max(1, span // (2 * DECODE_KEYS))
-    splits = 1
-    while splits * 2 <= min(wanted, useful, MAX_SPLITS):
-        splits *= 2
-    return splits
+def split_length(programs: int, span: int, processors: int) -> int:
+    """Keys for one program: as many as leave enough programs to fill the chip evenly, whatever the contexts'
+    lengths; `programs` is their number without splitting."""
+    keys = LONGEST_SPLIT
+    while keys > SHORTEST_SPLIT and programs * -(-span // keys) < PROGRAMS_PER_PROCESSOR * processors:
+        keys //= 2
+    return max(keys, triton.next_power_of_2(-(-span // MAX_SPLITS)))
 
 
 @functools.cache
