@@ -6,11 +6,12 @@ STAMPS := .stamps
 ARGS ?=
 NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 
-.PHONY: serve test lint format bench clean help
+.PHONY: serve test test-gpu lint format clean help
 
 help:
 	@echo "make serve [ARGS=...]  install if needed, fetch the default model, serve it on http://127.0.0.1:8000"
 	@echo "make test  [ARGS=...]  install if needed and run the whole test suite"
+	@echo "make test-gpu          the kernels against their definitions, on a CUDA device"
 	@echo "make lint              ruff, mypy and the import contracts"
 	@echo "make format            let ruff rewrite what it can"
 	@echo "make clean             remove the virtual environment and build products"
@@ -33,6 +34,9 @@ serve: $(STAMPS)/install
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(STAMPS)/dev
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
