@@ -7,6 +7,7 @@ so a request or an abort takes effect at the next step, and sends one message pe
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -65,6 +66,9 @@ class Worker:
             self._broadcast(LoadProgress(stage, fraction))
 
         self._engine = build_engine(config, model_path, on_progress=progress)
+        # What is loaded stays: the collector need not walk over it again and again between steps.
+        gc.collect()
+        gc.freeze()
         self._broadcast(self._engine.ready)
 
     def run(self) -> None:

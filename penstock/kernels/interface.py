@@ -178,6 +178,22 @@ class Ops(Protocol):
         every token over its request's blocks. All writes of the step come before any read."""
         ...
 
+    def attention(
+        self,
+        x: Tensor,
+        qkv: PackedLinear,
+        output: PackedLinear,
+        layer: AttentionLayer,
+        cache: Any,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """[T, hidden] → [T, hidden]: linear(attend(linear(x, qkv), ...), output), to the bit, in one call."""
+        ...
+
+    def mlp(self, x: Tensor, gate_up: PackedLinear, down: PackedLinear, activation: Activation) -> Tensor:
+        """[T, hidden] → [T, hidden]: linear(gated(linear(x, gate_up), activation), down), to the bit, in one call."""
+        ...
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """float32 [S, V] → int64 [S]. Order: temperature, top-k, top-p, min-p. A row with a NaN gives -1."""
         ...

@@ -1,8 +1,8 @@
 """The fast CPU backend: tensors in, calls to the compiled library, tensors out.
 
 Knows the C interface (`library.py`) and how weights are handed to it; the layouts themselves are the library's
-own affair (cpu/linear.h, cpu/attention.h). Every call here is on the path of each token, so checks are few and
-cheap: models pass contiguous tensors of the backend's type.
+own affair (cpu/linear.h, cpu/attention.h). Every call here is on the path of each token, so there is one cheap
+check per activation, and none of what a model decides at load.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ class NativeKVLayer:
 class NativeKVStore:
     """Memory for all layers, [layer][block], taken from the system page by page as blocks are first used."""
 
-    def __init__(self, library: Library, num_layers: int, num_blocks: int, block_size: int, block_bytes: int) -> None:
+    def __init__(
+        self, library: Library, num_layers: int, num_blocks: int, block_size: int, block_bytes: int
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_bytes = num_layers * num_blocks * block_bytes
@@ -141,7 +143,7 @@ class NativeOps:
         self.dtype = dtype
         self._library = library
         self._dtype_code = DTYPE_CODES[dtype]
-        self._layers: dict[int, tuple[AttentionLayerStruct, AttentionLayer, list[Tensor]]] = {}
+        self._layers: dict[int, tuple[AttentionLayerStruct, AttentionLayer, list[Tensor | None]]] = {}
         self._batch: AttentionBatch | None = None
         self._batch_struct = AttentionBatchStruct()
 
@@ -154,6 +156,8 @@ class NativeOps:
         return packed
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
+        if x.dtype is not self.dtype or not x.is_contiguous():
+            x = self._fitted(x)
         rows = x.shape[0]
         y = torch.empty((rows, weight.out_features), dtype=self.dtype)
         code = self._dtype_code
@@ -169,18 +173,23 @@ class NativeOps:
         ids = token_ids.to(torch.int32).contiguous()
         matrix = table.table
         y = torch.empty((ids.shape[0], matrix.in_features), dtype=self.dtype)
-        if not self._library.embed(matrix.handle, self._dtype_code, ids.shape[0], ids.data_ptr(), y.data_ptr()):
+        if not self._library.embed(
+            matrix.handle, self._dtype_code, ids.shape[0], ids.data_ptr(), y.data_ptr()
+        ):
             raise IndexError(f"a token id is outside the vocabulary of {matrix.out_features}")
         return y
 
     def logits(self, x: Tensor, head: Any) -> Tensor:
-        x = x.contiguous()
+        if x.dtype is not self.dtype or not x.is_contiguous():
+            x = self._fitted(x)
         rows = x.shape[0]
         y = torch.empty((rows, head.out_features), dtype=torch.float32)
         self._library.linear(head.handle, self._dtype_code, rows, x.data_ptr(), 0, y.data_ptr())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype is not self.dtype or not x.is_contiguous():
+            x = self._fitted(x)
         rows, width = x.shape
         y = torch.empty_like(x)
         self._library.rms_norm(
@@ -196,6 +205,10 @@ class NativeOps:
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype is not self.dtype or not x.is_contiguous():
+            x = self._fitted(x)
+        if residual.dtype is not self.dtype or not residual.is_contiguous():
+            raise ValueError("the residual is updated in place and must be contiguous, of the backend's type")
         rows, width = x.shape
         y = torch.empty_like(x)
         self._library.add_rms_norm(
@@ -212,6 +225,8 @@ class NativeOps:
         return y
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if gate_up.dtype is not self.dtype or not gate_up.is_contiguous():
+            gate_up = self._fitted(gate_up)
         rows, double_width = gate_up.shape
         width = double_width // 2
         y = torch.empty((rows, width), dtype=self.dtype)
@@ -231,14 +246,12 @@ class NativeOps:
         return NativeKVStore(self._library, num_layers, num_blocks, block_size, block_bytes)
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
-        known = self._layers.get(id(layer))
-        if known is None or known[1] is not layer:
-            known = self._describe_layer(layer)
-        if batch is not self._batch:
-            self._describe_batch(batch)
+        if qkv.dtype is not self.dtype or not qkv.is_contiguous():
+            qkv = self._fitted(qkv)
+        struct = self._describe(layer, batch)
         out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=self.dtype)
         self._library.attend(
-            known[0],
+            struct,
             self._batch_struct,
             self._dtype_code,
             cache.block_size,
@@ -247,6 +260,41 @@ class NativeOps:
             out.data_ptr(),
         )
         return out
+
+    def attention(
+        self, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
+    ) -> Tensor:
+        if x.dtype is not self.dtype or not x.is_contiguous():
+            x = self._fitted(x)
+        struct = self._describe(layer, batch)
+        y = torch.empty((x.shape[0], output.out_features), dtype=self.dtype)
+        self._library.attention(
+            qkv.handle,
+            output.handle,
+            struct,
+            self._batch_struct,
+            self._dtype_code,
+            cache.block_size,
+            cache.address,
+            x.data_ptr(),
+            y.data_ptr(),
+        )
+        return y
+
+    def mlp(self, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
+        if x.dtype is not self.dtype or not x.is_contiguous():
+            x = self._fitted(x)
+        y = torch.empty((x.shape[0], down.out_features), dtype=self.dtype)
+        self._library.mlp(
+            gate_up.handle,
+            down.handle,
+            self._dtype_code,
+            ACTIVATION_CODES[activation],
+            x.shape[0],
+            x.data_ptr(),
+            y.data_ptr(),
+        )
+        return y
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits = logits.contiguous()
@@ -257,9 +305,19 @@ class NativeOps:
         self._library.sample(byref(struct), logits.data_ptr(), tokens.data_ptr())
         return tokens
 
-    def _describe_layer(
-        self, layer: AttentionLayer
-    ) -> tuple[AttentionLayerStruct, AttentionLayer, list[Tensor]]:
+    def _fitted(self, x: Tensor) -> Tensor:
+        if x.dtype is not self.dtype:
+            raise TypeError(f"activations are {x.dtype} where the backend computes in {self.dtype}")
+        return x.contiguous()
+
+    def _describe(self, layer: AttentionLayer, batch: AttentionBatch) -> AttentionLayerStruct:
+        """The layer in C form; the batch's is left in `_batch_struct`."""
+        if batch is not self._batch:
+            self._describe_batch(batch)
+        known = self._layers.get(id(layer))
+        return known[0] if known is not None else self._describe_layer(layer)
+
+    def _describe_layer(self, layer: AttentionLayer) -> AttentionLayerStruct:
         """The C form of a layer, made once. Holds the layer, so that its id stays its own, and the tensors."""
         tables = [
             None if table is None else table.to(torch.float32).contiguous()
@@ -275,9 +333,8 @@ class NativeOps:
             layer.softcap or 0.0,
             layer.norm_eps,
         )
-        known = (struct, layer, [table for table in tables if table is not None])
-        self._layers[id(layer)] = known
-        return known
+        self._layers[id(layer)] = (struct, layer, tables)
+        return struct
 
     def _describe_batch(self, batch: AttentionBatch) -> None:
         """The C form of a batch, reused by all layers of its step."""

@@ -44,9 +44,8 @@ def capabilities() -> Capabilities:
 
 
 def preferred_cpu_dtype() -> torch.dtype:
-    """bfloat16 where the CPU multiplies it in hardware, else float32."""
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast else torch.float32
+    """bfloat16 where the native kernels multiply it in hardware, else float32."""
+    return torch.bfloat16 if capabilities().isa in ("avx512_bf16", "amx") else torch.float32
 
 
 def set_num_threads(count: int) -> None:

@@ -121,17 +121,17 @@ class Gemma3(Decoder):
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         ops = self._ops
-        linear, attend, gated = ops.linear, ops.attend, ops.gated
+        attention, mlp = ops.attention, ops.mlp
         rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
         norm_eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
         residual = ops.embed(token_ids, self._embedding).mul_(self._embedding_scale)
         hidden = rms_norm(residual, self._first_norm, norm_eps)
         for index, sandwich in enumerate(self._layers):
             layer = sandwich.inner
-            attended = attend(linear(hidden, layer.qkv), layer.attention, kv_layer(index), batch)
-            hidden = rms_norm(linear(attended, layer.output), sandwich.after_attention_norm, norm_eps)
+            hidden = attention(hidden, layer.qkv, layer.output, layer.attention, kv_layer(index), batch)
+            hidden = rms_norm(hidden, sandwich.after_attention_norm, norm_eps)
             hidden = add_rms_norm(hidden, residual, layer.mlp_norm, norm_eps)
-            hidden = linear(gated(linear(hidden, layer.gate_up), activation), layer.down)
+            hidden = mlp(hidden, layer.gate_up, layer.down, activation)
             hidden = rms_norm(hidden, sandwich.after_mlp_norm, norm_eps)
             hidden = add_rms_norm(hidden, residual, layer.next_norm, norm_eps)
         return hidden

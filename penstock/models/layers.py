@@ -174,14 +174,14 @@ class PreNormDecoder(Decoder):
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         ops = self._ops
-        linear, attend, gated, add_rms_norm = ops.linear, ops.attend, ops.gated, ops.add_rms_norm
+        attention, mlp, add_rms_norm = ops.attention, ops.mlp, ops.add_rms_norm
         norm_eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
         residual = ops.embed(token_ids, self._embedding)
         hidden = ops.rms_norm(residual, self._first_norm, norm_eps)
         for index, layer in enumerate(self._layers):
-            attended = attend(linear(hidden, layer.qkv), layer.attention, kv_layer(index), batch)
-            hidden = add_rms_norm(linear(attended, layer.output), residual, layer.mlp_norm, norm_eps)
-            hidden = linear(gated(linear(hidden, layer.gate_up), activation), layer.down)
+            hidden = attention(hidden, layer.qkv, layer.output, layer.attention, kv_layer(index), batch)
+            hidden = add_rms_norm(hidden, residual, layer.mlp_norm, norm_eps)
+            hidden = mlp(hidden, layer.gate_up, layer.down, activation)
             hidden = add_rms_norm(hidden, residual, layer.next_norm, norm_eps)
         return hidden
 

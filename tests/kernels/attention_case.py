@@ -64,30 +64,35 @@ def make_sequences(
     return sequences
 
 
-def run_step(ops: Ops, layer: AttentionLayer, cache: object, work: list[tuple[Sequence, int]]) -> None:
-    """Computes the next `n` tokens of each sequence in one batch."""
+def make_batch(work: list[tuple[list[int], int, int]]) -> AttentionBatch:
+    """Of (block table, tokens already in the cache, tokens of this step) for each request."""
     positions, slots, starts, contexts = [], [], [0], []
-    for sequence, count in work:
-        for position in range(sequence.computed, sequence.computed + count):
+    for blocks, computed, count in work:
+        for position in range(computed, computed + count):
             positions.append(position)
-            slots.append(sequence.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            slots.append(blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
         starts.append(starts[-1] + count)
-        contexts.append(sequence.computed + count)
-    longest = max(len(sequence.blocks) for sequence, _ in work)
-    tables = [sequence.blocks + [-1] * (longest + 1 - len(sequence.blocks)) for sequence, _ in work]
-    batch = AttentionBatch(
+        contexts.append(computed + count)
+    longest = max(len(blocks) for blocks, _, _ in work)
+    tables = [blocks + [-1] * (longest + 1 - len(blocks)) for blocks, _, _ in work]
+    return AttentionBatch(
         positions=torch.tensor(positions, dtype=torch.int32),
         slots=torch.tensor(slots, dtype=torch.int32),
         query_starts=torch.tensor(starts, dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=torch.tensor(tables, dtype=torch.int32),
         num_requests=len(work),
-        max_query_len=max(count for _, count in work),
+        max_query_len=max(count for _, _, count in work),
         max_context_len=max(contexts),
     )
+
+
+def run_step(ops: Ops, layer: AttentionLayer, cache: object, work: list[tuple[Sequence, int]]) -> None:
+    """Computes the next `n` tokens of each sequence in one batch."""
+    batch = make_batch([(sequence.blocks, sequence.computed, count) for sequence, count in work])
     rows = [sequence.qkv[sequence.computed : sequence.computed + count] for sequence, count in work]
     out = ops.attend(torch.cat(rows), layer, cache, batch)
-    for (sequence, count), start in zip(work, starts, strict=False):
+    for (sequence, count), start in zip(work, batch.query_starts.tolist(), strict=False):
         sequence.outputs.append(out[start : start + count])
         sequence.computed += count
 
@@ -98,7 +103,9 @@ def run_all(ops: Ops, layer: AttentionLayer, cache: object, sequences: list[Sequ
         sequence.computed = 0
         sequence.outputs = []
     while True:
-        work = [(s, min(chunk, s.qkv.shape[0] - s.computed)) for s in sequences if s.computed < s.qkv.shape[0]]
+        work = [
+            (s, min(chunk, s.qkv.shape[0] - s.computed)) for s in sequences if s.computed < s.qkv.shape[0]
+        ]
         if not work:
             return
         run_step(ops, layer, cache, work)

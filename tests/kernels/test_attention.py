@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 
 import pytest
 import torch
@@ -11,19 +12,19 @@ from penstock.kernels.interface import AttentionLayer
 from penstock.kernels.library import Library
 from penstock.kernels.native import NativeKVStore, NativeOps
 from penstock.kernels.reference import TorchOps
-from tests.kernels.attention_case import BLOCK_SIZE, make_layer, make_sequences, run_all, run_step
+from tests.kernels.attention_case import BLOCK_SIZE, make_batch, make_layer, make_sequences, run_all, run_step
 
 LAYERS = {
-    "grouped": dict(num_heads=9, num_kv_heads=3, head_dim=64),
-    "one-to-one": dict(num_heads=2, num_kv_heads=2, head_dim=16),
-    "many-heads": dict(num_heads=20, num_kv_heads=1, head_dim=32),
-    "wide": dict(num_heads=2, num_kv_heads=1, head_dim=256),
-    "tiny": dict(num_heads=4, num_kv_heads=2, head_dim=8),
-    "odd": dict(num_heads=3, num_kv_heads=1, head_dim=80),
-    "window": dict(window=40),
-    "softcap": dict(softcap=5.0),
-    "norms": dict(head_norms=True),
-    "all": dict(window=100, softcap=20.0, head_norms=True),
+    "grouped": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    "one-to-one": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16},
+    "many-heads": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 32},
+    "wide": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 256},
+    "tiny": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
+    "odd": {"num_heads": 3, "num_kv_heads": 1, "head_dim": 80},
+    "window": {"window": 40},
+    "softcap": {"softcap": 5.0},
+    "norms": {"head_norms": True},
+    "all": {"window": 100, "softcap": 20.0, "head_norms": True},
 }
 LENGTHS = [1, 15, 16, 17, 100, 230]
 
@@ -44,7 +45,9 @@ def poisoned_cache(ops: NativeOps, num_blocks: int, layer: AttentionLayer) -> Na
 
 
 @pytest.mark.parametrize("shape", LAYERS.values(), ids=LAYERS.keys())
-def test_agrees_with_the_definition(native: NativeOps, exact: TorchOps, shape: dict, dtype: torch.dtype) -> None:
+def test_agrees_with_the_definition(
+    native: NativeOps, exact: TorchOps, shape: dict, dtype: torch.dtype
+) -> None:
     layer = make_layer(**shape)
     num_blocks = num_blocks_for(LENGTHS)
     sequences = make_sequences(LENGTHS, layer, num_blocks, dtype)
@@ -105,7 +108,9 @@ def test_long_contexts_are_split_the_same_way_for_all(
     assert torch.equal(long.outputs[-1][0], expected)
 
 
-def test_long_context_agrees_with_the_definition(native: NativeOps, exact: TorchOps, dtype: torch.dtype) -> None:
+def test_long_context_agrees_with_the_definition(
+    native: NativeOps, exact: TorchOps, dtype: torch.dtype
+) -> None:
     layer = make_layer(num_heads=4, num_kv_heads=2, head_dim=16)
     num_blocks = num_blocks_for([1200])
     (sequence,) = make_sequences([1200], layer, num_blocks, dtype)
@@ -117,36 +122,17 @@ def test_long_context_agrees_with_the_definition(native: NativeOps, exact: Torch
     torch.testing.assert_close(found.float(), sequence.output, **tolerance(dtype))
 
 
-def test_blocks_may_hold_several_units(library: Library, exact: TorchOps) -> None:
+def test_blocks_may_hold_several_units(library: Library) -> None:
     ops = NativeOps(library, torch.float32)
     layer = make_layer()
     (sequence,) = make_sequences([60], layer, 8, torch.float32)
     run_all(ops, layer, ops.allocate_kv(1, 8, BLOCK_SIZE, 2, 32).layer(0), [sequence], chunk=60)
-    small_blocks = sequence.output
-    # Block 3 of 64 tokens is blocks 12 to 15 of 16.
-    sequence.blocks = [12, 13, 14, 15]
-    wide = ops.allocate_kv(1, 4, 64, 2, 32)
-    table = torch.tensor([[3]], dtype=torch.int32)
-    run_with_table(ops, layer, wide.layer(0), sequence, table)
-    assert torch.equal(sequence.output, small_blocks)
-
-
-def run_with_table(ops: NativeOps, layer: AttentionLayer, cache: object, sequence, table: torch.Tensor) -> None:
-    from penstock.kernels.interface import AttentionBatch
-
-    length = sequence.qkv.shape[0]
-    positions = torch.arange(length, dtype=torch.int32)
-    batch = AttentionBatch(
-        positions=positions,
-        slots=positions + 3 * 64,
-        query_starts=torch.tensor([0, length], dtype=torch.int32),
-        context_lens=torch.tensor([length], dtype=torch.int32),
-        block_tables=table,
-        num_requests=1,
-        max_query_len=length,
-        max_context_len=length,
+    # The third block of 64 tokens is where blocks 12 to 15 of 16 tokens would be.
+    batch = dataclasses.replace(
+        make_batch([([12, 13, 14, 15], 0, 60)]), block_tables=torch.tensor([[3]], dtype=torch.int32)
     )
-    sequence.outputs = [ops.attend(sequence.qkv, layer, cache, batch)]
+    found = ops.attend(sequence.qkv, layer, ops.allocate_kv(1, 4, 64, 2, 32).layer(0), batch)
+    assert torch.equal(found, sequence.output)
 
 
 def test_unsuitable_shapes_are_refused(library: Library) -> None:

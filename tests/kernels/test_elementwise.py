@@ -28,7 +28,11 @@ def test_rms_norm(native: NativeOps, exact: TorchOps, dtype: torch.dtype, rows: 
 def test_add_rms_norm_updates_the_residual(
     native: NativeOps, exact: TorchOps, dtype: torch.dtype, width: int
 ) -> None:
-    x, residual, weight = torch.randn(40, width).to(dtype), torch.randn(40, width).to(dtype), torch.randn(width)
+    x, residual, weight = (
+        torch.randn(40, width).to(dtype),
+        torch.randn(40, width).to(dtype),
+        torch.randn(width),
+    )
     expected_residual = x + residual
     found = native.add_rms_norm(x, residual, weight, 1e-6)
     torch.testing.assert_close(residual, expected_residual, rtol=0, atol=0)
@@ -59,3 +63,14 @@ def test_not_a_number_stays_one(native: NativeOps, dtype: torch.dtype) -> None:
     assert native.rms_norm(x, torch.ones(64), 1e-5)[1].isnan().all()
     assert native.gated(x, "silu")[1].isnan().sum() == 1
     assert not native.rms_norm(x, torch.ones(64), 1e-5)[[0, 2]].isnan().any()
+
+
+def test_views_are_made_contiguous_and_other_types_refused(native: NativeOps, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(8, 64).to(dtype), torch.ones(32)
+    assert torch.equal(
+        native.rms_norm(x[:, :32], weight, 1e-5), native.rms_norm(x[:, :32].clone(), weight, 1e-5)
+    )
+    with pytest.raises(TypeError, match="float64"):
+        native.gated(x.double(), "silu")
+    with pytest.raises(ValueError, match="in place"):
+        native.add_rms_norm(x[:, :32].clone(), x[:, :32], weight, 1e-5)

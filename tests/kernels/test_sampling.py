@@ -14,7 +14,9 @@ from penstock.kernels.reference import TorchOps
 from penstock.kernels.sampling import uniform
 
 
-def batch_of(rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None) -> SamplingBatch:
+def batch_of(
+    rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None
+) -> SamplingBatch:
     def column(value, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(value, dtype=dtype).expand(rows).contiguous()
 
@@ -117,7 +119,9 @@ def test_draws_follow_the_distribution(ops: Ops, options: dict) -> None:
 
 def test_a_draw_depends_on_seed_and_position_alone(ops: Ops) -> None:
     logits = torch.randn(64, 500)
-    together = ops.sample(logits, batch_of(64, seed=torch.arange(64) * 7 - 100, position=torch.arange(64) % 5))
+    together = ops.sample(
+        logits, batch_of(64, seed=torch.arange(64) * 7 - 100, position=torch.arange(64) % 5)
+    )
     for row in (0, 13, 63):
         alone = ops.sample(logits[row : row + 1], batch_of(1, seed=row * 7 - 100, position=row % 5))
         assert alone.item() == together[row].item()
@@ -141,7 +145,14 @@ def test_the_random_number_is_the_same_everywhere(library: Library) -> None:
     min_p=st.sampled_from([0.0, 0.05, 0.5]),
 )
 def test_native_chooses_what_the_definition_chooses(
-    library: Library, seed: int, vocabulary: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
+    library: Library,
+    seed: int,
+    vocabulary: int,
+    spread: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
 ) -> None:
     """Rounding may move a boundary past a draw, which is rare: one row in a hundred would be far too many."""
     generator = torch.Generator().manual_seed(seed)

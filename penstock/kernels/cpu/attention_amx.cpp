@@ -1,11 +1,11 @@
 // Attention in bfloat16 with AMX tiles: the cache's units are the products' second operands as they lie.
 #include "kernels.h"
+#include "target.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if PENSTOCK_HAS_AMX
 
 #include <immintrin.h>
 
-#include "target.h"
 PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,fma,amx-tile,amx-bf16")
 
 #define PENSTOCK_ISA amx

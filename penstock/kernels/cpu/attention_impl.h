@@ -43,41 +43,59 @@ PENSTOCK_INLINE Sight sight_of(const AttendCall& call, const QueryTile& tile) {
           call.layer->window};
 }
 
-// Scores of one row → weights, their maximum and their sum. `start` is the key of column 0.
+// The units of a row's scores, told by what the row sees of them. Column 0 is key `start`.
+struct RowUnits {
+  int64_t first_seen;    // units before it are out of sight
+  int64_t end_seen;      // as are this one and those after it
+  bool cut_first;        // whether the row sees only some keys of the first unit,
+  bool cut_last;         // and of the last
+};
+
+PENSTOCK_INLINE RowUnits row_units(int64_t num_units, int64_t start, int64_t first, int64_t end) {
+  const int64_t from = first > start ? first - start : 0;
+  const int64_t to = end - start < num_units * kUnitTokens ? end - start : num_units * kUnitTokens;
+  if (to <= from) return {0, 0, false, false};
+  return {from / kUnitTokens, ceil_div(to, kUnitTokens), from % kUnitTokens != 0, to % kUnitTokens != 0};
+}
+
+// Scores of one row → weights, their maximum and their sum. The row sees keys [first, end).
 template <typename Weight>
 static void soften_row(const AttentionLayer& layer, float* scores, Weight* weights, int64_t num_units, int64_t start,
                        int64_t first, int64_t end, float* maximum_out, float* sum_out) {
-  const Ints lanes = lane_indices();
-  const Floats scale = broadcast(layer.scale);
-  const Floats lowest = broadcast(-__builtin_inff());
-  Floats highest = lowest;
-  for (int64_t unit = 0; unit < num_units; ++unit) {
-    const int64_t at = start + unit * kUnitTokens;
-    if (at + kUnitTokens <= first || at >= end) continue;
-    Floats score = load(scores + unit * kUnitTokens) * scale;
-    if (layer.softcap > 0) {
-      score = broadcast(layer.softcap) * hyperbolic_tangent(score / broadcast(layer.softcap));
+  const RowUnits seen = row_units(num_units, start, first, end);
+  const auto hide = [&](int64_t unit) {
+    float* at = scores + unit * kUnitTokens;
+    store(at, keep_between(load(at), lane_indices(), start + unit * kUnitTokens, first, end, -__builtin_inff()));
+  };
+  Floats factor = broadcast(layer.scale);
+  if (layer.softcap > 0) {
+    const Floats cap = broadcast(layer.softcap);
+    for (int64_t unit = seen.first_seen; unit < seen.end_seen; ++unit) {
+      float* at = scores + unit * kUnitTokens;
+      store(at, cap * hyperbolic_tangent(load(at) * factor / cap));
     }
-    if (at < first || at + kUnitTokens > end) {
-      score = keep_between(score, lanes, at, first, end, -__builtin_inff());
-    }
-    store(scores + unit * kUnitTokens, score);
-    highest = maximum(score, highest);
+    factor = broadcast(1.0f);
+  }
+  if (seen.cut_first) hide(seen.first_seen);
+  if (seen.cut_last) hide(seen.end_seen - 1);
+  Floats highest = broadcast(-__builtin_inff());
+  for (int64_t unit = seen.first_seen; unit < seen.end_seen; ++unit) {
+    highest = maximum(load(scores + unit * kUnitTokens), highest);
   }
   const float top = reduce_max(highest);
+  // Nothing in sight, or nothing but NaN, which the row's empty sum will show.
   const bool blind = top == -__builtin_inff();
+  const int64_t first_unit = blind ? 0 : seen.first_seen, end_unit = blind ? 0 : seen.end_seen;
+  const Floats shift = zeros() - broadcast(top) * factor;
   Floats sum = zeros();
-  for (int64_t unit = 0; unit < num_units; ++unit) {
-    const int64_t at = start + unit * kUnitTokens;
-    if (blind || at + kUnitTokens <= first || at >= end) {
-      store(weights + unit * kUnitTokens, zeros());
-      continue;
-    }
-    const Floats weight = exponential(load(scores + unit * kUnitTokens) - broadcast(top));
+  for (int64_t unit = 0; unit < first_unit; ++unit) store(weights + unit * kUnitTokens, zeros());
+  for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+    const Floats weight = exponential(multiply_add(load(scores + unit * kUnitTokens), factor, shift));
     sum = sum + weight;
     store(weights + unit * kUnitTokens, weight);
   }
-  *maximum_out = top;
+  for (int64_t unit = end_unit; unit < num_units; ++unit) store(weights + unit * kUnitTokens, zeros());
+  *maximum_out = blind ? top : top * factor.part[0][0];
   *sum_out = reduce_sum(sum);
 }
 
@@ -202,7 +220,8 @@ static void merge_tile_as(const AttendCall& call, const QueryTile& tile, const R
   write_rows<Element>(call, tile, whole);
 }
 
-[[maybe_unused]] static void merge_tile(const AttendCall& call, const QueryTile& tile, const RowState* partials, int64_t count) {
+[[maybe_unused]] static void merge_tile(const AttendCall& call, const QueryTile& tile, const RowState* partials,
+                                        int64_t count) {
   if (call.dtype == Dtype::float32) return merge_tile_as<float>(call, tile, partials, count);
   return merge_tile_as<bf16>(call, tile, partials, count);
 }

@@ -2,8 +2,11 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <mutex>
 #include <new>
+#include <vector>
 
 namespace penstock {
 
@@ -33,6 +36,50 @@ void* allocate_pages(size_t bytes) {
 
 void free_pages(void* data, size_t bytes) {
   if (data != nullptr) munmap(data, bytes);
+}
+
+namespace {
+
+// Pieces are cut off its end; it goes when the last of them goes.
+struct Arena {
+  uint8_t* data;
+  size_t bytes;
+  size_t used;
+  size_t pieces;
+};
+
+constexpr size_t kArenaBytes = size_t{32} << 20;
+std::mutex arenas_mutex;
+std::vector<Arena> arenas;
+
+bool holds(const Arena& arena, const void* data) {
+  return data >= arena.data && data < arena.data + arena.bytes;
+}
+
+}  // namespace
+
+void* allocate_shared(size_t bytes) {
+  bytes = static_cast<size_t>(round_up(static_cast<int64_t>(bytes), 64));
+  std::lock_guard<std::mutex> lock(arenas_mutex);
+  if (arenas.empty() || arenas.back().used + bytes > arenas.back().bytes) {
+    const size_t wanted = std::max(bytes, kArenaBytes);
+    uint8_t* data = static_cast<uint8_t*>(allocate_pages(wanted));
+    if (data == nullptr) return nullptr;
+    arenas.push_back({data, wanted, 0, 0});
+  }
+  Arena& arena = arenas.back();
+  void* piece = arena.data + arena.used;
+  arena.used += bytes;
+  arena.pieces += 1;
+  return piece;
+}
+
+void free_shared(void* data) {
+  std::lock_guard<std::mutex> lock(arenas_mutex);
+  const auto arena = std::find_if(arenas.begin(), arenas.end(), [&](const Arena& a) { return holds(a, data); });
+  if (arena == arenas.end() || --arena->pieces > 0) return;
+  free_pages(arena->data, arena->bytes);
+  arenas.erase(arena);
 }
 
 }  // namespace penstock

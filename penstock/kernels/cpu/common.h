@@ -37,8 +37,13 @@ class Scratch {
   size_t capacity_ = 0;
 };
 
-// Large, long-lived memory: aligned to, and advised to use, huge pages. Zeroed lazily by the system.
+// Large, long-lived memory of its own: aligned to, and advised to use, huge pages. Zeroed lazily by the system. Null
+// when there is none.
 void* allocate_pages(size_t bytes);
 void free_pages(void* data, size_t bytes);
+
+// The same for pieces smaller than a huge page, which share some. Zeroed, cache-line aligned.
+void* allocate_shared(size_t bytes);
+void free_shared(void* data);
 
 }  // namespace penstock

@@ -1,13 +1,15 @@
 // AMX tiles for matrix work in bfloat16; everything else is AVX-512 with bfloat16.
 #include "kernels.h"
+#include "target.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if PENSTOCK_HAS_AMX
 
 namespace penstock {
 
 namespace amx {
 void forget_tiles();
 void pack_activations(const LinearCall& call, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
+void multiply_strip_wide(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row);
 void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row);
 void attend_tile_bf16(const AttendCall& call, const QueryTile& tile);
 void store_token_bf16(const AttendCall& call, int64_t token);
@@ -30,6 +32,7 @@ const Kernels* amx_kernels() {
     made.activations = Activations::tiles;
     made.pack_activations = amx::pack_activations;
     made.multiply_strip_bf16 = amx::multiply_strip;
+    made.multiply_strip_wide = amx::multiply_strip_wide;
     made.attend_tile = amx::attend_tile;
     made.store_token = amx::store_token;
     return made;

@@ -19,7 +19,8 @@ namespace avx512_bf16 {
 
 // As multiply_block of linear_impl.h, two inputs a lane.
 template <int kOutputs, int kRows>
-static void dot_block(const uint8_t* panel, int64_t num_tiles, const bf16* x, int64_t x_stride, float* sums) {
+static void dot_block(const uint8_t* panel, int64_t step, int64_t num_tiles, const bf16* x, int64_t x_stride,
+                      float* sums) {
   __m512 sum[kOutputs * kRows];
   for (int i = 0; i < kOutputs * kRows; ++i) sum[i] = _mm512_setzero_ps();
   for (int64_t t = 0; t < num_tiles; ++t) {
@@ -28,7 +29,7 @@ static void dot_block(const uint8_t* panel, int64_t num_tiles, const bf16* x, in
       activation[r] = (__m512bh)_mm512_loadu_si512(x + r * x_stride + t * kTileInputs);
     }
     for (int o = 0; o < kOutputs; ++o) {
-      const __m512bh weight = (__m512bh)_mm512_loadu_si512(panel + t * kBf16TileBytes + o * 64);
+      const __m512bh weight = (__m512bh)_mm512_loadu_si512(panel + t * step + o * 64);
       for (int r = 0; r < kRows; ++r) {
         sum[o * kRows + r] = _mm512_dpbf16_ps(sum[o * kRows + r], weight, activation[r]);
       }
@@ -49,12 +50,14 @@ static void dot_strip(const LinearCall& call, const Strip& strip, int64_t first_
   const Part& part = call.parts[strip.part];
   for (int32_t p = 0; p < strip.num_panels; ++p) {
     const uint8_t* panel = part.panel(strip.first_panel + p);
+    int64_t step = part.tile_step(strip.first_panel + p);
     if (part.format != Format::bfloat16) {
       uint8_t* unpacked = scratch.get<uint8_t>(call.num_tiles * kBf16TileBytes);
       for (int64_t t = 0; t < call.num_tiles; ++t) {
-        unpack_tile(part, panel + t * part.tile_bytes, unpacked + t * kBf16TileBytes);
+        unpack_tile(part, panel + t * step, unpacked + t * kBf16TileBytes);
       }
       panel = unpacked;
+      step = kBf16TileBytes;
     }
     alignas(64) float sums[4 * kPanelOutputs];
     int64_t rows = 4;
@@ -63,9 +66,9 @@ static void dot_strip(const LinearCall& call, const Strip& strip, int64_t first_
       rows = end_row - row < 4 ? 1 : 4;
       for (int o = 0; o < kPanelOutputs; o += 4) {
         if (rows == 1) {
-          dot_block<4, 1>(panel + o * 64, call.num_tiles, x, call.x_stride, sums + o);
+          dot_block<4, 1>(panel + o * 64, step, call.num_tiles, x, call.x_stride, sums + o);
         } else {
-          dot_block<4, 4>(panel + o * 64, call.num_tiles, x, call.x_stride, sums + o);
+          dot_block<4, 4>(panel + o * 64, step, call.num_tiles, x, call.x_stride, sums + o);
         }
       }
       for (int64_t r = 0; r < rows; ++r) {

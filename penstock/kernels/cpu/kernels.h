@@ -40,6 +40,8 @@ struct Kernels {
   void (*multiply_strip_f32)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
   void (*multiply_strip_bf16)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
   Activations activations;
+  // For many rows, padded to whole tiles, where that is another function; else null.
+  void (*multiply_strip_wide)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
   void (*pack_activations)(const LinearCall&, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
   void (*read_row)(const Part&, int64_t row, int64_t num_inputs, Dtype dtype, void* y);
 
@@ -49,9 +51,9 @@ struct Kernels {
 
   // Largest logit of each kSampleBlock neighbours; false when there is a NaN.
   bool (*scan_logits)(const float* logits, int64_t vocabulary, float* block_maxima);
-  // exp((logit - top) * inverse_temperature), 0 where that is below `lowest`.
+  // exp((logit - top) * inverse_temperature), 0 where that is below `lowest`, and the sum of each kSampleBlock.
   void (*weigh_logits)(const float* logits, int64_t vocabulary, float top, float inverse_temperature, float lowest,
-                       float* weights);
+                       float* weights, float* block_sums);
 };
 
 const Kernels& kernels();

@@ -14,6 +14,10 @@ constexpr int64_t kMinRowsPerItem = 64;
 constexpr int64_t kItemsPerThread = 4;
 
 constexpr int64_t kPackRows = 16;
+// From here on turning weights is cheaper than turning activations and results.
+constexpr int64_t kWideRows = 96;
+// Activations of one item, which every strip reads again, should stay in a core's second-level cache.
+constexpr int64_t kItemActivationBytes = 1 << 20;
 constexpr int64_t kSerialElements = 16384;
 
 // body(first row, number of rows) for every 16 rows.
@@ -33,10 +37,9 @@ void pad_row(const bf16* from, int64_t width, int64_t padded, bf16* to) {
 }
 
 // Activations in the form `multiply_strip` reads: as they are where possible.
-void prepare_activations(const void* x, int64_t rows, Dtype dtype, LinearCall* call) {
+void prepare_activations(const void* x, int64_t rows, Dtype dtype, Activations form, LinearCall* call) {
   static thread_local Scratch scratch;
   const int64_t width = call->in_features, padded = call->num_tiles * kTileInputs;
-  const Activations form = kernels().activations;
   call->x = x;
   call->x_stride = width;
   if (dtype == Dtype::float32) return;
@@ -60,32 +63,51 @@ void prepare_activations(const void* x, int64_t rows, Dtype dtype, LinearCall* c
   call->x_stride = padded;
 }
 
+LinearCall make_call(const Linear& linear, void* y, Dtype y_dtype) {
+  LinearCall call = {};
+  call.parts = linear.parts.data();
+  call.strips = linear.strips.data();
+  call.num_strips = static_cast<int64_t>(linear.strips.size());
+  call.strips_at_once = num_threads();
+  call.bias = linear.bias.empty() ? nullptr : linear.bias.data();
+  call.in_features = linear.in_features;
+  call.out_features = linear.out_features;
+  call.num_tiles = linear.num_tiles;
+  call.y = y;
+  call.y_dtype = y_dtype;
+  return call;
+}
+
+// Few strips are shared out by rows too; many rows are taken in pieces that stay in cache.
+int64_t rows_per_item(const LinearCall& call, int64_t rows) {
+  const int64_t wanted = ceil_div(num_threads() * kItemsPerThread, call.num_strips);
+  const int64_t pieces = std::clamp<int64_t>(wanted, 1, ceil_div(rows, kMinRowsPerItem));
+  const int64_t cached = std::max<int64_t>(kMinRowsPerItem, kItemActivationBytes / (call.in_features * 2));
+  return round_up(std::min(ceil_div(rows, pieces), cached), 32);
+}
+
 }  // namespace
 }  // namespace penstock
 
 using namespace penstock;
 
 PENSTOCK_API void penstock_linear(const Linear* linear, int dtype, int64_t rows, const void* x, int y_dtype, void* y) {
-  kernels().enter();
-  LinearCall call = {};
-  call.parts = linear->parts.data();
-  call.bias = linear->bias.empty() ? nullptr : linear->bias.data();
-  call.in_features = linear->in_features;
-  call.out_features = linear->out_features;
-  call.num_tiles = linear->num_tiles;
-  prepare_activations(x, rows, static_cast<Dtype>(dtype), &call);
-  call.y = y;
-  call.y_dtype = static_cast<Dtype>(y_dtype);
-
-  const int64_t strips = static_cast<int64_t>(linear->strips.size());
-  const int64_t wanted = ceil_div(num_threads() * kItemsPerThread, strips);
-  const int64_t row_blocks = std::clamp<int64_t>(wanted, 1, ceil_div(rows, kMinRowsPerItem));
-  const int64_t rows_per_item = round_up(ceil_div(rows, row_blocks), 32);
-  const auto multiply =
-      static_cast<Dtype>(dtype) == Dtype::float32 ? kernels().multiply_strip_f32 : kernels().multiply_strip_bf16;
-  parallel_for(strips * row_blocks, [&](int64_t item) {
-    const int64_t first = item / strips * rows_per_item;
-    if (first < rows) multiply(call, linear->strips[item % strips], first, std::min(rows, first + rows_per_item));
+  if (rows == 0) return;
+  const Kernels& set = kernels();
+  set.enter();
+  LinearCall call = make_call(*linear, y, static_cast<Dtype>(y_dtype));
+  auto multiply = set.multiply_strip_f32;
+  Activations form = set.activations;
+  if (static_cast<Dtype>(dtype) == Dtype::bfloat16) {
+    const bool wide = rows >= kWideRows && set.multiply_strip_wide != nullptr;
+    multiply = wide ? set.multiply_strip_wide : set.multiply_strip_bf16;
+    if (wide) form = Activations::padded_bf16;
+  }
+  prepare_activations(x, rows, static_cast<Dtype>(dtype), form, &call);
+  const int64_t piece = rows_per_item(call, rows);
+  parallel_for(ceil_div(rows, piece) * call.num_strips, [&](int64_t item) {
+    const int64_t first = item / call.num_strips * piece;
+    multiply(call, call.strips[item % call.num_strips], first, std::min(rows, first + piece));
   });
 }
 

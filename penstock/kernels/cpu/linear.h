@@ -1,7 +1,8 @@
 // Packed weight matrices.
 //
 // Outputs are cut into panels of 16 and inputs into runs of 32; a tile is one run of one panel, [16 outputs][32
-// inputs], and a panel's tiles lie one behind the other. A tile is stored as
+// inputs]. Panels go in pairs, called strips: a strip holds both panels' first tiles, then both second ones, and so
+// on, one stream of memory. (A last, odd panel is a strip of its own.) A tile is stored as
 //   float32   2048 bytes
 //   bfloat16  1024 bytes
 //   int8      scales, offsets, 512 bytes of codes
@@ -23,6 +24,7 @@ namespace penstock {
 constexpr int kPanelOutputs = 16;
 constexpr int kTileInputs = 32;
 constexpr int kTileElements = kPanelOutputs * kTileInputs;
+constexpr int kStripPanels = 2;
 
 enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3 };
 
@@ -34,26 +36,33 @@ struct Part {
   int64_t rows;
   int64_t first_output;
   int64_t num_panels;
+  int64_t num_tiles;  // per panel
   int64_t tile_bytes;
-  int64_t panel_bytes;
   uint8_t* data;
   size_t data_bytes;
 
   int64_t table_bytes() const { return groups_per_tile * kPanelOutputs * (half_scales ? 2 : 4); }
   int64_t codes_at() const { return table_bytes() * (has_offsets ? 2 : 1); }
-  const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }
+  // A panel's first tile, and the distance from one of its tiles to the next.
+  uint8_t* panel(int64_t index) const {
+    const int64_t strip = index / kStripPanels;
+    return data + strip * kStripPanels * num_tiles * tile_bytes + index % kStripPanels * tile_bytes;
+  }
+  int64_t tile_step(int64_t index) const {
+    const int64_t panels_left = num_panels - index / kStripPanels * kStripPanels;
+    return tile_bytes * (panels_left < kStripPanels ? panels_left : kStripPanels);
+  }
 };
 
-// One unit of work: one or two neighbouring panels of a part.
+// One unit of work.
 struct Strip {
   int32_t part;
   int32_t num_panels;
   int64_t first_panel;
   int64_t first_output;
   int64_t num_outputs;
+  const uint8_t* data;
 };
-
-constexpr int kStripPanels = 2;
 
 struct Linear {
   int64_t in_features;
@@ -70,6 +79,9 @@ struct Linear {
 // Plain pointers only: this is read by code that is compiled per instruction set.
 struct LinearCall {
   const Part* parts;
+  const Strip* strips;
+  int64_t num_strips;
+  int64_t strips_at_once;  // by as many threads
   const float* bias;  // null when absent
   int64_t in_features;
   int64_t out_features;

@@ -3,12 +3,12 @@
 // Quantized tiles are unpacked to bfloat16 in a buffer that stays in the core's cache while all rows use it. Each
 // output element accumulates in float32 over the inputs in order, which is the same for one row and for many.
 #include "kernels.h"
+#include "target.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if PENSTOCK_HAS_AMX
 
 #include <immintrin.h>
 
-#include "target.h"
 PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,fma,amx-tile,amx-bf16")
 
 #include "amx.h"
@@ -54,43 +54,57 @@ static TileShapes linear_shapes(int64_t rows_first, int64_t rows_second) {
 
 struct Operands {
   const Part* part;
-  const uint8_t* packed[kStripPanels];
-  uint8_t* unpacked[kStripPanels];  // same as packed where no unpacking is needed
+  const uint8_t* packed;    // a strip
+  const uint8_t* next;      // the strip this thread will probably take next
+  uint8_t* unpacked;        // [tile][panel]; the same as packed where no unpacking is needed
   const bf16* x[2];
   int64_t rows[2];
   int64_t num_tiles;
 };
 
-template <bool kTwoPanels>
-static inline void unpack_tiles(const Operands& in, int64_t t) {
-  for (int p = 0; p < (kTwoPanels ? 2 : 1); ++p) {
-    unpack_tile(*in.part, in.packed[p] + t * in.part->tile_bytes, in.unpacked[p] + t * kBf16TileBytes);
-  }
-}
-
 // How many steps unpacking runs ahead of the products, so that these find their tiles written.
 constexpr int64_t kStepsAhead = 2;
+// How far ahead of its use memory is asked for. Strips are too short for the processor to find out by itself.
+constexpr int64_t kPrefetchBytes = 4096;
 
-template <bool kTwoPanels, bool kTwoBlocks, bool kUnpack>
+static inline void prefetch_step(const Operands& in, int64_t step_bytes, int64_t t) {
+  const int64_t strip_bytes = in.num_tiles * step_bytes;
+  const int64_t at = t * step_bytes + kPrefetchBytes;
+  const uint8_t* from = at < strip_bytes ? in.packed + at : in.next + (at - strip_bytes);
+  for (int64_t line = 0; line < step_bytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
+}
+
+// The first pass over a strip fetches it from memory and unpacks it, the others find it ready.
+template <bool kTwoPanels, bool kTwoBlocks, bool kFirstPass>
 static void multiply_block(const Operands& in, float* sums) {
+  constexpr int64_t num_panels = kTwoPanels ? 2 : 1;
+  constexpr int64_t step = num_panels * kBf16TileBytes;
+  const int64_t packed_step = num_panels * in.part->tile_bytes;
   const int64_t stride0 = in.rows[0] * 4, stride1 = in.rows[1] * 4;
-  const bf16 *x0 = in.x[0], *x1 = in.x[1];
+  const bool unpack = kFirstPass && in.unpacked != in.packed;
+  const auto fetch = [&](int64_t t) {
+    prefetch_step(in, packed_step, t);
+    for (int64_t p = 0; unpack && p < num_panels; ++p) {
+      unpack_tile(*in.part, in.packed + t * packed_step + p * in.part->tile_bytes,
+                  in.unpacked + t * step + p * kBf16TileBytes);
+    }
+  };
   _tile_zero(0);
   if (kTwoBlocks) _tile_zero(1);
   if (kTwoPanels) _tile_zero(2);
   if (kTwoPanels && kTwoBlocks) _tile_zero(3);
-  for (int64_t t = 0; kUnpack && t < kStepsAhead && t < in.num_tiles; ++t) unpack_tiles<kTwoPanels>(in, t);
+  for (int64_t t = 0; kFirstPass && t < kStepsAhead && t < in.num_tiles; ++t) fetch(t);
   for (int64_t t = 0; t < in.num_tiles; ++t) {
-    if (kUnpack && t + kStepsAhead < in.num_tiles) unpack_tiles<kTwoPanels>(in, t + kStepsAhead);
-    _tile_loadd(6, x0 + t * kTileInputs * in.rows[0], stride0);
-    _tile_loadd(4, in.unpacked[0] + t * kBf16TileBytes, 64);
+    if (kFirstPass && t + kStepsAhead < in.num_tiles) fetch(t + kStepsAhead);
+    _tile_loadd(6, in.x[0] + t * kTileInputs * in.rows[0], stride0);
+    _tile_loadd(4, in.unpacked + t * step, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (kTwoPanels) {
-      _tile_loadd(5, in.unpacked[1] + t * kBf16TileBytes, 64);
+      _tile_loadd(5, in.unpacked + t * step + kBf16TileBytes, 64);
       _tile_dpbf16ps(2, 5, 6);
     }
     if (kTwoBlocks) {
-      _tile_loadd(7, x1 + t * kTileInputs * in.rows[1], stride1);
+      _tile_loadd(7, in.x[1] + t * kTileInputs * in.rows[1], stride1);
       _tile_dpbf16ps(1, 4, 7);
       if (kTwoPanels) _tile_dpbf16ps(3, 5, 7);
     }
@@ -102,12 +116,10 @@ static void multiply_block(const Operands& in, float* sums) {
   if (kTwoPanels && kTwoBlocks) _tile_stored(3, sums + 3 * tile_floats, stride1);
 }
 
-template <bool kUnpack>
-static void multiply_any(const Operands& in, bool two_panels, bool two_blocks, float* sums) {
-  if (two_blocks) {
-    return two_panels ? multiply_block<true, true, kUnpack>(in, sums) : multiply_block<false, true, kUnpack>(in, sums);
-  }
-  return two_panels ? multiply_block<true, false, kUnpack>(in, sums) : multiply_block<false, false, kUnpack>(in, sums);
+template <bool kTwoPanels, bool kTwoBlocks>
+static void multiply_pass(const Operands& in, bool first_pass, float* sums) {
+  if (first_pass) return multiply_block<kTwoPanels, kTwoBlocks, true>(in, sums);
+  return multiply_block<kTwoPanels, kTwoBlocks, false>(in, sums);
 }
 
 // One accumulator, [16 outputs][rows] → rows of y.
@@ -123,34 +135,37 @@ static void write_tile(const LinearCall& call, int64_t row, int64_t num_rows, in
   }
 }
 
-void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row) {
+static Operands strip_operands(const LinearCall& call, const Strip& strip) {
   static thread_local Scratch scratch;
-  alignas(64) float sums[4 * 256];
-  Operands in;
+  Operands in = {};
   in.part = call.parts + strip.part;
   in.num_tiles = call.num_tiles;
-  const bool dense = in.part->format == Format::bfloat16;
-  uint8_t* unpacked = dense ? nullptr : scratch.get<uint8_t>(kStripPanels * call.num_tiles * kBf16TileBytes);
-  for (int32_t p = 0; p < strip.num_panels; ++p) {
-    in.packed[p] = in.part->panel(strip.first_panel + p);
-    in.unpacked[p] = dense ? const_cast<uint8_t*>(in.packed[p]) : unpacked + p * call.num_tiles * kBf16TileBytes;
-  }
-  bool unpack = !dense;
+  in.packed = strip.data;
+  const Strip* next = &strip + call.strips_at_once;
+  in.next = next < call.strips + call.num_strips ? next->data : strip.data;
+  in.unpacked = in.part->format == Format::bfloat16
+                    ? const_cast<uint8_t*>(strip.data)
+                    : scratch.get<uint8_t>(kStripPanels * call.num_tiles * kBf16TileBytes);
+  return in;
+}
+
+void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row) {
+  alignas(64) float sums[4 * 256];
+  Operands in = strip_operands(call, strip);
   for (int64_t row = first_row; row < end_row; row += kItemRows) {
     const int64_t left = end_row - row;
     in.rows[0] = left < kBlockRows ? left : kBlockRows;
     in.rows[1] = left - in.rows[0] < kBlockRows ? left - in.rows[0] : kBlockRows;
-    const bool two_blocks = in.rows[1] > 0;
+    const bool two_blocks = in.rows[1] > 0, first_pass = row == first_row;
     for (int b = 0; b < 2; ++b) {
       in.x[b] = static_cast<const bf16*>(call.x) + (row + b * kBlockRows) * call.num_tiles * kTileInputs;
     }
     use_tiles(linear_shapes(in.rows[0], two_blocks ? in.rows[1] : 1));
-    if (unpack) {
-      multiply_any<true>(in, strip.num_panels == 2, two_blocks, sums);
+    if (strip.num_panels == 2) {
+      two_blocks ? multiply_pass<true, true>(in, first_pass, sums) : multiply_pass<true, false>(in, first_pass, sums);
     } else {
-      multiply_any<false>(in, strip.num_panels == 2, two_blocks, sums);
+      two_blocks ? multiply_pass<false, true>(in, first_pass, sums) : multiply_pass<false, false>(in, first_pass, sums);
     }
-    unpack = false;
     for (int32_t p = 0; p < strip.num_panels; ++p) {
       for (int b = 0; b < (two_blocks ? 2 : 1); ++b) {
         write_tile(call, row + b * kBlockRows, in.rows[b], strip.first_output + p * kPanelOutputs,

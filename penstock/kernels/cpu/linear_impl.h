@@ -57,13 +57,15 @@ static void widen_tile(const Part& part, const uint8_t* tile, float* to) {
   }
 }
 
-// kOutputs × kRows elements of a product, a multiple of four; sums[row * 16 + output].
+// kOutputs × kRows elements of a product, a multiple of four; sums[row * 16 + output]. Tiles of the panel are `step`
+// floats apart.
 template <int kOutputs, int kRows>
-static void multiply_block(const float* panel, int64_t num_inputs, const float* x, int64_t x_stride, float* sums) {
+static void multiply_block(const float* panel, int64_t step, int64_t num_inputs, const float* x, int64_t x_stride,
+                           float* sums) {
   Floats sum[kOutputs * kRows];
   for (int i = 0; i < kOutputs * kRows; ++i) sum[i] = zeros();
   for (int64_t k = 0; k < num_inputs; k += kLanes) {
-    const float* weights = panel + k / kTileInputs * kTileElements + k % kTileInputs;
+    const float* weights = panel + k / kTileInputs * step + k % kTileInputs;
     Floats activation[kRows];
     for (int r = 0; r < kRows; ++r) activation[r] = load_some(x + r * x_stride + k, num_inputs - k);
     for (int o = 0; o < kOutputs; ++o) {
@@ -96,12 +98,15 @@ static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t f
   float* widened = scratch.get<float>(call.num_tiles * kTileElements);
   for (int32_t p = 0; p < strip.num_panels; ++p) {
     const uint8_t* tiles = part.panel(strip.first_panel + p);
+    const int64_t tile_step = part.tile_step(strip.first_panel + p);
     const float* panel = reinterpret_cast<const float*>(tiles);
+    int64_t step = tile_step / static_cast<int64_t>(sizeof(float));
     if (part.format != Format::float32) {
       for (int64_t t = 0; t < call.num_tiles; ++t) {
-        widen_tile(part, tiles + t * part.tile_bytes, widened + t * kTileElements);
+        widen_tile(part, tiles + t * tile_step, widened + t * kTileElements);
       }
       panel = widened;
+      step = kTileElements;
     }
     alignas(64) float sums[kBlockRows * kPanelOutputs];
     int64_t rows = kBlockRows;
@@ -110,12 +115,12 @@ static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t f
       rows = end_row - row < kBlockRows ? 1 : kBlockRows;
       if (rows == 1) {
         for (int o = 0; o < kPanelOutputs; o += 4) {
-          multiply_block<4, 1>(panel + o * kTileInputs, call.in_features, x, call.x_stride, sums + o);
+          multiply_block<4, 1>(panel + o * kTileInputs, step, call.in_features, x, call.x_stride, sums + o);
         }
       } else {
         for (int o = 0; o < kPanelOutputs; o += kBlockOutputs) {
-          multiply_block<kBlockOutputs, kBlockRows>(panel + o * kTileInputs, call.in_features, x, call.x_stride,
-                                                    sums + o);
+          multiply_block<kBlockOutputs, kBlockRows>(panel + o * kTileInputs, step, call.in_features, x,
+                                                    call.x_stride, sums + o);
         }
       }
       for (int64_t r = 0; r < rows; ++r) {
@@ -130,9 +135,10 @@ static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t f
 template <typename Element>
 static void read_row_as(const Part& part, int64_t row, int64_t num_inputs, Element* y) {
   const uint8_t* tiles = part.panel(row / kPanelOutputs);
+  const int64_t step = part.tile_step(row / kPanelOutputs);
   GroupTable table = {};
   for (int64_t at = 0; at < num_inputs; at += kLanes) {
-    const uint8_t* tile = tiles + at / kTileInputs * part.tile_bytes;
+    const uint8_t* tile = tiles + at / kTileInputs * step;
     const int64_t input = at % kTileInputs;
     if (part.groups_per_tile > 0) load_table(part, tile, input * part.groups_per_tile / kTileInputs, &table);
     store_some(y + at, widen_run(part, tile, row % kPanelOutputs, input, table), num_inputs - at);

@@ -71,10 +71,11 @@ void pack_row_of_tile(const Part& part, const Source& source, int64_t row, int64
 void pack_panel(const Part& part, const Source& source, int64_t panel) {
   const int64_t first = panel * kPanelOutputs;
   const int64_t rows = std::min<int64_t>(kPanelOutputs, source.rows - first);
-  uint8_t* tiles = part.data + panel * part.panel_bytes;
+  uint8_t* tiles = part.panel(panel);
+  const int64_t step = part.tile_step(panel);
   for (int64_t lane = 0; lane < rows; ++lane) {
     for (int64_t input = 0; input < source.in_features; input += kTileInputs) {
-      pack_row_of_tile(part, source, first + lane, lane, input, tiles + input / kTileInputs * part.tile_bytes);
+      pack_row_of_tile(part, source, first + lane, lane, input, tiles + input / kTileInputs * step);
     }
   }
 }
@@ -84,14 +85,14 @@ void add_strips(Linear& linear, const Part& part, int32_t index) {
     const int64_t panels = std::min<int64_t>(kStripPanels, part.num_panels - panel);
     const int64_t first = panel * kPanelOutputs;
     linear.strips.push_back({index, static_cast<int32_t>(panels), panel, part.first_output + first,
-                             std::min<int64_t>(panels * kPanelOutputs, part.rows - first)});
+                             std::min<int64_t>(panels * kPanelOutputs, part.rows - first), part.panel(panel)});
   }
 }
 
 }  // namespace
 
 Linear::~Linear() {
-  for (const Part& part : parts) free_pages(part.data, part.data_bytes);
+  for (const Part& part : parts) free_shared(part.data);
 }
 
 }  // namespace penstock
@@ -115,9 +116,9 @@ PENSTOCK_API int64_t penstock_linear_add(Linear* linear, int format, int64_t row
   part.first_output = linear->out_features;
   part.num_panels = ceil_div(rows, kPanelOutputs);
   part.tile_bytes = part.codes_at() + code_bytes(part.format);
-  part.panel_bytes = part.tile_bytes * linear->num_tiles;
-  part.data_bytes = static_cast<size_t>(part.panel_bytes * part.num_panels);
-  part.data = static_cast<uint8_t*>(allocate_pages(part.data_bytes));
+  part.num_tiles = linear->num_tiles;
+  part.data_bytes = static_cast<size_t>(part.tile_bytes * part.num_tiles * part.num_panels);
+  part.data = static_cast<uint8_t*>(allocate_shared(part.data_bytes));
   if (part.data == nullptr) return 0;
 
   const Source source = {values, static_cast<const uint8_t*>(scales),

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,7 +20,8 @@ using Clock = std::chrono::steady_clock;
 
 // Long enough to bridge the caller's work between two operations of a step, short enough to be no burden.
 constexpr auto kSpinTime = std::chrono::microseconds(60);
-constexpr int kPausesPerClockRead = 16;
+// Where more threads want to run than there are cores, the one that is waited for may need this one's core.
+constexpr int kPausesBeforeYield = 64;
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -28,6 +30,33 @@ inline void pause_briefly() {
   asm volatile("yield");
 #endif
 }
+
+// Whether to count on the workers. When the system gives a worker's core to somebody else in the middle of an item,
+// the caller can only wait, often for milliseconds; if that happens the caller goes on alone for a while, and for
+// longer if it happens again at once.
+class Patience {
+ public:
+  bool exhausted() const { return lost_ && Clock::now() < alone_until_; }
+
+  void note_wait(Clock::time_point start) {
+    const auto now = Clock::now();
+    if (now - start < kLongWait) return;
+    const bool again = lost_ && now - alone_until_ < kRecovery;
+    alone_for_ = again ? std::min(2 * alone_for_, kLongestAlone) : kShortestAlone;
+    alone_until_ = now + alone_for_;
+    lost_ = true;
+  }
+
+ private:
+  using Duration = Clock::duration;
+  static constexpr Duration kLongWait = std::chrono::microseconds(4000);
+  static constexpr Duration kShortestAlone = std::chrono::milliseconds(10);
+  static constexpr Duration kLongestAlone = std::chrono::milliseconds(200);
+  static constexpr Duration kRecovery = std::chrono::milliseconds(50);
+  bool lost_ = false;
+  Duration alone_for_ = kShortestAlone;
+  Clock::time_point alone_until_;
+};
 
 class Pool {
  public:
@@ -60,16 +89,21 @@ class Pool {
     }
     take_items();
     gate_.fetch_or(kClosed, std::memory_order_acq_rel);
-    for (int spins = 0; (gate_.load(std::memory_order_acquire) & ~kClosed) != 0; ++spins) {
-      pause_briefly();
-      if (spins % 256 == 255) sched_yield();
-    }
+    for (int pauses = 0; occupied() && pauses < kPausesBeforeYield; ++pauses) pause_briefly();
+    if (!occupied()) return;
+    const auto start = Clock::now();
+    while (occupied()) sched_yield();
+    patience_.note_wait(start);
   }
+
+  bool ready() const { return !threads_.empty() && !patience_.exhausted(); }
 
  private:
   // The gate counts the workers inside a region. A worker that finds it closed leaves without touching the job,
   // which is why the caller may rewrite the job once the gate is closed and empty.
   static constexpr int32_t kClosed = 1 << 30;
+
+  bool occupied() const { return (gate_.load(std::memory_order_acquire) & ~kClosed) != 0; }
 
   void take_items() {
     const int64_t items = items_;
@@ -91,12 +125,14 @@ class Pool {
   }
 
   void await_change(uint32_t seen) {
+    for (int pauses = 0; pauses < kPausesBeforeYield; ++pauses) {
+      if (epoch_.load(std::memory_order_acquire) != seen) return;
+      pause_briefly();
+    }
     const auto deadline = Clock::now() + kSpinTime;
     do {
-      for (int i = 0; i < kPausesPerClockRead; ++i) {
-        if (epoch_.load(std::memory_order_acquire) != seen) return;
-        pause_briefly();
-      }
+      if (epoch_.load(std::memory_order_acquire) != seen) return;
+      sched_yield();
     } while (Clock::now() < deadline);
     std::unique_lock<std::mutex> lock(sleep_mutex_);
     sleepers_.fetch_add(1);
@@ -111,6 +147,7 @@ class Pool {
   alignas(64) std::atomic<int32_t> gate_{kClosed};
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<int> sleepers_{0};
+  Patience patience_;
   std::mutex sleep_mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;
@@ -130,7 +167,7 @@ Pool*& shared_pool() {
 void run_items(int64_t items, ItemFunction function, const void* context) {
   if (items > 1) {
     std::unique_lock<std::mutex> lock(region_mutex, std::try_to_lock);
-    if (lock.owns_lock() && shared_pool()->num_threads() > 1) {
+    if (lock.owns_lock() && shared_pool()->ready()) {
       shared_pool()->run(items, function, context);
       return;
     }

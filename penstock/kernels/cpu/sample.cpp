@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "kernels.h"
@@ -35,6 +36,7 @@ struct RowScratch {
   std::vector<float> block_maxima;
   std::vector<float> selection;
   std::vector<float> weights;
+  std::vector<float> block_sums;
   std::vector<Candidate> candidates;  // in order of id
   std::vector<Candidate> ranking;
 };
@@ -70,6 +72,12 @@ int64_t first_of_largest(const float* logits, int64_t vocabulary, const RowScrat
   return found;
 }
 
+void drop_after(const Candidate& worst, std::vector<Candidate>& candidates) {
+  const auto dropped = std::remove_if(candidates.begin(), candidates.end(),
+                                      [&](const Candidate& c) { return ranks_before(worst, c); });
+  candidates.erase(dropped, candidates.end());
+}
+
 // Exactly the k first of the ranking, in order of id. The k-th largest block maximum is a lower bound of the k-th
 // largest logit, and few logits reach it.
 void keep_top_k(const float* logits, int64_t vocabulary, int64_t k, RowScratch& scratch) {
@@ -88,20 +96,20 @@ void keep_top_k(const float* logits, int64_t vocabulary, int64_t k, RowScratch& 
   scratch.ranking = scratch.candidates;
   const auto last = scratch.ranking.begin() + (k - 1);
   std::nth_element(scratch.ranking.begin(), last, scratch.ranking.end(), ranks_before);
-  const Candidate worst = *last;
-  const auto dropped = std::remove_if(scratch.candidates.begin(), scratch.candidates.end(),
-                                      [&](const Candidate& c) { return ranks_before(worst, c); });
-  scratch.candidates.erase(dropped, scratch.candidates.end());
+  drop_after(*last, scratch.candidates);
 }
 
 // Tokens lighter than (1 - top_p) / V of the total hold, together, less than top_p leaves out: none is kept.
-void keep_heavy(const float* logits, int64_t vocabulary, double share_left_out, double total, RowScratch& scratch) {
-  const float lowest = static_cast<float>(0.999 * share_left_out * total / static_cast<double>(vocabulary));
+void keep_heavy(const float* logits, int64_t vocabulary, const Settings& settings, float top, double total,
+                RowScratch& scratch) {
+  const double share = 0.999 * (1.0 - settings.top_p) * total / static_cast<double>(vocabulary);
+  const float lowest = static_cast<float>(share);
+  const double lowest_logit = top + settings.temperature * (std::log(share) - 0.001);
   scratch.candidates.clear();
-  for (int64_t id = 0; id < vocabulary; ++id) {
+  visit_blocks(scratch, vocabulary, static_cast<float>(lowest_logit), [&](int64_t id) {
     const float weight = scratch.weights[id];
     if (weight >= lowest) scratch.candidates.push_back({logits[id], static_cast<int32_t>(id), weight});
-  }
+  });
 }
 
 double sum_weights(const std::vector<Candidate>& candidates) {
@@ -110,33 +118,32 @@ double sum_weights(const std::vector<Candidate>& candidates) {
   return sum;
 }
 
-// Halves the ranking around the token at which `mass` is reached instead of sorting it.
+// The shortest prefix of the ranking that weighs `mass`. Candidates are counted into bins of equal logit range, and
+// only the bin in which the mass is reached is sorted.
 void keep_top_p(double mass, RowScratch& scratch) {
-  scratch.ranking = scratch.candidates;
-  auto low = scratch.ranking.begin(), high = scratch.ranking.end();
+  constexpr size_t num_bins = 1024;
+  const auto by_logit = [](const Candidate& a, const Candidate& b) { return a.logit < b.logit; };
+  const auto range = std::minmax_element(scratch.candidates.begin(), scratch.candidates.end(), by_logit);
+  const float top = range.second->logit, span = top - range.first->logit;
+  const float bins_per_logit = span > 0 && std::isfinite(span) ? (num_bins - 1) / span : 0.0f;
+  const auto bin_of = [&](const Candidate& c) {
+    return std::min(num_bins - 1, static_cast<size_t>((top - c.logit) * bins_per_logit));
+  };
+  double bins[num_bins] = {};
+  for (const Candidate& c : scratch.candidates) bins[bin_of(c)] += c.weight;
+  size_t bin = 0;
   double before = 0;
-  while (high - low > 32) {
-    const auto middle = low + (high - low) / 2;
-    std::nth_element(low, middle, high, ranks_before);
-    double left = 0;
-    for (auto it = low; it != middle; ++it) left += it->weight;
-    if (before + left >= mass) {
-      high = middle;
-    } else {
-      before += left;
-      low = middle;
-    }
+  while (bin + 1 < num_bins && before + bins[bin] < mass) before += bins[bin++];
+
+  scratch.ranking.clear();
+  for (const Candidate& c : scratch.candidates) {
+    if (bin_of(c) == bin) scratch.ranking.push_back(c);
   }
-  std::sort(low, high, ranks_before);
-  auto last = low;
-  for (auto it = low; it != high && (before < mass || it == scratch.ranking.begin()); ++it) {
-    before += it->weight;
-    last = it;
+  std::sort(scratch.ranking.begin(), scratch.ranking.end(), ranks_before);
+  for (const Candidate& c : scratch.ranking) {
+    before += c.weight;
+    if (before >= mass) return drop_after(c, scratch.candidates);
   }
-  const Candidate worst = *last;
-  const auto dropped = std::remove_if(scratch.candidates.begin(), scratch.candidates.end(),
-                                      [&](const Candidate& c) { return ranks_before(worst, c); });
-  scratch.candidates.erase(dropped, scratch.candidates.end());
 }
 
 int64_t draw_candidate(const RowScratch& scratch, const Settings& settings) {
@@ -154,18 +161,23 @@ int64_t draw_candidate(const RowScratch& scratch, const Settings& settings) {
   return chosen;
 }
 
-int64_t draw_anything(int64_t vocabulary, const RowScratch& scratch, double uniform) {
-  double total = 0;
-  std::vector<float>::const_iterator weights = scratch.weights.begin();
-  for (int64_t id = 0; id < vocabulary; ++id) total += weights[id];
-  const double target = uniform * total;
-  double cumulative = 0;
+// From the whole vocabulary: first the block, then the token in it.
+int64_t draw_anything(int64_t vocabulary, const RowScratch& scratch, double target) {
+  size_t block = 0;
+  double before = 0, after = 0;
+  for (size_t b = 0; b < scratch.block_sums.size() && after <= target; ++b) {
+    if (scratch.block_sums[b] == 0.0f) continue;
+    block = b;
+    before = after;
+    after += scratch.block_sums[b];
+  }
+  const int64_t start = static_cast<int64_t>(block) * kSampleBlock;
   int64_t chosen = kUnusable;
-  for (int64_t id = 0; id < vocabulary; ++id) {
-    if (weights[id] == 0.0f) continue;
+  for (int64_t id = start; id < std::min<int64_t>(start + kSampleBlock, vocabulary); ++id) {
+    if (scratch.weights[id] == 0.0f) continue;
     chosen = id;
-    cumulative += weights[id];
-    if (cumulative > target) break;
+    before += scratch.weights[id];
+    if (before > target) break;
   }
   return chosen;
 }
@@ -187,12 +199,12 @@ int64_t sample_row(const float* logits, int64_t vocabulary, const Settings& sett
     return draw_candidate(scratch, settings);
   }
   scratch.weights.resize(static_cast<size_t>(vocabulary));
-  const float lowest = nucleus ? 0.0f : settings.min_p;
-  kernels().weigh_logits(logits, vocabulary, top, inverse_temperature, lowest, scratch.weights.data());
-  if (!nucleus) return draw_anything(vocabulary, scratch, settings.uniform);
-  double total = 0;
-  for (int64_t id = 0; id < vocabulary; ++id) total += scratch.weights[id];
-  keep_heavy(logits, vocabulary, 1.0 - settings.top_p, total, scratch);
+  scratch.block_sums.resize(scratch.block_maxima.size());
+  kernels().weigh_logits(logits, vocabulary, top, inverse_temperature, nucleus ? 0.0f : settings.min_p,
+                         scratch.weights.data(), scratch.block_sums.data());
+  const double total = std::accumulate(scratch.block_sums.begin(), scratch.block_sums.end(), 0.0);
+  if (!nucleus) return draw_anything(vocabulary, scratch, settings.uniform * total);
+  keep_heavy(logits, vocabulary, settings, top, total, scratch);
   keep_top_p(settings.top_p * total, scratch);
   return draw_candidate(scratch, settings);
 }

@@ -29,12 +29,18 @@ static bool scan_logits(const float* logits, int64_t vocabulary, float* block_ma
 }
 
 static void weigh_logits(const float* logits, int64_t vocabulary, float top, float inverse_temperature, float lowest,
-                         float* weights) {
+                         float* weights, float* block_sums) {
   const Floats shift = broadcast(top), factor = broadcast(inverse_temperature);
-  for (int64_t i = 0; i < vocabulary; i += kLanes) {
-    const int64_t left = vocabulary - i;
-    const Floats weight = exponential((load_some(logits + i, left) - shift) * factor);
-    store_some(weights + i, zero_below(weight, lowest), left);
+  for (int64_t start = 0; start < vocabulary; start += kSampleBlock) {
+    const int64_t end = vocabulary - start < kSampleBlock ? vocabulary : start + kSampleBlock;
+    Floats sum = zeros();
+    for (int64_t i = start; i < end; i += kLanes) {
+      const Floats scaled = (load_some(logits + i, end - i) - shift) * factor;
+      const Floats weight = zero_below(exponential(scaled), lowest);
+      store_some(weights + i, weight, end - i);
+      sum = sum + keep_between(weight, lane_indices(), 0, 0, end - i, 0.0f);
+    }
+    block_sums[start / kSampleBlock] = reduce_sum(sum);
   }
 }
 

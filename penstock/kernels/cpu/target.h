@@ -14,3 +14,10 @@
   PENSTOCK_PRAGMA(GCC target(features))
 #define PENSTOCK_TARGET_END PENSTOCK_PRAGMA(GCC pop_options)
 #endif
+
+// Tiles need the kernel's leave (Linux) and a compiler that knows them.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define PENSTOCK_HAS_AMX 1
+#else
+#define PENSTOCK_HAS_AMX 0
+#endif

@@ -82,6 +82,20 @@ class TritonOps:
         queries = rope_and_cache(qkv, layer, keys, values, batch.positions, batch.slots)
         return attention(queries, keys, values, layer, batch)
 
+    def attention(
+        self,
+        x: Tensor,
+        qkv: TorchLinear,
+        output: TorchLinear,
+        layer: AttentionLayer,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+    ) -> Tensor:
+        return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
+
+    def mlp(self, x: Tensor, gate_up: TorchLinear, down: TorchLinear, activation: Activation) -> Tensor:
+        return self.linear(self.gated(self.linear(x, gate_up), activation), down)
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         if batch.all_greedy or batch.whole_vocabulary:
             return sample_whole_vocabulary(logits, batch)

@@ -1,0 +1,65 @@
+"""The choice of a backend, and life beside torch."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import pytest
+import torch
+
+from penstock.kernels import library as library_module
+from penstock.kernels import select
+from penstock.kernels.interface import DenseWeight
+from penstock.kernels.library import Library
+from penstock.kernels.native import NativeOps
+from penstock.kernels.reference import TorchOps
+
+
+def test_native_where_it_can_torch_elsewhere(library: Library) -> None:
+    assert isinstance(select.select_ops("cpu", torch.float32), NativeOps)
+    assert isinstance(select.select_ops("cpu", torch.bfloat16), NativeOps)
+    assert isinstance(select.select_ops("cpu", torch.float64), TorchOps)
+    assert isinstance(select.select_ops("meta", torch.float32), TorchOps)
+
+
+def test_torch_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "load", lambda: None)
+    assert isinstance(select.select_ops("cpu", torch.float32), TorchOps)
+    assert select.capabilities().native is False
+
+
+def test_capabilities_name_the_best_set(library: Library) -> None:
+    found = select.capabilities()
+    assert found.native
+    assert found.isa in library_module.ISA_NAMES
+    assert found.num_threads == library.num_threads()
+    wide = found.isa in ("avx512_bf16", "amx")
+    assert select.preferred_cpu_dtype() == (torch.bfloat16 if wide else torch.float32)
+
+
+def test_an_instruction_set_the_processor_lacks_is_refused(library: Library) -> None:
+    assert not library.set_isa(len(library_module.ISA_NAMES))
+    assert not library.set_isa(-1)
+    assert library.isa() == library.best_isa()
+
+
+def test_torch_products_in_between_do_no_harm(library: Library) -> None:
+    """Torch's own matrix products use the same tile registers, in shapes of their own."""
+    ops = NativeOps(library, torch.bfloat16)
+    packed = ops.pack_linear([DenseWeight(torch.randn(64, 64))])
+    x, other = torch.randn(4, 64).bfloat16(), torch.randn(256, 256).bfloat16()
+    expected = ops.linear(x, packed)
+    for _ in range(5):
+        torch.nn.functional.linear(other, other)
+        assert torch.equal(ops.linear(x, packed), expected)
+
+
+def test_several_threads_may_call_at_once(library: Library) -> None:
+    ops = NativeOps(library, torch.bfloat16)
+    packed = ops.pack_linear([DenseWeight(torch.randn(300, 128))])
+    inputs = [torch.randn(rows, 128).bfloat16() for rows in range(1, 25)]
+    expected = [ops.linear(x, packed) for x in inputs]
+    with concurrent.futures.ThreadPoolExecutor(4) as executor:
+        for _ in range(5):
+            found = executor.map(lambda x: ops.linear(x, packed), inputs)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
