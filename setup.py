@@ -15,7 +15,15 @@ HEADERS = sorted(str(path) for path in Path("penstock/kernels/cpu").glob("*.h"))
 
 # Baseline code only: faster instruction sets are compiled per function and chosen at run time, so that a wheel
 # built on one machine runs on another.
-FLAGS = ["-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread", "-g0"]
+FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-g0",
+]
 FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized"]  # noise from the compilers' own vector headers
 
 extensions = []

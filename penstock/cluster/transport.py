@@ -79,7 +79,7 @@ class ZmqEngineClient:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._endpoint)
         self._socket = socket
-        self._fd = socket.getsockopt(zmq.FD)
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
         self._send(Hello())
 

@@ -103,7 +103,7 @@ class Worker:
         self._context.term()
 
     def _read_inbox(self, wait_s: float) -> None:
-        if wait_s > 0 and not self._socket.poll(wait_s * 1000):
+        if wait_s > 0 and not self._socket.poll(int(wait_s * 1000)):
             return
         while True:
             try:

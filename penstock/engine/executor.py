@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.clock import Clock
-from penstock.core.plan import StepPlan, StepResult
+from penstock.core.plan import SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.batch import BatchRows, HostStep
 from penstock.engine.graphs import DecodeGraphs
@@ -83,7 +83,8 @@ class ModelExecutor:
         self._update_rows(plan)
         step = self._rows.build(plan.chunks)
         sampled_rows = step.rows[step.sampled]
-        token_ids, logprobs = None, {}
+        token_ids: Tensor | None = None
+        logprobs: dict[int, Tensor] = {}
         with torch.inference_mode():
             logits = self._logits(step)
             if logits is not None:
@@ -108,7 +109,7 @@ class ModelExecutor:
     def collect(self) -> StepResult:
         step = self._submitted.popleft()
         elapsed_s = step.timer.wait()
-        sampled = ()
+        sampled: tuple[SampledToken, ...] = ()
         if step.token_ids is not None:
             sampled = self._sampler.report(
                 step.request_ids, step.rows, step.token_ids.tolist(), step.logprobs

@@ -38,7 +38,7 @@ class OfflineEngine:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         on_token: OnToken | None = None,
     ) -> list[Completion]:

@@ -45,4 +45,4 @@ class CudaTimer:
 
     def wait(self) -> float:
         self._end.synchronize()
-        return self._begin.elapsed_time(self._end) / 1000.0
+        return float(self._begin.elapsed_time(self._end)) / 1000.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from penstock.kernels.triton.rope_cache import rope_and_cache
 from penstock.kernels.triton.sampling import sample_whole_vocabulary
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PagedKV:
     keys: Tensor  # [layers, blocks + 1, G, block size, D]; the last block takes what padding rows write
     values: Tensor
@@ -45,16 +46,16 @@ class TritonOps:
     def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> TorchLinear:
         return self._torch.pack_linear(parts, bias)
 
-    def linear(self, x: Tensor, weight: TorchLinear) -> Tensor:
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
         return F.linear(x, weight.weight, weight.bias)
 
-    def pack_embedding(self, weight: WeightData, tied: TorchLinear | None = None) -> TorchEmbedding:
+    def pack_embedding(self, weight: WeightData, tied: Any = None) -> TorchEmbedding:
         return self._torch.pack_embedding(weight, tied)
 
-    def embed(self, token_ids: Tensor, table: TorchEmbedding) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Any) -> Tensor:
         return F.embedding(token_ids, table.weight)
 
-    def logits(self, x: Tensor, head: TorchLinear) -> Tensor:
+    def logits(self, x: Tensor, head: Any) -> Tensor:
         if x.dtype == torch.float32 or head.bias is not None:
             return F.linear(x, head.weight, head.bias).float()
         return torch.mm(x, head.weight.t(), out_dtype=torch.float32)
@@ -75,9 +76,7 @@ class TritonOps:
         keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         return PagedKV(keys, values, num_blocks, block_size)
 
-    def attend(
-        self, qkv: Tensor, layer: AttentionLayer, cache: tuple[Tensor, Tensor], batch: AttentionBatch
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
         keys, values = cache
         queries = rope_and_cache(qkv, layer, keys, values, batch.positions, batch.slots)
         return attention(queries, keys, values, layer, batch)
@@ -85,15 +84,15 @@ class TritonOps:
     def attention(
         self,
         x: Tensor,
-        qkv: TorchLinear,
-        output: TorchLinear,
+        qkv: Any,
+        output: Any,
         layer: AttentionLayer,
-        cache: tuple[Tensor, Tensor],
+        cache: Any,
         batch: AttentionBatch,
     ) -> Tensor:
         return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
 
-    def mlp(self, x: Tensor, gate_up: TorchLinear, down: TorchLinear, activation: Activation) -> Tensor:
+    def mlp(self, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
         return self.linear(self.gated(self.linear(x, gate_up), activation), down)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
