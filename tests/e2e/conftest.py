@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.simulator.replay import replay
+
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 START_TIMEOUT_S = 120
 
@@ -56,8 +58,14 @@ def default_model() -> str:
 @pytest.fixture(scope="session")
 def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("server")
-    running = start_server(folder, default_model, "--record-plans", str(folder / "plans.jsonl"))
+    plans = folder / "plans.jsonl"
+    running = start_server(folder, default_model, "--record-plans", str(plans))
     httpx.get(running.url + "/health", timeout=10).raise_for_status()
     yield running
     if running.process.poll() is None:
         assert running.stop() == 0
+    # All that the tests did to the real engine, fed to a fresh scheduler: the same plans must come out.
+    with plans.open("rb") as lines:
+        replayed = replay(lines)
+    assert replayed.num_plans > 0
+    assert replayed.mismatch is None
