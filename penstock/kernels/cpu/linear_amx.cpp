@@ -63,7 +63,7 @@ struct Operands {
 };
 
 // How many steps unpacking runs ahead of the products, so that these find their tiles written.
-constexpr int64_t kStepsAhead = 2;
+constexpr int64_t kStepsAhead = 5;
 // How far ahead of its use memory is asked for. Strips are too short for the processor to find out by itself.
 constexpr int64_t kPrefetchBytes = 4096;
 
