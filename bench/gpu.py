@@ -92,9 +92,7 @@ def main() -> None:
     parser.add_argument("--decode", default="1,8,32,128,256")
     parser.add_argument("--prefill", action="store_true")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument(
-        "--trace", type=Path, help="write a profile of decode steps at the largest batch here"
-    )
+    parser.add_argument("--profile", action="store_true", help="print where the time of decode steps goes")
     arguments = parser.parse_args()
     lines = []
     for folder in arguments.folders:
@@ -115,7 +113,7 @@ def main() -> None:
         if arguments.offline:
             offline(engine, seed=1)
             lines.append(f"{folder.name}: offline {offline(engine, seed=0):,.0f} tok/s")
-        if arguments.trace:
+        if arguments.profile:
             with torch.profiler.profile() as profile:
                 decode(engine, 256, 99)
             print(

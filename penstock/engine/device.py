@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -9,7 +10,10 @@ import torch
 from penstock.core.config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.kernels.interface import Ops
+from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -18,7 +22,10 @@ def choose_ops(config: EngineConfig) -> Ops:
     device = _choose_device(config.model.device)
     if device.type == "cpu":
         set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-    return select_ops(device, _choose_dtype(config.model.dtype, device))
+    ops = select_ops(device, _choose_dtype(config.model.dtype, device))
+    if isinstance(ops, TorchOps):
+        log.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
+    return ops
 
 
 def _choose_device(asked: str) -> torch.device:
