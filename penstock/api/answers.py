@@ -13,7 +13,7 @@ from penstock.api.openai_responses import ChunkWriter
 from penstock.core.errors import PenstockError
 from penstock.gateway.choice import Delta
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import Generation, ReaderGone
+from penstock.gateway.stream import AnswerStream, ReaderGone
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -25,10 +25,10 @@ _STREAM_HEADERS = [
 class DisconnectWatch:
     """Cancels a generation as soon as its client has gone. The request body must have been read."""
 
-    def __init__(self, receive: Receive, generation: Generation) -> None:
+    def __init__(self, receive: Receive, generation: AnswerStream) -> None:
         self._task = asyncio.create_task(self._watch(receive, generation))
 
-    async def _watch(self, receive: Receive, generation: Generation) -> None:
+    async def _watch(self, receive: Receive, generation: AnswerStream) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         generation.cancel()
@@ -38,7 +38,7 @@ class DisconnectWatch:
 
 
 async def answer_whole(
-    generation: Generation, receive: Receive, build: Callable[[Sequence[Delta], Usage], bytes]
+    generation: AnswerStream, receive: Receive, build: Callable[[Sequence[Delta], Usage], bytes]
 ) -> Response:
     watch = DisconnectWatch(receive, generation)
     try:
@@ -57,7 +57,7 @@ class EventStream:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: AnswerStream,
         chunks: ChunkWriter,
         watch: DisconnectWatch,
         first_deltas: Sequence[Delta],
@@ -72,7 +72,7 @@ class EventStream:
 
     @classmethod
     async def open(
-        cls, generation: Generation, receive: Receive, chunks: ChunkWriter, *, includes_usage: bool
+        cls, generation: AnswerStream, receive: Receive, chunks: ChunkWriter, *, includes_usage: bool
     ) -> EventStream:
         watch = DisconnectWatch(receive, generation)
         try:

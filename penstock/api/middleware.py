@@ -8,6 +8,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.api.context import set_request_id
 from penstock.api.errors import error_response, internal_error_response
 from penstock.core.errors import AuthenticationFailed
 
@@ -28,6 +29,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = uuid.uuid4().hex
+        set_request_id(scope, request_id)
         has_started = False
 
         async def send_with_id(message: Message) -> None:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.answers import EventStream, answer_whole
 from penstock.api.body import BodyDecoder, read_body
+from penstock.api.context import principal_of, request_id_of
 from penstock.api.openai_requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
 from penstock.api.openai_responses import (
     AnswerHeader,
@@ -22,6 +23,8 @@ from penstock.api.openai_responses import (
     completion,
 )
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.stream import AnswerStream
 
 
 class ModelEntry(msgspec.Struct):
@@ -61,10 +64,10 @@ class OpenAIEndpoints:
 
     async def create_completion(self, request: Request) -> ASGIApp:
         wire = self._completion_decoder.decode(await read_body(request, self._max_body_bytes))
-        generation = await self._gateway.submit(wire.to_generation())
+        generation = await self._submit(request, wire.to_generation())
         header = AnswerHeader(
             generation_id=generation.id,
-            model=self._gateway.model().card.name,
+            model=generation.model,
             wants_logprobs=wire.logprobs is not None,
             includes_usage=wire.includes_usage,
             service_tier=wire.service_tier,
@@ -77,10 +80,10 @@ class OpenAIEndpoints:
 
     async def create_chat_completion(self, request: Request) -> ASGIApp:
         wire = self._chat_decoder.decode(await read_body(request, self._max_body_bytes))
-        generation = await self._gateway.submit(wire.to_generation())
+        generation = await self._submit(request, wire.to_generation())
         header = AnswerHeader(
             generation_id=generation.id,
-            model=self._gateway.model().card.name,
+            model=generation.model,
             wants_logprobs=bool(wire.logprobs),
             includes_usage=wire.includes_usage,
             service_tier=wire.service_tier,
@@ -90,6 +93,11 @@ class OpenAIEndpoints:
                 generation, request.receive, ChatChunks(header), includes_usage=wire.includes_usage
             )
         return await answer_whole(generation, request.receive, partial(chat_completion, header))
+
+    async def _submit(self, request: Request, wish: GenerationRequest) -> AnswerStream:
+        return await self._gateway.submit(
+            msgspec.structs.replace(wish, principal=principal_of(request), request_id=request_id_of(request))
+        )
 
     def _model_entry(self, name: str | None) -> ModelEntry:
         card = self._gateway.model(name).card

@@ -17,6 +17,7 @@ from penstock.gateway.prompts import (
     GenerationRequest,
     Prompt,
     SamplingOptions,
+    TextPart,
     TextPrompt,
     TokenPrompt,
 )
@@ -153,7 +154,7 @@ class Message(msgspec.Struct):
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
             return ChatMessage(role, self.content, self.name)
-        return ChatMessage(role, tuple(_text_of(part, param) for part in self.content), self.name)
+        return ChatMessage(role, tuple(TextPart(_text_of(part, param)) for part in self.content), self.name)
 
 
 class ResponseFormat(msgspec.Struct):

@@ -16,8 +16,8 @@ from penstock.api.body import BodyDecoder, read_body
 from penstock.api.errors import error_response
 from penstock.api.openai_requests import Message, chat_messages
 from penstock.core.errors import EngineUnavailable, InvalidRequest, PenstockError, ShuttingDown
+from penstock.gateway.checks import check_token_ids
 from penstock.gateway.gateway import RETRY_AFTER_S, Gateway
-from penstock.gateway.limits import check_token_ids
 from penstock.gateway.metrics import CONTENT_TYPE
 from penstock.gateway.prompts import ChatPrompt
 from penstock.version import __version__

@@ -2,12 +2,16 @@
 
     PenstockError                     500  internal_error
     ├── InvalidRequest                400  invalid_request_error
-    │   └── ContextLengthExceeded     400  context_length_exceeded
+    │   ├── ContextLengthExceeded     400  context_length_exceeded
+    │   └── ContentRefused            400  content_policy_violation  (a safety policy said no)
     ├── AuthenticationFailed          401  invalid_api_key
+    ├── PermissionDenied              403  permission_denied     (the key is known, but may not do this)
     ├── ModelNotFound                 404  model_not_found
     ├── NotFound                      404  not_found
+    ├── Conflict                      409  conflict              (it exists already, or is in another state)
     ├── RequestTooLarge               413  request_too_large
     ├── RateLimited                   429  rate_limit_exceeded
+    │   └── QuotaExceeded             429  insufficient_quota    (a spend budget is used up; waiting won't help)
     ├── Overloaded                    503  overloaded            (queues are full)
     │   └── ShuttingDown              503  shutting_down         (draining)
     ├── EngineUnavailable             503  engine_unavailable    (starting, restarting, gone)
@@ -54,10 +58,20 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class ContentRefused(InvalidRequest):
+    code = "content_policy_violation"
+
+
 class AuthenticationFailed(PenstockError):
     status = 401
     code = "invalid_api_key"
     type = "invalid_request_error"
+
+
+class PermissionDenied(PenstockError):
+    status = 403
+    code = "permission_denied"
+    type = "permission_error"
 
 
 class ModelNotFound(PenstockError):
@@ -72,6 +86,12 @@ class NotFound(PenstockError):
     type = "invalid_request_error"
 
 
+class Conflict(PenstockError):
+    status = 409
+    code = "conflict"
+    type = "invalid_request_error"
+
+
 class RequestTooLarge(PenstockError):
     status = 413
     code = "request_too_large"
@@ -82,6 +102,11 @@ class RateLimited(PenstockError):
     status = 429
     code = "rate_limit_exceeded"
     type = "rate_limit_error"
+
+
+class QuotaExceeded(RateLimited):
+    code = "insufficient_quota"
+    type = "insufficient_quota"
 
 
 class Overloaded(PenstockError):

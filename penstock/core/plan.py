@@ -69,10 +69,19 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     elapsed_s: float
 
 
+class CacheUse(msgspec.Struct, frozen=True, array_like=True):
+    """What the breakpoints of a request did, in prompt tokens: how many were read from kept prefixes, and how many
+    were newly kept, one count for each of `Request.cache_breakpoints`."""
+
+    read_tokens: int
+    written_tokens: tuple[int, ...]
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """News about one request after a commit: a token, its end, or both.
 
-    `num_cached_tokens` is set on a request's first event only: how many prompt tokens were reused.
+    `num_cached_tokens` is set on a request's first event only: how many prompt tokens were reused. `cache_use`
+    comes with it when the request has breakpoints.
     """
 
     request_id: str
@@ -82,3 +91,4 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     num_cached_tokens: int | None = None
     queue_s: float | None = None  # set on the first event: time from arrival to first planned chunk
     error: str | None = None
+    cache_use: CacheUse | None = None

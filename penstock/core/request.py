@@ -6,6 +6,7 @@ Everything here is immutable: the scheduler keeps the changing state of a reques
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -28,6 +29,20 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # the engine could not go on with it
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must look like. The gateway checks it, the engine compiles it and masks logits with it."""
+
+    kind: Literal["json", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    text: str = ""  # the schema, the pattern, the grammar, a JSON list of choices, or the tags as JSON
+
+
+class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
+    """The client asks to keep the first `num_tokens` of the prompt for `ttl_s` seconds after each use."""
+
+    num_tokens: int
+    ttl_s: float
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens. `n` is not here: the gateway submits n requests that share a prefix."""
 
@@ -48,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()  # looked for by the gateway, which alone sees text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -58,4 +74,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     tenant: str = ""
     tier: Tier = Tier.DEFAULT
+    cache_breakpoints: tuple[CacheBreakpoint, ...] = ()  # in ascending order of num_tokens
     deadline_s: float | None = None  # on the engine's clock; set from AddRequest.timeout_s on arrival

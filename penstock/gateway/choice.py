@@ -32,6 +32,15 @@ class TokenDetail(msgspec.Struct, frozen=True):
     alternatives: tuple[TokenAlternative, ...]
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """What is new about one tool call of an answer. `id` and `name` come once, with the first delta of a call."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
 class Delta(msgspec.Struct, frozen=True):
     """What is new about one answer since its reader last looked."""
 
@@ -39,6 +48,9 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     details: tuple[TokenDetail, ...] = ()
     finish_reason: FinishReason | None = None
+    reasoning: str = ""  # comes before the text of the same delta
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # come after it
+    stop_sequence: str | None = None  # which stop string ended the answer, with finish_reason
 
 
 class Choice:

@@ -15,11 +15,12 @@ import msgspec
 from penstock.cluster.client import EngineClient
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.config import GatewayConfig
-from penstock.core.errors import EngineUnavailable, ModelNotFound, ShuttingDown
+from penstock.core.errors import EngineUnavailable, ModelNotFound, PermissionDenied, ShuttingDown
 from penstock.core.messages import EngineReady
-from penstock.core.request import Request, SamplingParams
+from penstock.core.request import Request, SamplingParams, Tier
+from penstock.gateway.accounts import Accounts, Claim
+from penstock.gateway.checks import check_request, check_token_ids, resolve_max_tokens
 from penstock.gateway.choice import Choice
-from penstock.gateway.limits import check_request, check_token_ids, resolve_max_tokens
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt
 from penstock.gateway.stream import Generation
@@ -52,8 +53,16 @@ class Gateway:
     """Accepts requests until `drain`. Must be used from one event loop, the one that the engine client calls back
     on."""
 
-    def __init__(self, engine: EngineClient, config: GatewayConfig, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        config: GatewayConfig,
+        clock: Clock | None = None,
+        *,
+        accounts: Accounts | None = None,
+    ) -> None:
         self.engine = engine
+        self.accounts = accounts or Accounts()
         self.config = config
         self.clock = clock or SystemClock()
         self.metrics = GatewayMetrics()
@@ -102,20 +111,23 @@ class Gateway:
     async def submit(self, wish: GenerationRequest) -> Generation:
         self._check_accepting()
         model = self.model(wish.model)
+        _check_permission(wish, model.card.name)
         check_request(wish, model.card.vocab_size)
         prompts = [await model.token_ids(prompt) for prompt in wish.prompts]
         self._check_accepting()  # a drain may have begun while a long prompt was tokenized
-        generation_id = uuid.uuid4().hex
-        requests = self._engine_requests(generation_id, wish, prompts, model.engine)
+        request_id = wish.request_id or uuid.uuid4().hex
+        requests = self._engine_requests(request_id, wish, prompts, model.engine)
+        account = await self.accounts.open(_claim(request_id, wish, model.card.name, prompts, requests))
         choices = [
             Choice(index, request, model.tokenizer, model.card.eos_token_ids)
             for index, request in enumerate(requests)
         ]
-        generation = Generation(generation_id, choices, wish.n, self, self._forget)
+        generation = Generation(account, choices, wish.n, self, self._forget)
         self._live.add(generation)
         self._nothing_live.clear()
         try:
-            generation.start(requests, self.config.request_timeout_s)
+            self._check_accepting()
+            generation.start(requests, wish.timeout_s or self.config.request_timeout_s)
         except BaseException:
             generation.cancel()
             raise
@@ -153,7 +165,7 @@ class Gateway:
 
     def _engine_requests(
         self,
-        generation_id: str,
+        request_id: str,
         wish: GenerationRequest,
         prompts: Sequence[tuple[int, ...]],
         engine: EngineReady,
@@ -169,14 +181,44 @@ class Gateway:
             for sibling in range(wish.n):
                 requests.append(
                     Request(
-                        id=f"{generation_id}-{len(requests)}",
+                        id=f"{request_id}-{len(requests)}",
                         prompt_token_ids=token_ids,
                         sampling=_sampling_params(wish, max_tokens, sibling),
-                        tenant=wish.tenant,
-                        tier=wish.tier,
+                        tenant=wish.principal.workspace_id,
+                        tier=granted_tier(wish),
                     )
                 )
         return requests
+
+
+def granted_tier(wish: GenerationRequest) -> Tier:
+    """The tier asked for, or the best that the caller's key allows."""
+    order = list(Tier)  # most urgent first
+    return max(wish.tier, wish.principal.best_tier, key=order.index)
+
+
+def _check_permission(wish: GenerationRequest, model_name: str) -> None:
+    if not wish.principal.may_use(model_name):
+        raise PermissionDenied(f"This key may not use the model {model_name!r}.", param="model")
+
+
+def _claim(
+    request_id: str,
+    wish: GenerationRequest,
+    model_name: str,
+    prompts: Sequence[tuple[int, ...]],
+    requests: Sequence[Request],
+) -> Claim:
+    return Claim(
+        request_id=request_id,
+        principal=wish.principal,
+        model=model_name,
+        endpoint=wish.endpoint,
+        tier=granted_tier(wish),
+        input_tokens=sum(map(len, prompts)),
+        max_output_tokens=sum(request.sampling.max_tokens for request in requests),
+        user=wish.user,
+    )
 
 
 def _sampling_params(wish: GenerationRequest, max_tokens: int, sibling: int) -> SamplingParams:

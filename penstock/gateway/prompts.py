@@ -5,11 +5,12 @@ Independent of any wire format: the OpenAI shapes, and later others, are transla
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from penstock.core.request import Tier
+from penstock.core.identity import OPEN_PRINCIPAL, Principal
+from penstock.core.request import Grammar, Tier
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
@@ -20,16 +21,61 @@ class TokenPrompt(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
 
 
+class CacheMark(msgspec.Struct, frozen=True):
+    """Keep the prompt up to and including what carries this mark, for `ttl_s` after each use."""
+
+    ttl_s: float
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    text: str
+    cache: CacheMark | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the model made in an earlier turn."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, as the model wrote it
+    cache: CacheMark | None = None
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn. Several text parts stay apart until the template joins them."""
 
     role: str
-    content: str | tuple[str, ...]
+    content: str | tuple[TextPart, ...]
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None  # of a `tool` turn: which call it answers
+    reasoning: str | None = None
+    cache: CacheMark | None = None  # at the end of the whole turn
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may ask the client to run. `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+    cache: CacheMark | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`name` is set with the mode "named"."""
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+    parallel: bool = True
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    thinks: bool | None = None  # None leaves it to the model's template
     add_generation_prompt: bool = True
     template_options: dict[str, Any] = {}  # extra variables for the model's template
 
@@ -55,6 +101,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +113,24 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     model: str | None = None
     default_max_tokens: int | None = None
-    tier: Tier = Tier.DEFAULT
-    tenant: str = ""
+    tier: Tier = Tier.DEFAULT  # a wish; the principal's best tier bounds it
+    principal: Principal = OPEN_PRINCIPAL
+    request_id: str = ""  # as in the x-request-id header; the gateway makes one when empty
+    endpoint: str = "chat"  # what the usage ledger calls it: chat, completions, messages, responses, …
+    user: str | None = None  # the client's own name for its end user
+    prompt_cache_key: str | None = None  # steers routing to where similar prompts went
+    idempotency_key: str | None = None
+    cache_response_s: float | None = None  # reuse, and keep, an identical request's answer for so long
+    timeout_s: float | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
+    """Of one request. The cached and written tokens are part of `prompt_tokens`."""
+
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt tokens
+    cached_tokens: int  # reused from the KV cache, by whatever means
+    cache_read_tokens: int = 0  # of the cached: those that a cache breakpoint asked for
+    cache_write_5m_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion

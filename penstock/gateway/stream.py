@@ -15,7 +15,8 @@ from penstock.cluster.client import EngineClient
 from penstock.core.clock import Clock
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
 from penstock.core.plan import TokenEvent
-from penstock.core.request import FinishReason, Request
+from penstock.core.request import FinishReason, Request, Tier
+from penstock.gateway.accounts import Account, Outcome, RateLimits
 from penstock.gateway.choice import Choice, Delta
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.prompts import Usage
@@ -36,6 +37,38 @@ class StreamContext(Protocol):
     max_buffer_bytes: int
 
 
+class AnswerStream(Protocol):
+    """The answers to one request, as a front end reads them. A generation is one; what wraps it (a guard) or stands
+    in for it (a replayed answer) is another.
+
+    An iteration yields every delta that is ready, at least one, and ends after the last answer's finish_reason. It
+    raises the PenstockError that ended the request early, or ReaderGone after `cancel`.
+    """
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def model(self) -> str:
+        """The model that answers, which need not be the name that was asked for."""
+        ...
+
+    @property
+    def tier(self) -> Tier: ...
+    @property
+    def rate_limits(self) -> RateLimits: ...
+    @property
+    def num_choices(self) -> int: ...
+    @property
+    def usage(self) -> Usage: ...
+    def __aiter__(self) -> AnswerStream: ...
+    async def __anext__(self) -> list[Delta]: ...
+    async def collect(self) -> list[Delta]:
+        """All answers in order, whole."""
+        ...
+
+    def cancel(self) -> None: ...
+
+
 class Generation:
     """Iterate for deltas as they come, or `collect` the whole; `cancel` at any moment.
 
@@ -45,13 +78,13 @@ class Generation:
 
     def __init__(
         self,
-        request_id: str,
+        account: Account,
         choices: Sequence[Choice],
         n: int,
         context: StreamContext,
         on_end: Callable[[Generation], None],
     ) -> None:
-        self.id = request_id
+        self.account = account
         self._choices = choices
         self._n = n
         self._context = context
@@ -71,6 +104,22 @@ class Generation:
             self._context.engine.add(
                 request, timeout_s=timeout_s, on_event=partial(self._on_event, choice), on_error=self.fail
             )
+
+    @property
+    def id(self) -> str:
+        return self.account.claim.request_id
+
+    @property
+    def model(self) -> str:
+        return self.account.claim.model
+
+    @property
+    def tier(self) -> Tier:
+        return self.account.claim.tier
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self.account.rate_limits
 
     @property
     def num_choices(self) -> int:
@@ -170,7 +219,22 @@ class Generation:
             metrics.request_generation_tokens.observe(choice.num_tokens)
         self._num_open -= 1
         if not self._num_open:
+            # Before the reader is woken: whoever sees the end of an answer finds it settled.
+            self.account.settle(self._outcome())
             self._on_end(self)
+
+    def _outcome(self) -> Outcome:
+        now = self._context.clock.now()
+        begun = [choice.first_token_at for choice in self._choices if choice.first_token_at is not None]
+        error = self._error
+        failed = isinstance(error, PenstockError)
+        return Outcome(
+            usage=self.usage,
+            status="completed" if error is None else "failed" if failed else "cancelled",
+            error_code=error.code if isinstance(error, PenstockError) else None,
+            duration_s=now - self._arrived_at,
+            first_token_s=min(begun) - self._arrived_at if begun else None,
+        )
 
     def _give_up_on_reader(self) -> None:
         for choice in self._choices:

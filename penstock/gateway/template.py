@@ -92,7 +92,9 @@ class ChatTemplate:
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:
-    content = message.content if isinstance(message.content, str) else "\n".join(message.content)
+    content = message.content
+    if not isinstance(content, str):
+        content = "\n".join(part.text for part in content)
     turn = {"role": message.role, "content": content}
     if message.name is not None:
         turn["name"] = message.name

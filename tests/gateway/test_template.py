@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.errors import InvalidRequest, ModelLoadError
-from penstock.gateway.prompts import ChatMessage, ChatPrompt
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart
 from penstock.gateway.template import ChatTemplate
 from tests.gateway.fake_engine import model_card
 
@@ -27,7 +27,9 @@ def test_messages_special_tokens_and_generation_prompt() -> None:
 
 
 def test_text_parts_are_joined() -> None:
-    assert render("{{ messages[0].content }}", (ChatMessage("user", ("a", "b")),)) == "a\nb"
+    assert (
+        render("{{ messages[0].content }}", (ChatMessage("user", (TextPart("a"), TextPart("b"))),)) == "a\nb"
+    )
 
 
 def test_name_is_given_only_when_there_is_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
-from penstock.gateway.limits import check_request, resolve_max_tokens
+from penstock.gateway.checks import check_request, resolve_max_tokens
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from tests.gateway.fake_engine import engine_ready, model_card
 

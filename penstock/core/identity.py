@@ -1,0 +1,44 @@
+"""Who is asking. Knows neither keys nor tokens: whoever checked those makes a `Principal`.
+
+Organisations own workspaces, workspaces own keys. The workspace is the wall: caches, files, batches, stored answers
+and usage belong to one workspace and are never visible from another.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from penstock.core.request import Tier
+
+
+class Scope(enum.StrEnum):
+    """What a key may do."""
+
+    INFERENCE = "inference"  # ask models for answers and embeddings, and keep files, batches and responses
+    USAGE = "usage"  # read the usage of its own workspace
+    METRICS = "metrics"  # read /metrics
+    ADMIN = "admin"  # manage organisations, workspaces, keys and settings, and read everyone's usage
+
+
+class Principal(msgspec.Struct, frozen=True, kw_only=True):
+    """The authenticated caller of one request."""
+
+    organization_id: str = "default"
+    workspace_id: str = "default"
+    key_id: str = "open"  # "open" when the server asks for no key
+    scopes: frozenset[Scope] = frozenset({Scope.INFERENCE})
+    allowed_models: frozenset[str] | None = None  # None allows every model
+    best_tier: Tier = Tier.DEFAULT  # the most urgent tier that this caller may claim
+    caches_responses: bool = False  # whether its key opted in to the response cache
+
+    def may(self, scope: Scope) -> bool:
+        return scope in self.scopes or Scope.ADMIN in self.scopes
+
+    def may_use(self, model: str) -> bool:
+        return self.allowed_models is None or model in self.allowed_models
+
+
+# Without keys, whoever reaches the (loopback) port owns the machine.
+OPEN_PRINCIPAL = Principal(scopes=frozenset(Scope), best_tier=Tier.PRIORITY)
