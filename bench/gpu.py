@@ -13,19 +13,44 @@ import argparse
 import random
 import time
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, Quantization, SchedulerConfig
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.offline import OfflineEngine
 
 DECODE_STEPS = 64
+# vLLM 0.26 on one H200, bf16, random weights: tokens per second, or milliseconds.
+VLLM: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "offline": 21_803,
+        "decode": {1: 1.99, 8: 2.21, 32: 2.54, 128: 5.69, 256: 7.65},
+        "prefill": {1: 15.2, 256: 356},
+    },
+    "llama-8b": {
+        "offline": 9_782,
+        "decode": {1: 4.97, 8: 5.18, 32: 5.92, 128: 8.80, 256: 14.08},
+        "prefill": {1: 16.5, 256: 3_086},
+    },
+    "qwen3-30b-a3b": {
+        "offline": 6_053,
+        "decode": {1: 4.14, 8: 9.43, 32: 16.35, 128: 19.87, 256: 23.62},
+        "prefill": {1: 25.4, 256: 1_827},
+    },
+}
 
 
-def build(folder: Path, max_tokens: int) -> OfflineEngine:
+def build(folder: Path, max_tokens: int, quantization: Quantization | None = None) -> OfflineEngine:
     config = EngineConfig(
-        model=ModelConfig(model=str(folder), load_format="random", device="cuda", max_model_len=4096),
+        model=ModelConfig(
+            model=str(folder),
+            load_format="random",
+            device="cuda",
+            max_model_len=4096,
+            quantization=quantization,
+        ),
         cache=CacheConfig(gpu_memory_utilization=0.9),
         scheduler=SchedulerConfig(max_num_batched_tokens=max_tokens, itl_target_ms=None),
     )
@@ -85,6 +110,14 @@ def prefill(engine: OfflineEngine, count: int, seed: int) -> float:
     return (time.perf_counter() - start) * 1000
 
 
+def _row(model: str, what: str, ours: float, theirs: float | None, *, more_is_better: bool = False) -> str:
+    figure = f"{ours:,.0f}" if ours >= 100 else f"{ours:.2f}"
+    if theirs is None:
+        return f"| {model} | {what} | {figure} | | |"
+    ratio = ours / theirs if more_is_better else theirs / ours
+    return f"| {model} | {what} | {figure} | {theirs:,} | {ratio:.2f} × |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
@@ -92,27 +125,32 @@ def main() -> None:
     parser.add_argument("--decode", default="1,8,32,128,256")
     parser.add_argument("--prefill", action="store_true")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--profile", action="store_true", help="print where the time of decode steps goes")
     arguments = parser.parse_args()
-    lines = []
+    lines = ["| model | what | Penstock | vLLM 0.26 | ratio |", "|---|---|---|---|---|"]
     for folder in arguments.folders:
+        peer = VLLM.get(folder.name, {})
         start = time.perf_counter()
-        engine = build(folder, arguments.max_num_batched_tokens)
+        engine = build(folder, arguments.max_num_batched_tokens, arguments.quantization)
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
-        lines.append(f"{folder.name}: start to first token {time.perf_counter() - start:.1f} s")
+        seconds = time.perf_counter() - start
+        lines.append(f"| {folder.name} | load to first token, s | {seconds:.1f} | | |")
         for batch in [int(size) for size in arguments.decode.split(",") if size]:
             decode(engine, batch, 2 * batch)
-            lines.append(
-                f"{folder.name}: decode batch {batch}: {decode(engine, batch, 2 * batch + 1):.2f} ms"
-            )
+            taken_ms = decode(engine, batch, 2 * batch + 1)
+            theirs_ms = peer.get("decode", {}).get(batch)
+            lines.append(_row(folder.name, f"decode, batch {batch}, ms", taken_ms, theirs_ms))
         if arguments.prefill:
             for count in (1, 256):
                 prefill(engine, count, -count)
-                milliseconds = prefill(engine, count, -count - 1000)
-                lines.append(f"{folder.name}: prefill {count} × 512: {milliseconds:.1f} ms")
+                taken_ms = prefill(engine, count, -count - 1000)
+                theirs_ms = peer.get("prefill", {}).get(count)
+                lines.append(_row(folder.name, f"prefill {count} × 512, ms", taken_ms, theirs_ms))
         if arguments.offline:
             offline(engine, seed=1)
-            lines.append(f"{folder.name}: offline {offline(engine, seed=0):,.0f} tok/s")
+            rate = offline(engine, seed=0)
+            lines.append(_row(folder.name, "offline, tok/s", rate, peer.get("offline"), more_is_better=True))
         if arguments.profile:
             with torch.profiler.profile() as profile:
                 decode(engine, 256, 99)

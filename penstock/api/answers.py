@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.errors import error_body
-from penstock.api.openai_responses import ChunkWriter
+from penstock.api.errors import is_anthropic
+from penstock.api.limit_headers import limit_headers
+from penstock.api.wishes import cache_headers
 from penstock.core.errors import PenstockError
+from penstock.core.limits import RateLimits
 from penstock.gateway.choice import Delta
 from penstock.gateway.prompts import Usage
 from penstock.gateway.stream import AnswerStream, ReaderGone
@@ -20,6 +23,9 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks nginx not to hold events back
 ]
+
+
+KEEP_ALIVE_S = 15.0
 
 
 class DisconnectWatch:
@@ -43,49 +49,88 @@ async def answer_whole(
     watch = DisconnectWatch(receive, generation)
     try:
         deltas = await generation.collect()
+    except PenstockError as error:
+        raise error.with_rate_limits(generation.rate_limits) from error
     finally:
         watch.stop()
         generation.cancel()
-    return Response(build(deltas, generation.usage), media_type="application/json")
+    answer = WholeAnswer(build(deltas, generation.usage), generation.rate_limits)
+    answer.raw_headers += cache_headers(generation)
+    return answer
+
+
+class WholeAnswer(Response):
+    """A JSON body with the rate-limit headers of the API that was called."""
+
+    def __init__(self, body: bytes, rate_limits: RateLimits) -> None:
+        super().__init__(body, media_type="application/json")
+        self._rate_limits = rate_limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.raw_headers += limit_headers(self._rate_limits, is_anthropic=is_anthropic(scope))
+        await super().__call__(scope, receive, send)
+
+
+class EventWriter(Protocol):
+    """Turns what happens to an answer into complete server-sent events, in the shape of one API."""
+
+    def opening(self, answer: AnswerStream) -> bytes:
+        """What comes before the first delta."""
+        ...
+
+    def chunk(self, delta: Delta) -> bytes: ...
+
+    def closing(self, usage: Usage) -> bytes:
+        """What comes after the last delta of an answer that came to its own end."""
+        ...
+
+    def failure(self, error: PenstockError) -> bytes:
+        """What ends an answer that failed after it had begun."""
+        ...
 
 
 class EventStream:
-    """An ASGI response that writes encoded chunks straight to the server.
+    """An ASGI response that writes encoded events straight to the server.
 
-    `open` waits for the engine's first word, so that a request refused by then still gets its proper status.
+    `open` waits for the engine's first word, so that a request refused by then still gets its proper status. An
+    event given as `keep_alive` is sent whenever nothing else was for a while.
     """
 
     def __init__(
         self,
         generation: AnswerStream,
-        chunks: ChunkWriter,
+        events: EventWriter,
         watch: DisconnectWatch,
         first_deltas: Sequence[Delta],
-        *,
-        includes_usage: bool,
+        keep_alive: bytes = b"",
     ) -> None:
         self._generation = generation
-        self._chunks = chunks
+        self._events = events
         self._watch = watch
         self._first_deltas = first_deltas
-        self._includes_usage = includes_usage
+        self._keep_alive = keep_alive
+        self._num_sent = 0
 
     @classmethod
     async def open(
-        cls, generation: AnswerStream, receive: Receive, chunks: ChunkWriter, *, includes_usage: bool
+        cls, generation: AnswerStream, receive: Receive, events: EventWriter, *, keep_alive: bytes = b""
     ) -> EventStream:
         watch = DisconnectWatch(receive, generation)
         try:
             first_deltas = await anext(generation)
-        except BaseException:
+        except BaseException as error:
             watch.stop()
             generation.cancel()
+            if isinstance(error, PenstockError):
+                raise error.with_rate_limits(generation.rate_limits) from error
             raise
-        return cls(generation, chunks, watch, first_deltas, includes_usage=includes_usage)
+        return cls(generation, events, watch, first_deltas, keep_alive)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            limits = limit_headers(self._generation.rate_limits, is_anthropic=is_anthropic(scope))
+            headers = [*_STREAM_HEADERS, *limits, *cache_headers(self._generation)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send_events(send)
         except ReaderGone:
             return
@@ -94,18 +139,29 @@ class EventStream:
             self._generation.cancel()
 
     async def _send_events(self, send: Send) -> None:
-        chunk = self._chunks.chunk
-        opening = self._chunks.opening(self._generation.num_choices)
+        chunk = self._events.chunk
+        opening = self._events.opening(self._generation)
         body = opening + b"".join(map(chunk, self._first_deltas))
         await send({"type": "http.response.body", "body": body, "more_body": True})
+        keeping_alive = asyncio.create_task(self._send_keep_alives(send)) if self._keep_alive else None
         try:
             async for deltas in self._generation:
                 body = chunk(deltas[0]) if len(deltas) == 1 else b"".join(map(chunk, deltas))
                 if body:
+                    self._num_sent += 1
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         except PenstockError as error:
-            closing = b"data: " + error_body(error) + b"\n\n"
+            closing = self._events.failure(error)
         else:
-            usage = self._chunks.usage(self._generation.usage) if self._includes_usage else b""
-            closing = usage + b"data: [DONE]\n\n"
+            closing = self._events.closing(self._generation.usage)
+        finally:
+            if keeping_alive is not None:
+                keeping_alive.cancel()
         await send({"type": "http.response.body", "body": closing, "more_body": False})
+
+    async def _send_keep_alives(self, send: Send) -> None:
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._num_sent == num_sent:
+                await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})

@@ -12,17 +12,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.answers import EventStream, answer_whole
+from penstock.api.anthropic_models import model_info, model_page
 from penstock.api.body import BodyDecoder, read_body
-from penstock.api.context import principal_of, request_id_of
+from penstock.api.context import principal_of
+from penstock.api.errors import is_anthropic
+from penstock.api.openai_answers import AnswerHeader, chat_completion, completion
+from penstock.api.openai_chunks import ChatChunks, CompletionChunks
 from penstock.api.openai_requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
-from penstock.api.openai_responses import (
-    AnswerHeader,
-    ChatChunks,
-    CompletionChunks,
-    chat_completion,
-    completion,
-)
-from penstock.gateway.gateway import Gateway
+from penstock.api.wishes import signed_wish
+from penstock.core.errors import ModelNotFound
+from penstock.gateway.gateway import Gateway, ServedModel
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.stream import AnswerStream
 
@@ -57,51 +56,47 @@ class OpenAIEndpoints:
         ]
 
     async def list_models(self, request: Request) -> Response:
-        return _json(ModelList([self._model_entry(None)]))
+        """Those that the caller may use."""
+        model = self._gateway.model()
+        models = [model] if principal_of(request).may_use(model.card.name) else []
+        if is_anthropic(request.scope):
+            return _json(model_page([model_info(model.engine, self._started) for model in models]))
+        return _json(ModelList([self._model_entry(model) for model in models]))
 
     async def show_model(self, request: Request) -> Response:
-        return _json(self._model_entry(request.path_params["name"]))
+        name = request.path_params["name"]
+        model = self._gateway.model(name)
+        if not principal_of(request).may_use(model.card.name):
+            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
+        if is_anthropic(request.scope):
+            return _json(model_info(model.engine, self._started))
+        return _json(self._model_entry(model))
 
     async def create_completion(self, request: Request) -> ASGIApp:
         wire = self._completion_decoder.decode(await read_body(request, self._max_body_bytes))
         generation = await self._submit(request, wire.to_generation())
-        header = AnswerHeader(
-            generation_id=generation.id,
-            model=generation.model,
-            wants_logprobs=wire.logprobs is not None,
-            includes_usage=wire.includes_usage,
-            service_tier=wire.service_tier,
+        header = AnswerHeader.of(
+            generation, wants_logprobs=wire.logprobs is not None, includes_usage=wire.includes_usage
         )
         if wire.stream:
-            return await EventStream.open(
-                generation, request.receive, CompletionChunks(header), includes_usage=wire.includes_usage
-            )
+            return await EventStream.open(generation, request.receive, CompletionChunks(header))
         return await answer_whole(generation, request.receive, partial(completion, header))
 
     async def create_chat_completion(self, request: Request) -> ASGIApp:
         wire = self._chat_decoder.decode(await read_body(request, self._max_body_bytes))
         generation = await self._submit(request, wire.to_generation())
-        header = AnswerHeader(
-            generation_id=generation.id,
-            model=generation.model,
-            wants_logprobs=bool(wire.logprobs),
-            includes_usage=wire.includes_usage,
-            service_tier=wire.service_tier,
+        header = AnswerHeader.of(
+            generation, wants_logprobs=bool(wire.logprobs), includes_usage=wire.includes_usage
         )
         if wire.stream:
-            return await EventStream.open(
-                generation, request.receive, ChatChunks(header), includes_usage=wire.includes_usage
-            )
+            return await EventStream.open(generation, request.receive, ChatChunks(header))
         return await answer_whole(generation, request.receive, partial(chat_completion, header))
 
     async def _submit(self, request: Request, wish: GenerationRequest) -> AnswerStream:
-        return await self._gateway.submit(
-            msgspec.structs.replace(wish, principal=principal_of(request), request_id=request_id_of(request))
-        )
+        return await self._gateway.submit(signed_wish(request, wish))
 
-    def _model_entry(self, name: str | None) -> ModelEntry:
-        card = self._gateway.model(name).card
-        return ModelEntry(card.name, self._started, card.max_model_len)
+    def _model_entry(self, model: ServedModel) -> ModelEntry:
+        return ModelEntry(model.card.name, self._started, model.card.max_model_len)
 
 
 def _json(shape: msgspec.Struct) -> Response:

@@ -5,38 +5,54 @@ Field names and defaults are OpenAI's; those in `EXTENSION_FIELDS` are our own, 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from penstock.api.openai_messages import Message, chat_messages
+from penstock.api.openai_tools import ChatTool, ChosenTool, ToolMode, tool_choice_of, tools_of
 from penstock.core.errors import InvalidRequest
-from penstock.core.request import Tier
+from penstock.core.request import Grammar, Tier
+from penstock.gateway.grammars import ResponseFormat, StructuredOutputs
 from penstock.gateway.prompts import (
-    ChatMessage,
     ChatPrompt,
     GenerationRequest,
     Prompt,
     SamplingOptions,
-    TextPart,
     TextPrompt,
     TokenPrompt,
 )
 
-EXTENSION_FIELDS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+EXTENSION_FIELDS = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 COMPLETION_DEFAULT_MAX_TOKENS = 16
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
-ServiceTier = Literal["auto", "default", "flex", "priority"]
-_TIERS = {"flex": Tier.BATCH, "priority": Tier.PRIORITY}
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TIERS = {"flex": Tier.BATCH, "priority": Tier.PRIORITY}
 _TOP_K_OFF = (-1, 0)  # as other servers write it
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted; nothing is padded
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
     """What both endpoints share. Every field may be null, which is the same as absent."""
+
+    ENDPOINT: ClassVar[str]  # what the usage ledger calls it
 
     model: str | None = None
     stream: bool | None = None
@@ -57,6 +73,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None  # accepted; kept nowhere
+    store: bool | None = None  # accepted; only responses are stored
 
     @property
     def includes_usage(self) -> bool:
@@ -80,8 +107,33 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             n=1 if self.n is None else self.n,
             model=self.model,
             default_max_tokens=default_max_tokens,
-            tier=_TIERS.get(self.service_tier or "default", Tier.DEFAULT),
+            tier=TIERS.get(self.service_tier or "default", Tier.DEFAULT),
+            endpoint=self.ENDPOINT,
+            user=self.user if self.safety_identifier is None else self.safety_identifier,
+            prompt_cache_key=self.prompt_cache_key,
         )
+
+    def _grammar(self) -> Grammar | None:
+        """What the answer must look like, in whichever of the ways there are to say it; at most one."""
+        guided = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        grammars = [
+            None if self.response_format is None else self.response_format.to_grammar(),
+            None
+            if self.structured_outputs is None
+            else self.structured_outputs.to_grammar("structured_outputs"),
+            guided.to_grammar("guided"),
+        ]
+        given = [grammar for grammar in grammars if grammar is not None]
+        if len(given) > 1:
+            raise InvalidRequest(
+                "Give only one of response_format, structured_outputs and guided_….", param="response_format"
+            )
+        return given[0] if given else None
 
     def _sampling_options(self, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -101,11 +153,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             "stop": tuple(stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
+            "grammar": self._grammar(),
         }
         return SamplingOptions(**{name: wish for name, wish in wishes.items() if wish is not None})
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
+    ENDPOINT = "completions"
+
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
@@ -128,48 +183,22 @@ class CompletionRequest(SamplingFields, kw_only=True):
         )
 
 
-class MessagePart(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[MessagePart] | None = None
-    name: str | None = None
-    tool_calls: list[Any] | None = None
-
-    def to_chat_message(self, position: int) -> ChatMessage:
-        param = f"messages[{position}]"
-        if self.role not in ROLES:
-            raise InvalidRequest(
-                f"{param}.role is {self.role!r}, which is none of {', '.join(sorted(ROLES))}.",
-                param=f"{param}.role",
-            )
-        if self.tool_calls:
-            raise InvalidRequest("Tool calls are not supported.", param=f"{param}.tool_calls")
-        if self.content is None:
-            raise InvalidRequest(f"{param}.content is missing.", param=f"{param}.content")
-        # Templates know the older name of this role.
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return ChatMessage(role, self.content, self.name)
-        return ChatMessage(role, tuple(TextPart(_text_of(part, param)) for part in self.content), self.name)
-
-
-class ResponseFormat(msgspec.Struct):
-    type: str
-
-
 class ChatCompletionRequest(SamplingFields, kw_only=True):
+    ENDPOINT = "chat"
+
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[ChatTool] | None = None
+    tool_choice: ToolMode | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
     functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_generation(self) -> GenerationRequest:
@@ -178,40 +207,43 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs may only be given with logprobs=true.", param="top_logprobs")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        prompt = ChatPrompt(
-            messages=chat_messages(self.messages), template_options=self.chat_template_kwargs or {}
-        )
         return self.generation_request(
-            (prompt,),
+            (self._prompt(),),
             max_tokens=max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
-    def _refuse_unsupported(self) -> None:
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InvalidRequest(
-                f"response_format {self.response_format.type!r} is not supported; only 'text' is.",
-                param="response_format",
-            )
-        if self.tools and self.tool_choice != "none":
-            raise InvalidRequest("Tools are not supported.", param="tools", hint="Use tool_choice='none'.")
-        if self.functions:
-            raise InvalidRequest("Functions are not supported.", param="functions")
-
-
-def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
-    if not messages:
-        raise InvalidRequest("There must be at least one message.", param="messages")
-    return tuple(message.to_chat_message(position) for position, message in enumerate(messages))
-
-
-def _text_of(part: MessagePart, param: str) -> str:
-    if part.type != "text" or part.text is None:
-        raise InvalidRequest(
-            f"{param}.content has a part of type {part.type!r}; this model takes text parts only.",
-            param=f"{param}.content",
+    def _prompt(self) -> ChatPrompt:
+        tools, choice = tool_choice_of(
+            self.tool_choice, tools_of(self.tools), parallel=self.parallel_tool_calls is not False
         )
-    return part.text
+        thinks, options = thinking_of(self.reasoning_effort)
+        return ChatPrompt(
+            messages=chat_messages(self.messages),
+            tools=tools,
+            tool_choice=choice,
+            thinks=thinks,
+            template_options=options | (self.chat_template_kwargs or {}),
+        )
+
+    def _refuse_unsupported(self) -> None:
+        if self.functions or self.function_call is not None:
+            raise InvalidRequest(
+                "functions and function_call are not supported.",
+                param="functions",
+                hint="Use tools and tool_choice, which replaced them.",
+            )
+        if self.audio is not None or any(modality != "text" for modality in self.modalities or ()):
+            raise InvalidRequest("Only text can be generated.", param="modalities")
+        if self.web_search_options is not None:
+            raise InvalidRequest("Searching the web is not supported.", param="web_search_options")
+
+
+def thinking_of(effort: ReasoningEffort | None) -> tuple[bool | None, dict[str, Any]]:
+    """Whether the model is to think, and what its template is told about how much."""
+    if effort is None:
+        return None, {}
+    return effort != "none", {} if effort == "none" else {"reasoning_effort": effort}
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:

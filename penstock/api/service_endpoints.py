@@ -14,11 +14,12 @@ from starlette.routing import Route
 
 from penstock.api.body import BodyDecoder, read_body
 from penstock.api.errors import error_response
-from penstock.api.openai_requests import Message, chat_messages
+from penstock.api.openai_messages import Message, chat_messages
 from penstock.core.errors import EngineUnavailable, InvalidRequest, PenstockError, ShuttingDown
 from penstock.gateway.checks import check_token_ids
 from penstock.gateway.gateway import RETRY_AFTER_S, Gateway
 from penstock.gateway.metrics import CONTENT_TYPE
+from penstock.gateway.plain_text import RenderedChat
 from penstock.gateway.prompts import ChatPrompt
 from penstock.version import __version__
 
@@ -97,15 +98,17 @@ class ServiceEndpoints:
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
         model = self._gateway.model(wire.model)
         if wire.messages is not None:
-            text = model.template.render(
+            rendered = model.template.render(
                 ChatPrompt(
                     messages=chat_messages(wire.messages), add_generation_prompt=wire.add_generation_prompt
                 )
             )
         else:
-            text = wire.prompt or ""
+            rendered = RenderedChat(wire.prompt or "")
         adds_special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
-        tokens = await model.tokenizer.encode(text, add_special_tokens=adds_special)
+        tokens = await model.tokenizer.encode(
+            rendered.text, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
+        )
         pieces = None
         if wire.return_token_strs:
             pieces = [model.tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in tokens]

@@ -9,8 +9,11 @@ from penstock.cli.chat import chat
 from penstock.cli.commands import PenstockCommand, PenstockGroup
 from penstock.cli.doctor import doctor
 from penstock.cli.generate import generate
+from penstock.cli.keys import keys
 from penstock.cli.pull import pull
 from penstock.cli.serve import serve
+from penstock.cli.usage import usage
+from penstock.cli.workspaces import audit, organizations, workspaces
 from penstock.version import __version__
 
 
@@ -32,5 +35,18 @@ def version() -> None:
     click.echo(__version__)
 
 
-for command in (serve, pull, chat, generate, bench, doctor, version):
+for command in (
+    serve,
+    pull,
+    chat,
+    generate,
+    keys,
+    workspaces,
+    organizations,
+    audit,
+    usage,
+    bench,
+    doctor,
+    version,
+):
     penstock.add_command(command)

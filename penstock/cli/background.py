@@ -29,6 +29,7 @@ def background_server(model: str) -> Iterator[str]:
             [
                 *(sys.executable, "-m", "penstock.main", "serve", "--model", model),
                 *("--host", "127.0.0.1", "--port", str(port), "--drain-timeout", "0"),
+                "--no-require-keys",  # it is ours alone, whatever keys other servers ask for
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from penstock.core.log_format import TextFormatter
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.models.hub import PullProgress
 
 _NOISY_LIBRARIES = (
+    "alembic",
     "uvicorn",
     "uvicorn.access",
     "uvicorn.error",
@@ -41,12 +44,10 @@ def stderr_console() -> Console:
 
 def configure_logging(*, debug: bool) -> None:
     """One line per event on standard error; libraries speak up only when something is wrong."""
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s" if debug else "%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    handler = logging.StreamHandler()
+    text_format = "%(asctime)s %(levelname)-7s %(name)s: %(message)s" if debug else "%(asctime)s %(message)s"
+    handler.setFormatter(TextFormatter(text_format, "%H:%M:%S"))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler], force=True)
     for library in _NOISY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.INFO if debug else logging.WARNING)
 

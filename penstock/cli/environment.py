@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import unquote
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"  # a TOML file, as --config
 DEBUG_VARIABLE = "PENSTOCK_DEBUG"  # as --debug
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"  # as --api-key, without showing it in a list of processes
+
+DATABASE_URL_VARIABLE = "PENSTOCK_DATABASE_URL"  # as --database-url, for one with a password in it
+REDIS_URL_VARIABLE = "PENSTOCK_REDIS_URL"  # as --redis-url, for one with a password in it
+DATA_DIR_VARIABLE = "PENSTOCK_DATA_DIR"  # as --data-dir
+OTLP_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"  # as --otlp-endpoint; OpenTelemetry's own name
+
+
+def state_dir() -> Path:
+    """Where a server keeps its data unless told otherwise: `penstock` in the user's state folder."""
+    user_state = os.environ.get("XDG_STATE_HOME")
+    return (Path(user_state) if user_state else Path.home() / ".local" / "state") / "penstock"
 
 
 def cache_dir() -> Path:
@@ -22,3 +34,22 @@ def cache_dir() -> Path:
 def hub_token() -> str | None:
     """The user's Hugging Face token, for gated models."""
     return os.environ.get("HF_TOKEN") or None
+
+
+def otlp_headers() -> dict[str, str]:
+    """What a trace collector wants to see, such as a key: OTEL_EXPORTER_OTLP_HEADERS, as `name=value,name=value`."""
+    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(","))
+    return {name.strip(): unquote(value.strip()) for name, _, value in pairs if name.strip()}
+
+
+def otel_service_name() -> str:
+    return os.environ.get("OTEL_SERVICE_NAME") or "penstock"
+
+
+def otel_sampled_share() -> float:
+    """OTEL_TRACES_SAMPLER_ARG, a number from 0 to 1; everything when it is absent or makes no sense."""
+    try:
+        share = float(os.environ.get("OTEL_TRACES_SAMPLER_ARG") or 1.0)
+    except ValueError:
+        return 1.0
+    return min(1.0, max(0.0, share))

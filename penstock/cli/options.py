@@ -20,19 +20,37 @@ import msgspec
 from msgspec import inspect as types
 
 from penstock.cli.commands import did_you_mean
-from penstock.cli.environment import API_KEY_VARIABLE, CONFIG_VARIABLE
+from penstock.cli.environment import (
+    API_KEY_VARIABLE,
+    CONFIG_VARIABLE,
+    DATA_DIR_VARIABLE,
+    DATABASE_URL_VARIABLE,
+    OTLP_ENDPOINT_VARIABLE,
+    REDIS_URL_VARIABLE,
+)
 from penstock.core.config import (
     CacheConfig,
     EngineConfig,
     GatewayConfig,
+    LedgerConfig,
     ModelConfig,
+    OidcConfig,
     SchedulerConfig,
     ServeConfig,
     ServerConfig,
+    StoreConfig,
+    TelemetryConfig,
+    TenantsConfig,
 )
 from penstock.core.errors import ConfigError
 
-_ENVIRONMENT = {"api_key": API_KEY_VARIABLE}
+_ENVIRONMENT = {
+    "api_key": API_KEY_VARIABLE,
+    "otlp_endpoint": OTLP_ENDPOINT_VARIABLE,
+    "data_dir": DATA_DIR_VARIABLE,
+    "database_url": DATABASE_URL_VARIABLE,
+    "redis_url": REDIS_URL_VARIABLE,
+}
 
 # Its own name keeps it apart from --model, with which config_options unites it.
 model_argument = click.argument("positional_model", metavar="[MODEL]", required=False)
@@ -53,11 +71,18 @@ ENGINE_SECTIONS = (
     Section("scheduler", "Scheduler", SchedulerConfig),
     Section("engine", "Engine", EngineConfig),
 )
+STORE_SECTIONS = (Section("store", "Storage", StoreConfig),)
 SERVE_SECTIONS = (
     *ENGINE_SECTIONS,
     Section("gateway", "Gateway", GatewayConfig),
+    *STORE_SECTIONS,
+    Section("ledger", "Usage", LedgerConfig),
+    Section("tenants", "Keys", TenantsConfig),
     Section("server", "Server", ServerConfig),
+    Section("telemetry", "Logs and traces", TelemetryConfig),
 )
+# Tables that only a file can hold, each read as a whole.
+FILE_TABLES: dict[str, type[msgspec.Struct]] = {"oidc": OidcConfig}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +197,18 @@ def _shown(default: Any) -> str:
     return {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"
 
 
-def config_options(kind: type[ServeConfig] | type[EngineConfig]) -> Callable[[Callable[..., Any]], Any]:
+_SECTIONS: dict[type[msgspec.Struct], tuple[Section, ...]] = {
+    ServeConfig: SERVE_SECTIONS,
+    EngineConfig: ENGINE_SECTIONS,
+    StoreConfig: STORE_SECTIONS,
+}
+
+
+def config_options(
+    kind: type[ServeConfig] | type[EngineConfig] | type[StoreConfig],
+) -> Callable[[Callable[..., Any]], Any]:
     """Give a command the flags of `kind` and `--config`; the function gets the result as `config`."""
-    sections = SERVE_SECTIONS if kind is ServeConfig else ENGINE_SECTIONS
+    sections = _SECTIONS[kind]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -184,9 +218,11 @@ def config_options(kind: type[ServeConfig] | type[EngineConfig]) -> Callable[[Ca
                 for name, setting in settings().items()
                 if setting.section in sections and name in given
             }
-            flags["model"] = _model_given_once(flags["model"], given.pop("positional_model", None))
+            if "model" in flags:
+                flags["model"] = _model_given_once(flags["model"], given.pop("positional_model", None))
             resolved = resolve(read_config_file(config_file) if config_file else {}, flags)
-            return function(*args, config=resolved if kind is ServeConfig else resolved.engine, **given)
+            parts = {ServeConfig: resolved, EngineConfig: resolved.engine, StoreConfig: resolved.store}
+            return function(*args, config=parts[kind], **given)
 
         own = list(getattr(function, "__click_params__", []))
         config_file = click.Option(
@@ -222,6 +258,7 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
         if value is not None:
             setting = settings()[name]
             values[name] = setting.check(value, setting.flag, from_text=True)
+    whole_tables = {table: values.pop(table, None) for table in FILE_TABLES}
     tables: dict[str, dict[str, Any]] = {section.table: {} for section in SERVE_SECTIONS}
     for name, value in values.items():
         tables[settings()[name].section.table][name] = value
@@ -233,7 +270,11 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
             **tables["engine"],
         ),
         gateway=GatewayConfig(**tables["gateway"]),
+        store=StoreConfig(**tables["store"]),
+        ledger=LedgerConfig(**tables["ledger"]),
+        tenants=TenantsConfig(**tables["tenants"], oidc=whole_tables["oidc"]),
         server=ServerConfig(**tables["server"]),
+        telemetry=TelemetryConfig(**tables["telemetry"]),
     )
 
 
@@ -252,16 +293,25 @@ def read_config_file(path: Path) -> dict[str, Any]:
         if key in tables and isinstance(value, dict):
             for name, nested in value.items():
                 _take(values, path, key, name, nested)
+        elif key in FILE_TABLES:
+            values[key] = _take_whole(path, key, value)
         else:
             _take(values, path, None, key, value)
     return values
+
+
+def _take_whole(path: Path, table: str, value: Any) -> msgspec.Struct:
+    try:
+        return msgspec.convert(value, FILE_TABLES[table])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"[{table}] of {path} is wrong: {error}.") from None
 
 
 def _take(values: dict[str, Any], path: Path, table: str | None, name: str, value: Any) -> None:
     setting = settings().get(name)
     place = f"[{table}] of {path}" if table else str(path)
     if setting is None:
-        tables = [] if table else [section.table for section in SERVE_SECTIONS]
+        tables = [] if table else [*FILE_TABLES, *(section.table for section in SERVE_SECTIONS)]
         near = did_you_mean(name.replace("-", "_"), [*settings(), *tables]).strip()
         raise ConfigError(f"There is no setting '{name}', which {place} has.", hint=near or None)
     if table is not None and setting.section.table != table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import stderr_console
 from penstock.cli.models import fetch_model
 from penstock.cli.options import config_options, model_argument
-from penstock.core.config import ServeConfig, ServerConfig
+from penstock.cli.stores import open_database
+from penstock.core.config import ServeConfig, ServerConfig, TenantsConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, LoadProgress
 from penstock.version import __version__
@@ -40,7 +42,7 @@ def serve(config: ServeConfig) -> None:
       penstock serve qwen2.5-coder-1.5b --port 9000
       penstock serve ./my-model.gguf --max-model-len 4096
     """
-    check_exposure(config.server)
+    is_open = check_exposure(config.server, config.tenants, has_keys=_has_keys(config))
     path = fetch_model(config.engine.model.model)
 
     from penstock.cli import serve_app
@@ -49,24 +51,49 @@ def serve(config: ServeConfig) -> None:
 
         def on_ready(ready: EngineReady, url: str) -> None:
             stop_progress()
-            print_banner(ready, url)
+            print_banner(ready, url, is_open=is_open)
 
         level = logging.getLevelName(logging.getLogger().level)
-        serve_app.run(config, path, on_progress=on_progress, on_ready=on_ready, log_level=level)
+        serve_app.run(
+            config, path, is_open=is_open, on_progress=on_progress, on_ready=on_ready, log_level=level
+        )
     logger.info("stopped")
 
 
-def check_exposure(server: ServerConfig) -> None:
-    """Refuse to be reachable by strangers by accident."""
+def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bool) -> bool:
+    """Whether the server lets in callers without a key. Refuses to be reachable by strangers by accident."""
     if server.api_key == "":
         raise ConfigError(
             "An empty API key protects nothing.", hint="Give --api-key a value, or leave it out."
         )
-    if server.api_key is None and not server.allow_open and not _is_loopback(server.host):
-        raise ConfigError(
-            f"Listening on {server.host} without a key would let anyone who reaches the port use this server.",
-            hint="Set PENSTOCK_API_KEY or --api-key; or say --allow-open if that is what you want.",
+    has_other_ways = server.api_key is not None or tenants.oidc is not None
+    if has_other_ways or (has_keys if tenants.require_keys is None else tenants.require_keys):
+        if not has_keys and not has_other_ways:
+            logger.warning("no key exists yet, so nobody can sign in; make one with: penstock keys create")
+        return False
+    if not _is_loopback(server.host):
+        if not server.allow_open:
+            raise ConfigError(
+                f"Listening on {server.host} without a key would let anyone who reaches the port use this server.",
+                hint="Make a key with 'penstock keys create', or set PENSTOCK_API_KEY or --api-key; "
+                "or say --allow-open if that is what you want.",
+            )
+        logger.warning(
+            "WARNING: this server listens on %s and asks for no key: whoever reaches the port can use it, "
+            "administer it and read everyone's data",
+            server.host,
         )
+    return True
+
+
+def _has_keys(config: ServeConfig) -> bool:
+    from penstock.gateway.tenants.directory import Directory
+
+    database = open_database(config.store)
+    try:
+        return asyncio.run(Directory(database).has_live_keys())
+    finally:
+        database.close()
 
 
 def _is_loopback(host: str) -> bool:
@@ -76,7 +103,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def print_banner(ready: EngineReady, url: str) -> None:
+def print_banner(ready: EngineReady, url: str, *, is_open: bool) -> None:
     card = ready.model
     weights = (
         "none"
@@ -92,6 +119,7 @@ def print_banner(ready: EngineReady, url: str) -> None:
         ("Chat page", f"{url}/"),
         ("Model", weights),
         ("Context", f"{card.max_model_len:,} tokens"),
+        ("Keys", "none are asked for" if is_open else "every caller needs one; see penstock keys"),
         ("KV cache", f"{ready.num_kv_blocks * ready.block_size:,} tokens"),
         ("Stop", "Ctrl-C lets running answers finish; twice cuts them short"),
     )

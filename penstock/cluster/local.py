@@ -38,11 +38,13 @@ class LocalReplica:
         model_path: Path,
         *,
         log_level: str = "INFO",
+        log_format: str = "text",
         on_progress: Callable[[LoadProgress], None] | None = None,
     ) -> None:
         self._config = config
         self._model_path = model_path
         self._log_level = log_level
+        self._log_format = log_format
         # A socket in a private folder: no other user of the machine can reach the engine.
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self._endpoint = f"ipc://{self._folder / 'engine.sock'}"
@@ -86,6 +88,7 @@ class LocalReplica:
     async def _launch(self) -> None:
         command = [sys.executable, "-m", "penstock.cluster.worker", "--endpoint", self._endpoint]
         command += ["--model-path", str(self._model_path), "--log-level", self._log_level]
+        command += ["--log-format", self._log_format]
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(self._config))

@@ -51,6 +51,7 @@ class ZmqEngineClient:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._listeners: dict[str, _Listener] = {}
+        self._outbox: list[bytes] = []  # what this turn of the event loop sends
         self._ready: EngineReady | None = None
         self._stats = EngineStats()
         self._fd = -1  # of the socket, while there is one
@@ -130,13 +131,23 @@ class ZmqEngineClient:
             self._loop.remove_reader(self._fd)
             self._socket.close()
             self._socket = None
+            self._outbox.clear()
 
     def _send(self, message: ToEngine) -> None:
+        """Goes out at the end of this turn of the event loop, in one piece with whatever else does: waking
+        ZeroMQ's thread costs more than a message."""
         if self._socket is None or self._loop is None:
             return
-        self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
-        # The descriptor signals edges, and sending may swallow one.
-        self._loop.call_soon(self._read)
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(self._codec.encode(message))
+
+    def _flush(self) -> None:
+        if self._socket is None or not self._outbox:
+            return
+        frames, self._outbox = self._outbox, []
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        self._read()  # the descriptor signals edges, and sending may swallow one
 
     def _read(self) -> None:
         socket = self._socket

@@ -1,7 +1,8 @@
 """The engine process: messages in, steps, messages out. Run as `python -m penstock.cluster.worker`.
 
 The only module of this room that imports the engine. One thread does everything: it drains its inbox between steps,
-so a request or an abort takes effect at the next step, and sends one message per step to each gateway.
+so a request or an abort takes effect at the next step, and sends one message per step to each gateway, or one per
+millisecond where steps are shorter.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import zmq
 
 from penstock.core.config import EngineConfig
 from penstock.core.errors import PenstockError
+from penstock.core.log_format import formatter
 from penstock.core.messages import (
     AbortRequests,
     AddRequest,
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.25  # how often an idle engine looks for expired requests and for its parent
 STATS_INTERVAL_S = 0.1
+NEWS_INTERVAL_S = 0.001  # the news of shorter steps travel together
 
 
 class Worker:
@@ -58,6 +61,8 @@ class Worker:
         self._engine: Engine | None = None
         self._stopping = False
         self._stats_sent_s = 0.0
+        self._news: list[TokenEvent] = []  # not sent yet
+        self._news_sent_s = 0.0
         self._parent = os.getppid()
 
     def start(self, config: EngineConfig, model_path: Path) -> None:
@@ -83,8 +88,14 @@ class Worker:
                 log.warning("the gateway process has gone; leaving")
                 return
             was_busy = busy or loop.has_work
-            self._send_events(loop.step())
-            self._send_stats(force=was_busy and not loop.has_work)
+            self._news += loop.step()
+            is_idle = not loop.has_work
+            self._send_news(force=is_idle)
+            for rejected in loop.take_rejections():
+                gateway = self._gateway_of.pop(rejected.request_id, None)
+                if gateway is not None:
+                    self._send(gateway, rejected)
+            self._send_stats(force=was_busy and is_idle)
 
     def report_failure(self, error: BaseException) -> None:
         if isinstance(error, PenstockError):
@@ -107,10 +118,11 @@ class Worker:
             return
         while True:
             try:
-                gateway, data = self._socket.recv_multipart(zmq.NOBLOCK)
+                gateway, *messages = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(gateway, data)
+            for data in messages:
+                self._handle(gateway, data)
 
     def _handle(self, gateway: bytes, data: bytes) -> None:
         self._gateways[gateway] = None
@@ -143,9 +155,12 @@ class Worker:
         else:
             self._gateway_of[request_id] = gateway
 
-    def _send_events(self, events: list[TokenEvent]) -> None:
-        if not events:
+    def _send_news(self, *, force: bool) -> None:
+        now = time.monotonic()
+        if not self._news or not (force or now - self._news_sent_s >= NEWS_INTERVAL_S):
             return
+        events, self._news = self._news, []
+        self._news_sent_s = now
         by_gateway: defaultdict[bytes, list[TokenEvent]] = defaultdict(list)
         for event in events:
             gateway = self._gateway_of.get(event.request_id)
@@ -179,8 +194,12 @@ def main() -> int:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--model-path", required=True, type=Path)
     parser.add_argument("--log-level", default="INFO")
+    parser.add_argument("--log-format", default="text", choices=("text", "json"))
     arguments = parser.parse_args()
-    logging.basicConfig(level=arguments.log_level, format="%(asctime)s engine %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    text_format = "%(asctime)s engine %(levelname)s %(message)s"
+    handler.setFormatter(formatter(arguments.log_format, process="engine", text_format=text_format))
+    logging.basicConfig(level=arguments.log_level, handlers=[handler])
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; the gateway drains first and then
     # sends Shutdown. If the gateway dies instead, run() notices.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,13 +8,19 @@
     ├── PermissionDenied              403  permission_denied     (the key is known, but may not do this)
     ├── ModelNotFound                 404  model_not_found
     ├── NotFound                      404  not_found
+    ├── RequestTimeout                408  request_timeout       (it did not arrive in time)
     ├── Conflict                      409  conflict              (it exists already, or is in another state)
     ├── RequestTooLarge               413  request_too_large
+    ├── HeadTooLarge                  431  request_header_fields_too_large
     ├── RateLimited                   429  rate_limit_exceeded
+    │   ├── RequestExceedsLimit       429  request_exceeds_limit (alone it is more than a limit ever allows)
     │   └── QuotaExceeded             429  insufficient_quota    (a spend budget is used up; waiting won't help)
     ├── Overloaded                    503  overloaded            (queues are full)
     │   └── ShuttingDown              503  shutting_down         (draining)
     ├── EngineUnavailable             503  engine_unavailable    (starting, restarting, gone)
+    ├── StoreUnavailable              503  store_unavailable     (the database does not answer)
+    ├── LimitsUnavailable             503  limits_unavailable    (shared limits cannot be read, and must be)
+    ├── SafetyCheckFailed             503  safety_check_failed   (a guard broke, and its policy lets nothing pass)
     ├── DeadlineExceeded              504  deadline_exceeded
     └── UsageError                    500  usage_error           (the operator's: flags, files, models on disk)
         ├── ConfigError                    config_error
@@ -25,7 +31,10 @@ Each knows its HTTP status, a code for programs and the sentence a person reads.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import copy
+from typing import ClassVar, Self
+
+from penstock.core.limits import RateLimits
 
 
 class PenstockError(Exception):
@@ -46,6 +55,13 @@ class PenstockError(Exception):
         self.param = param
         self.hint = hint
         self.retry_after_s = retry_after_s
+        self.rate_limits: RateLimits | None = None  # the caller's, where they were known when it failed
+
+    def with_rate_limits(self, rate_limits: RateLimits) -> Self:
+        """A copy for one caller: the loss of an engine, say, is one error that ends many requests."""
+        error = copy.copy(self)
+        error.rate_limits = rate_limits
+        return error
 
 
 class InvalidRequest(PenstockError):
@@ -86,6 +102,12 @@ class NotFound(PenstockError):
     type = "invalid_request_error"
 
 
+class RequestTimeout(PenstockError):
+    status = 408
+    code = "request_timeout"
+    type = "invalid_request_error"
+
+
 class Conflict(PenstockError):
     status = 409
     code = "conflict"
@@ -98,15 +120,28 @@ class RequestTooLarge(PenstockError):
     type = "invalid_request_error"
 
 
+class HeadTooLarge(PenstockError):
+    status = 431
+    code = "request_header_fields_too_large"
+    type = "invalid_request_error"
+
+
 class RateLimited(PenstockError):
     status = 429
     code = "rate_limit_exceeded"
     type = "rate_limit_error"
+    waiting_helps: ClassVar[bool] = True
+
+
+class RequestExceedsLimit(RateLimited):
+    code = "request_exceeds_limit"
+    waiting_helps = False
 
 
 class QuotaExceeded(RateLimited):
     code = "insufficient_quota"
     type = "insufficient_quota"
+    waiting_helps = False
 
 
 class Overloaded(PenstockError):
@@ -122,6 +157,24 @@ class ShuttingDown(Overloaded):
 class EngineUnavailable(PenstockError):
     status = 503
     code = "engine_unavailable"
+    type = "api_error"
+
+
+class StoreUnavailable(PenstockError):
+    status = 503
+    code = "store_unavailable"
+    type = "api_error"
+
+
+class LimitsUnavailable(PenstockError):
+    status = 503
+    code = "limits_unavailable"
+    type = "api_error"
+
+
+class SafetyCheckFailed(PenstockError):
+    status = 503
+    code = "safety_check_failed"
     type = "api_error"
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.core.plan import TokenEvent
-from penstock.core.request import Request
+from penstock.core.request import Pooling, Request
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -52,6 +52,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     dtype: str
     quantization: str | None
+    embedding_size: int = 0  # of the vectors that embeddings have; 0 where there are none
+    pooling: Pooling = "mean"  # what an embedding is made of unless the request says otherwise
+    is_encoder: bool = False  # makes embeddings only: no tokens, and no other pooling
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -83,6 +86,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_preemptions: int = 0
+    num_pinned_blocks: int = 0  # held for cache breakpoints, in use or not
+    num_pins_demoted: int = 0  # blocks whose pin was given up before its time, to make room
+    num_host_blocks: int = 0  # slots in host memory
+    num_host_blocks_used: int = 0
+    num_blocks_to_host: int = 0  # copied out so far
+    num_blocks_from_host: int = 0
+    num_kept_blocks_lost: int = 0  # dropped before their time: neither tier had room
+    cache_read_tokens: int = 0  # reused because a breakpoint had asked to keep them
+    cache_write_tokens: int = 0  # newly kept at breakpoints
     num_steps: int = 0
     step_tokens: int = 0  # tokens computed in the latest step
     tokens_computed: int = 0

@@ -29,13 +29,24 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     in_flight: int = 0
 
 
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy the KV of one block between the device and a slot of host memory."""
+
+    block_id: int
+    host_slot: int
+    to_host: bool
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass. `released` names requests that ended or were preempted since the previous plan: the
-    executor drops their rows before it looks at `chunks` (a resumed request may appear in both)."""
+    executor drops their rows before it looks at `chunks` (a resumed request may appear in both). `copies` are made
+    one after the other, in this order, after all earlier steps and before `chunks` are computed: a block or slot may
+    appear several times."""
 
     step_id: int
     chunks: tuple[Chunk, ...]
     released: tuple[str, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -52,12 +63,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """What the executor sampled for one chunk with `samples`. `error` replaces the token when the position could
-    not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR."""
+    not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR.
+
+    Two outcomes belong to requests with a grammar. `is_postponed`: the tokens that may come next were not known in
+    time, so there is no token, and the position is to be planned again. `completes`: the token ends the answer
+    whatever else the request says, because the grammar allows no more."""
 
     request_id: str
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    is_postponed: bool = False
+    completes: bool = False
+    embedding: bytes | None = None  # in place of a token, for a request with pooling: float32, little-endian
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -92,3 +110,4 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     queue_s: float | None = None  # set on the first event: time from arrival to first planned chunk
     error: str | None = None
     cache_use: CacheUse | None = None
+    embedding: bytes | None = None  # the whole answer to a request with pooling

@@ -27,6 +27,7 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag
     max_pinned_fraction: float
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    num_host_blocks: int = 0
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):
@@ -58,21 +59,25 @@ LogRecord: TypeAlias = LogHeader | SchedulerCall
 
 
 class PlanLogEncoder:
-    """Turns records into lines, each with its newline. Log-probabilities are left out: no plan depends on them."""
+    """Turns records into lines, each with its newline. Log-probabilities and the contents of embeddings are left
+    out: no plan depends on them."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.json.Encoder()
 
     def encode(self, record: LogRecord) -> bytes:
         if isinstance(record, CommitCall):
-            record = CommitCall(record.now, _without_logprobs(record.result))
+            record = CommitCall(record.now, _without_numbers(record.result))
         return self._encoder.encode(record) + b"\n"
 
 
-def _without_logprobs(result: StepResult) -> StepResult:
-    if all(token.logprobs is None for token in result.sampled):
+def _without_numbers(result: StepResult) -> StepResult:
+    if all(token.logprobs is None and token.embedding is None for token in result.sampled):
         return result
-    sampled = (msgspec.structs.replace(token, logprobs=None) for token in result.sampled)
+    sampled = (
+        msgspec.structs.replace(token, logprobs=None, embedding=None if token.embedding is None else b"")
+        for token in result.sampled
+    )
     return msgspec.structs.replace(result, sampled=tuple(sampled))
 
 

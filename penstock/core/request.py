@@ -6,7 +6,7 @@ Everything here is immutable: the scheduler keeps the changing state of a reques
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,7 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context
+    CONTENT_FILTER = "content_filter"  # a safety policy cut the answer short
     ABORT = "abort"  # the client went away or cancelled
     DEADLINE = "deadline"  # the request's own deadline passed
     ERROR = "error"  # the engine could not go on with it
@@ -36,11 +37,18 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""  # the schema, the pattern, the grammar, a JSON list of choices, or the tags as JSON
 
 
+# Which hidden states of the last layer make up an embedding: the mean of all, the last token's, or the first's.
+Pooling: TypeAlias = Literal["mean", "last", "first"]
+
+
 class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
-    """The client asks to keep the first `num_tokens` of the prompt for `ttl_s` seconds after each use."""
+    """The client asks to keep the first `num_tokens` of the prompt for `ttl_s` seconds after each use. `earlier` are
+    shorter prefixes that an earlier request may have asked to keep: when this one is not there, the longest of those
+    is reused."""
 
     num_tokens: int
     ttl_s: float
+    earlier: tuple[int, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,7 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate. `tenant` salts the prefix cache and carries fairness between users."""
+    """One sequence to generate; with `pooling`, a prompt to embed. `tenant` salts the prefix cache and carries
+    fairness between users."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -76,3 +85,4 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: Tier = Tier.DEFAULT
     cache_breakpoints: tuple[CacheBreakpoint, ...] = ()  # in ascending order of num_tokens
     deadline_s: float | None = None  # on the engine's clock; set from AddRequest.timeout_s on arrival
+    pooling: Pooling | None = None  # the answer is one vector instead of tokens

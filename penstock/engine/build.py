@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.config import EngineConfig
 from penstock.core.errors import ConfigError
@@ -24,6 +26,7 @@ from penstock.kvcache.cache import KVCache
 from penstock.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from penstock.engine.grammar_desk import GrammarDesk
     from penstock.models.model import Model
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ class Engine:
     recorder: PlanRecorder | None
 
     def close(self) -> None:
+        self.loop.close()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -53,36 +57,49 @@ class _Loaded:
     executor: Executor
     card: ModelCard
     num_kv_blocks: int
+    num_host_blocks: int = 0
     default_steps_in_flight: int = 1
+    grammars: GrammarDesk | None = None
 
 
-def build_engine(config: EngineConfig, model_path: Path, *, on_progress: Progress | None = None) -> Engine:
-    clock = SystemClock()
+def build_engine(
+    config: EngineConfig,
+    model_path: Path,
+    *,
+    on_progress: Progress | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    clock = clock or SystemClock()
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)
+    elif _is_encoder(model_path):
+        loaded = _load_encoder(config, model_path, clock, on_progress)
     else:
         loaded = _load_model(config, model_path, clock, on_progress)
     card = loaded.card
+    reuses_prefixes = config.cache.enable_prefix_caching and not card.is_encoder
+    # A prompt leaves room for a token of its answer, unless there is none.
+    max_model_len = card.max_model_len + (1 if card.is_encoder else 0)
     cache = KVCache(
         loaded.num_kv_blocks,
         block_size=config.cache.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        enable_prefix_caching=reuses_prefixes,
         max_pinned_fraction=config.cache.max_pinned_fraction,
+        num_host_blocks=loaded.num_host_blocks,
     )
     eos_token_ids = frozenset(card.eos_token_ids)
-    scheduler = Scheduler(
-        config.scheduler, cache, max_model_len=card.max_model_len, eos_token_ids=eos_token_ids
-    )
+    scheduler = Scheduler(config.scheduler, cache, max_model_len=max_model_len, eos_token_ids=eos_token_ids)
     recorder = None
     if config.record_plans is not None:
         header = LogHeader(
             config=config.scheduler,
             num_blocks=loaded.num_kv_blocks,
             block_size=config.cache.block_size,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_prefix_caching=reuses_prefixes,
             max_pinned_fraction=config.cache.max_pinned_fraction,
-            max_model_len=card.max_model_len,
+            max_model_len=max_model_len,
             eos_token_ids=card.eos_token_ids,
+            num_host_blocks=loaded.num_host_blocks,
         )
         recorder = PlanRecorder(Path(config.record_plans), header)
     ready = EngineReady(
@@ -93,9 +110,10 @@ def build_engine(config: EngineConfig, model_path: Path, *, on_progress: Progres
         max_output_tokens=min(config.scheduler.max_output_tokens or card.max_model_len, card.max_model_len),
     )
     depth = config.steps_in_flight or loaded.default_steps_in_flight
-    return Engine(
-        EngineLoop(scheduler, loaded.executor, clock, depth=depth, recorder=recorder), ready, recorder
+    loop = EngineLoop(
+        scheduler, loaded.executor, clock, depth=depth, recorder=recorder, grammars=loaded.grammars
     )
+    return Engine(loop, ready, recorder)
 
 
 def _load_echo(config: EngineConfig, clock: Clock) -> _Loaded:
@@ -105,6 +123,54 @@ def _load_echo(config: EngineConfig, clock: Clock) -> _Loaded:
     return _Loaded(EchoExecutor(clock), card, config.cache.num_kv_blocks or ECHO_KV_BLOCKS)
 
 
+def _is_encoder(model_path: Path) -> bool:
+    from penstock.models.load import is_encoder
+
+    return is_encoder(model_path)
+
+
+def _load_encoder(
+    config: EngineConfig, model_path: Path, clock: Clock, on_progress: Progress | None
+) -> _Loaded:
+    from penstock.engine.device import choose_ops
+    from penstock.engine.encoder import EncoderExecutor
+    from penstock.models.load import load_encoder, load_tokenizer
+
+    settings = config.model
+    # Encoders are small, and their vectors are compared with those of other servers: no precision to give away.
+    ops = choose_ops(
+        msgspec.structs.replace(config, model=msgspec.structs.replace(settings, dtype="float32"))
+    )
+    model = load_encoder(
+        model_path, ops, load_format=settings.load_format, seed=settings.seed, on_progress=on_progress
+    )
+    max_text_len = min(settings.max_model_len or model.config.max_text_len, model.config.max_text_len)
+    tokenizer = load_tokenizer(model_path)
+    card = ModelCard(
+        name=settings.served_model_name or settings.model,
+        architecture="bert",
+        vocab_size=model.config.vocab_size,
+        max_model_len=max_text_len,
+        tokenizer_json=(
+            tokenizer.tokenizer_json if tokenizer else numbered_tokenizer_json(model.config.vocab_size)
+        ),
+        chat_template=None,
+        special_tokens=tokenizer.special_tokens if tokenizer else {},
+        bos_token_id=None,
+        add_bos_token=False,
+        eos_token_ids=(),
+        weight_bytes=model.weight_bytes,
+        num_parameters=model.num_parameters,
+        dtype="float32",
+        quantization=None,
+        embedding_size=model.config.hidden_size,
+        pooling=model.config.pooling,
+        is_encoder=True,
+    )
+    blocks_per_text = max_text_len // config.cache.block_size + 1
+    return _Loaded(EncoderExecutor(model, clock), card, config.scheduler.max_num_seqs * blocks_per_text)
+
+
 def _load_model(
     config: EngineConfig, model_path: Path, clock: Clock, on_progress: Progress | None
 ) -> _Loaded:
@@ -112,8 +178,11 @@ def _load_model(
     from penstock.engine.batch import BatchRows
     from penstock.engine.device import choose_ops
     from penstock.engine.executor import ModelExecutor
+    from penstock.engine.grammar import build_compiler
+    from penstock.engine.grammar_desk import GrammarDesk
+    from penstock.engine.grammar_masks import GrammarMasks
     from penstock.engine.graphs import DecodeGraphs
-    from penstock.engine.memory import num_kv_blocks
+    from penstock.engine.memory import num_host_blocks, num_kv_blocks
     from penstock.engine.sampler import Sampler
     from penstock.engine.staging import Staging
     from penstock.models.load import load_model
@@ -133,10 +202,14 @@ def _load_model(
     max_model_len = _fit_context(config, model.max_model_len, num_blocks)
     card = _card(config, model_path, model, max_model_len, str(ops.dtype).removeprefix("torch."))
     kv = ops.allocate_kv(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+    host_blocks = num_host_blocks(config, kv)
+    if host_blocks:
+        kv.reserve_host(host_blocks)
     max_rows = config.scheduler.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)
     rows = BatchRows(max_rows, max_model_len, block_size, ops.device, staging)
     is_cuda = ops.device.type == "cuda"
+    compiler = build_compiler(card)
     executor = ModelExecutor(
         model,
         ops,
@@ -146,8 +219,16 @@ def _load_model(
         sampler=Sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed),
         clock=clock,
         graphs=DecodeGraphs(model, kv, rows, staging, max_model_len) if is_cuda else None,
+        masks=GrammarMasks(compiler.limits, clock) if compiler else None,
     )
-    return _Loaded(executor, card, num_blocks, default_steps_in_flight=2 if is_cuda else 1)
+    return _Loaded(
+        executor,
+        card,
+        num_blocks,
+        num_host_blocks=host_blocks,
+        default_steps_in_flight=2 if is_cuda else 1,
+        grammars=GrammarDesk(compiler) if compiler else None,
+    )
 
 
 def _card(config: EngineConfig, model_path: Path, model: Model, max_model_len: int, dtype: str) -> ModelCard:
@@ -172,6 +253,7 @@ def _card(config: EngineConfig, model_path: Path, model: Model, max_model_len: i
         num_parameters=model.num_parameters,
         dtype=dtype,
         quantization=config.model.quantization,
+        embedding_size=architecture.hidden_size,
     )
 
 

@@ -7,12 +7,16 @@ on their own. Tokens are bytes.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from penstock.core.clock import Clock
 from penstock.core.messages import ModelCard
 from penstock.core.plan import SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.plain_tokenizers import END_TOKEN, NUM_BYTES, byte_tokenizer_json
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar import CompiledGrammar
 
 ECHO_MODEL = "echo"
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -26,7 +30,7 @@ class EchoExecutor:
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._submitted: deque[StepResult] = deque()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         self._prompts[request.id] = request.prompt_token_ids
 
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:

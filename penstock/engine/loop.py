@@ -8,24 +8,32 @@ verbs simply follow each other.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from penstock.core.clock import Clock
-from penstock.core.messages import EngineStats
+from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.messages import EngineStats, RequestRejected
 from penstock.core.plan import StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
 from penstock.engine.record import PlanRecorder
 from penstock.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar import CompiledGrammar
+    from penstock.engine.grammar_desk import GrammarDesk
+
+NO_GRAMMARS = "This engine cannot constrain answers: it has no tokenizer that grammars could be matched with."
+_COMPILE_PAUSE_S = 0.002
 
 
 class Executor(Protocol):
     """Runs plans in the order they are submitted. The scheduler alone decides which tokens a request has: the
     loop passes them on with `append`, after each commit."""
 
-    def add(self, request: Request) -> None:
-        """A request may appear in plans from now on."""
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        """A request may appear in plans from now on. `grammar` is that of its sampling settings."""
         ...
 
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
@@ -52,12 +60,15 @@ class EngineLoop:
         *,
         depth: int = 1,
         recorder: PlanRecorder | None = None,
+        grammars: GrammarDesk | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._depth = depth
         self._recorder = recorder
+        self._grammars = grammars
+        self._rejections: list[RequestRejected] = []
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._tokens_computed = 0
@@ -67,20 +78,30 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work
+        return bool(self._in_flight) or self.scheduler.has_work or bool(self._grammars)
 
     def add(self, request: Request, timeout_s: float | None = None) -> None:
-        """Raises what `Scheduler.add` raises; a refused request leaves no trace."""
+        """Raises what `Scheduler.add` raises; a refused request leaves no trace. One with a grammar is added once
+        that is compiled; what is wrong with it shows in `take_rejections`."""
         now = self._clock.now()
         if timeout_s is not None:
             request = msgspec.structs.replace(request, deadline_s=now + timeout_s)
-        if self._recorder is not None:
-            self._recorder.add(request, now)
-        self.scheduler.add(request, now)
-        self._executor.add(request)
+        if request.sampling.grammar is None:
+            self._add(request, None, now)
+        elif self._grammars is None:
+            raise InvalidRequest(NO_GRAMMARS)
+        else:
+            self._grammars.enter(request, now)
+
+    def take_rejections(self) -> list[RequestRejected]:
+        """Requests that `add` accepted, but whose grammar turned out to be no good. Ask after `step`."""
+        rejections, self._rejections = self._rejections, []
+        return rejections
 
     def abort(self, request_id: str) -> None:
         now = self._clock.now()
+        if self._grammars is not None:
+            self._grammars.leave(request_id)
         if self._recorder is not None:
             self._recorder.abort(request_id, now)
         self.scheduler.abort(request_id, now)
@@ -88,6 +109,8 @@ class EngineLoop:
 
     def step(self) -> list[TokenEvent]:
         """Advance by at most one committed step; returns the news for clients."""
+        if self._grammars:
+            self._add_compiled(self._grammars)
         planning_s = self._fill()
         events = self.scheduler.take_events()
         if self._in_flight:
@@ -112,6 +135,30 @@ class EngineLoop:
             step_s=self._step_s,
             plan_s=self._plan_s,
         )
+
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _add(self, request: Request, grammar: CompiledGrammar | None, now: float) -> None:
+        self.scheduler.add(request, now)
+        if self._recorder is not None:
+            self._recorder.add(request, now)
+        self._executor.add(request, grammar)
+
+    def _add_compiled(self, grammars: GrammarDesk) -> None:
+        if not self._in_flight and not self.scheduler.has_work:
+            grammars.pause(_COMPILE_PAUSE_S)
+        now = self._clock.now()
+        for request, outcome in grammars.served(now):
+            try:
+                if isinstance(outcome, PenstockError):
+                    raise outcome
+                self._add(request, outcome, now)
+            except PenstockError as error:
+                self._rejections.append(
+                    RequestRejected(request.id, error.code, error.message, error.retry_after_s)
+                )
 
     def _fill(self) -> float:
         """Submit plans until `depth` are in flight; returns the seconds spent planning."""

@@ -7,12 +7,13 @@ import torch
 from penstock.core.config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.sizes import format_bytes, parse_bytes
-from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.model import Model
 
 DEFAULT_CPU_KV_MEMORY = "512MiB"
 # Left for CUDA graphs, the sampler's scratch and the allocator's fragments.
 GPU_MARGIN_BYTES = 1 << 30
+MAX_DEFAULT_HOST_MEMORY = 4 << 30
 
 
 def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:
@@ -34,6 +35,15 @@ def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:
             hint="Raise --kv-cache-memory or --gpu-memory-utilization, or take a smaller model.",
         )
     return blocks
+
+
+def num_host_blocks(config: EngineConfig, kv: KVStore) -> int:
+    """Slots of host memory for pinned blocks that the KV cache has no room for."""
+    if not config.cache.enable_prefix_caching:
+        return 0
+    if config.cache.kv_host_memory is not None:
+        return parse_bytes(config.cache.kv_host_memory) // kv.block_bytes
+    return min(kv.num_blocks, MAX_DEFAULT_HOST_MEMORY // kv.block_bytes)
 
 
 def _gpu_memory_left(config: EngineConfig, model: Model, ops: Ops) -> int:

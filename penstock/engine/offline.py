@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from penstock.core.config import EngineConfig
-from penstock.core.errors import InvalidRequest, Overloaded
+from penstock.core.errors import InvalidRequest, Overloaded, error_from_code
 from penstock.core.messages import EngineStats, ModelCard
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
@@ -58,6 +58,8 @@ class OfflineEngine:
                 _extend(completions[index], event)
                 if on_token is not None and event.token_ids:
                     on_token(index, event.token_ids)
+            for rejected in loop.take_rejections():
+                raise error_from_code(rejected.code, rejected.message)
         if self._tokenizer is not None:
             for completion in completions:
                 completion.text = self._tokenizer.decode(completion.token_ids)

@@ -1,8 +1,8 @@
 """From logits to tokens for all sampled rows at once. Knows requests' sampling settings, not the model.
 
 Settings live in arrays with one entry per batch row, written once when a request begins. Only requests that change
-their logits (penalties, bias, min_tokens) cost anything per row, and the random draw is a function of a request's
-seed and the token's index in its answer, so neither batch mates nor a resumption change what is sampled.
+their logits (penalties, bias, min_tokens, a grammar) cost anything per row, and the random draw is a function of a
+request's seed and the token's index in its answer, so neither batch mates nor a resumption change what is sampled.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from penstock.core.plan import SampledToken, TokenLogprobs
 from penstock.core.request import Request, SamplingParams
+from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.staging import Staging
+from penstock.kernels.bitmask import forbid
 from penstock.kernels.interface import Ops, SamplingBatch
 
 NOT_A_NUMBER = "The model produced values that are not numbers for this request."
@@ -31,11 +34,13 @@ class LogitEdits:
     params: SamplingParams
     bias_ids: Tensor | None
     bias_values: Tensor | None
-    banned_early: Tensor | None  # end tokens, banned until min_tokens
+    banned_early: Tensor | None  # end tokens ...
+    banned_until: float  # ... and the position from which they may be sampled
     prompt_mask: Tensor | None  # bool [V], for the repetition penalty
     counts: Tensor | None  # float32 [V], how often each token stands in the answer so far
 
-    def apply(self, logits: Tensor, position: int) -> None:
+    def apply(self, logits: Tensor, position: int, *, must_end: bool) -> None:
+        """`must_end`: a grammar allows nothing but the end, which comes before any wish for a longer answer."""
         params = self.params
         if self.counts is not None:
             if self.prompt_mask is not None:
@@ -47,7 +52,7 @@ class LogitEdits:
             logits.sub_((self.counts > 0).to(logits.dtype), alpha=params.presence_penalty)
         if self.bias_ids is not None and self.bias_values is not None:
             logits.index_add_(0, self.bias_ids, self.bias_values)
-        if self.banned_early is not None and position < params.min_tokens:
+        if self.banned_early is not None and position < self.banned_until and not must_end:
             logits[self.banned_early] = float("-inf")
 
 
@@ -93,9 +98,13 @@ class Sampler:
         self._edits.pop(row, None)
         self._logprobs.pop(row, None)
 
-    def sample(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, dict[int, Tensor]]:
+    def sample(
+        self, logits: Tensor, rows: NDArray[np.int64], masks: StepMasks | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Sample one token for each row of float32 `logits` [S, V]; returns int64 [S] on the device, and the
-        log-probabilities (before penalties and temperature) of the rows that asked for them, by index in S."""
+        log-probabilities (before penalties, masks and temperature) of the rows that asked for them, by index in S.
+        What it draws for a row whose mask is late means nothing, and leaves no trace in the row's state."""
+        late = masks.late if masks is not None else frozenset()
         logprobs = (
             {
                 i: torch.log_softmax(logits[i], dim=-1)
@@ -109,13 +118,16 @@ class Sampler:
             (i, self._edits[int(row)], int(row)) for i, row in enumerate(rows) if int(row) in self._edits
         ]
         for i, edits, row in edited:
-            edits.apply(logits[i], int(self._positions[row]))
+            must_end = masks is not None and i in masks.must_end
+            edits.apply(logits[i], int(self._positions[row]), must_end=must_end)
+        if masks is not None and masks.masked:
+            forbid(logits, masks.masked, masks.words)
         token_ids = self._ops.sample(logits, self._batch(rows))
         for i, edits, _ in edited:
-            if edits.counts is not None:
+            if edits.counts is not None and i not in late:
                 one = torch.ones(1, dtype=edits.counts.dtype, device=edits.counts.device)
                 edits.counts.index_add_(0, token_ids[i : i + 1].clamp_min(0), one)
-        self._positions[rows] += 1
+        self._positions[np.delete(rows, list(late)) if late else rows] += 1
         return token_ids, logprobs
 
     def report(
@@ -124,20 +136,24 @@ class Sampler:
         rows: NDArray[np.int64],
         token_ids: Sequence[int],
         logprobs: dict[int, Tensor],
+        masks: StepMasks | None = None,
     ) -> tuple[SampledToken, ...]:
-        if not logprobs and min(token_ids, default=0) >= 0:
+        if masks is None and not logprobs and min(token_ids, default=0) >= 0:
             return tuple(map(SampledToken, request_ids, token_ids))
+        failed = masks.failed if masks is not None else {}
+        late = masks.late if masks is not None else frozenset()
+        masked = frozenset(masks.masked) if masks is not None else frozenset()
         sampled = []
         for i, (request_id, token_id) in enumerate(zip(request_ids, token_ids, strict=True)):
-            if token_id < 0:
-                sampled.append(SampledToken(request_id, 0, error=NOT_A_NUMBER))
-            elif i in logprobs:
-                wanted = self._logprobs.get(int(rows[i]), 0)
-                sampled.append(
-                    SampledToken(request_id, token_id, _token_logprobs(logprobs[i], token_id, wanted))
-                )
+            if i in late:
+                sampled.append(SampledToken(request_id, 0, is_postponed=True))
+            elif i in failed or token_id < 0:
+                sampled.append(SampledToken(request_id, 0, error=failed.get(i, NOT_A_NUMBER)))
             else:
-                sampled.append(SampledToken(request_id, token_id))
+                wanted = self._logprobs.get(int(rows[i]), 0)
+                alternatives = _token_logprobs(logprobs[i], token_id, wanted) if i in logprobs else None
+                completes = i in masked and token_id in self._eos_token_ids
+                sampled.append(SampledToken(request_id, token_id, alternatives, completes=completes))
         return tuple(sampled)
 
     def _batch(self, rows: NDArray[np.int64]) -> SamplingBatch:
@@ -164,7 +180,11 @@ class Sampler:
         repeats = params.repetition_penalty != 1.0
         counted = repeats or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
-        delayed = params.min_tokens > 0 and bool(ends)
+        banned_until: float = params.min_tokens
+        if params.grammar is not None and params.ignore_eos:
+            # An end token of a grammar is an end: to ignore it is to go on for as long as the grammar allows.
+            ends, banned_until = params.stop_token_ids + self._eos_token_ids, inf
+        delayed = banned_until > 0 and bool(ends)
         if not (counted or delayed or params.logit_bias):
             return None
         device = self._ops.device
@@ -185,6 +205,7 @@ class Sampler:
             if params.logit_bias
             else None,
             banned_early=ids(ends) if delayed else None,
+            banned_until=banned_until,
             prompt_mask=prompt_mask,
             counts=counts,
         )

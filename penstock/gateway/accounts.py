@@ -7,12 +7,15 @@ answer is in the books.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import msgspec
 
+from penstock.core.errors import PenstockError
 from penstock.core.identity import Principal
-from penstock.core.request import Tier
+from penstock.core.limits import RateLimits as RateLimits
+from penstock.core.request import FinishReason, Tier
 from penstock.gateway.prompts import Usage
 
 
@@ -37,22 +40,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str | None = None
     duration_s: float = 0.0
     first_token_s: float | None = None  # None when no token came
-
-
-class LimitState(msgspec.Struct, frozen=True):
-    """One limit as rate-limit headers show it, after this request's reservation."""
-
-    limit: int
-    remaining: int
-    reset_s: float  # until it is whole again
-
-
-class RateLimits(msgspec.Struct, frozen=True):
-    """The tightest limits that apply to a caller; None where there is none."""
-
-    requests: LimitState | None = None
-    input_tokens: LimitState | None = None
-    output_tokens: LimitState | None = None
+    queue_s: float | None = None  # of the first answer, as the engine measured it
+    finish_reasons: tuple[FinishReason, ...] = ()  # of the answers that came to their own end
+    is_cached: bool = False  # a recorded answer was replayed: no engine worked for it
 
 
 class Lease(Protocol):
@@ -60,6 +50,11 @@ class Lease(Protocol):
 
     @property
     def rate_limits(self) -> RateLimits: ...
+
+    def give_back_cached(self, num_tokens: int) -> None:
+        """So many input tokens of a running request came from the cache. `settle` counts them again. Must not block
+        or raise."""
+        ...
 
     def settle(self, outcome: Outcome) -> None:
         """Give back what was not used. Called once; must not block or raise."""
@@ -76,7 +71,8 @@ class Ledger(Protocol):
     """The book of what everyone used."""
 
     def begin(self, claim: Claim) -> None:
-        """Note that a request runs, so that a crash leaves a trace of it. Must not block."""
+        """Note that a request runs, so that a crash leaves a trace of it. Must not block. Raises PenstockError when
+        it cannot, where the operator wants no request to run unrecorded."""
         ...
 
     def settle(self, claim: Claim, outcome: Outcome) -> None:
@@ -84,20 +80,40 @@ class Ledger(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Watches accounts for logs and traces."""
+
+    def begin(self, claim: Claim) -> Callable[[Outcome], None]:
+        """An account was opened; what comes back is called once when it is settled. Neither may block or raise."""
+        ...
+
+
 class Account:
     """One request's reservation and its page in the ledger."""
 
-    __slots__ = ("_is_settled", "_lease", "_ledger", "claim")
+    __slots__ = ("_is_settled", "_lease", "_ledger", "_on_settled", "claim")
 
-    def __init__(self, claim: Claim, lease: Lease, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        claim: Claim,
+        lease: Lease,
+        ledger: Ledger,
+        on_settled: Callable[[Outcome], None] | None = None,
+    ) -> None:
         self.claim = claim
         self._lease = lease
         self._ledger = ledger
+        self._on_settled = on_settled
         self._is_settled = False
 
     @property
     def rate_limits(self) -> RateLimits:
         return self._lease.rate_limits
+
+    def note_cached(self, num_tokens: int) -> None:
+        """A prompt was found in the cache, so far. What it does not use of its limits is free for others at once."""
+        if num_tokens and not self._is_settled:
+            self._lease.give_back_cached(num_tokens)
 
     def settle(self, outcome: Outcome) -> None:
         if self._is_settled:
@@ -105,6 +121,8 @@ class Account:
         self._is_settled = True
         self._lease.settle(outcome)
         self._ledger.settle(self.claim, outcome)
+        if self._on_settled is not None:
+            self._on_settled(outcome)
 
 
 class NoLimits:
@@ -114,6 +132,9 @@ class NoLimits:
 
     async def reserve(self, claim: Claim) -> Lease:
         return self
+
+    def give_back_cached(self, num_tokens: int) -> None:
+        pass
 
     def settle(self, outcome: Outcome) -> None:
         pass
@@ -130,11 +151,22 @@ class NoLedger:
 class Accounts:
     """Opens an account for each request: its limits are reserved, then its page in the ledger is begun."""
 
-    def __init__(self, limiter: Limiter | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        limiter: Limiter | None = None,
+        ledger: Ledger | None = None,
+        observer: Observer | None = None,
+    ) -> None:
         self._limiter = limiter or NoLimits()
         self._ledger = ledger or NoLedger()
+        self._observer = observer
 
     async def open(self, claim: Claim) -> Account:
         lease = await self._limiter.reserve(claim)
-        self._ledger.begin(claim)
-        return Account(claim, lease, self._ledger)
+        try:
+            self._ledger.begin(claim)
+        except PenstockError as error:
+            lease.settle(Outcome(usage=Usage(0, 0, 0), status="failed", error_code=error.code))
+            raise
+        on_settled = self._observer.begin(claim) if self._observer is not None else None
+        return Account(claim, lease, self._ledger, on_settled)

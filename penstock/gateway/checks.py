@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
 from penstock.core.messages import EngineReady
-from penstock.gateway.prompts import GenerationRequest, SamplingOptions
+from penstock.gateway.prompts import ChatPrompt, GenerationRequest, SamplingOptions, Tool
 
 MAX_N = 128
 MAX_CHOICES = 2048  # prompts times n, in one request
 MAX_STOP_STRINGS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+MAX_TOOLS = 1024
+MAX_TOOL_SCHEMA_DEPTH = 64
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def check_request(request: GenerationRequest, vocab_size: int) -> None:
@@ -28,6 +33,9 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
             param="n",
         )
     _check_sampling(request.sampling, vocab_size)
+    for prompt in request.prompts:
+        if isinstance(prompt, ChatPrompt) and prompt.tools:
+            _check_tools(prompt.tools)
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, param: str) -> None:
@@ -103,6 +111,40 @@ def _check_stop(stop: tuple[str, ...]) -> None:
         )
     if "" in stop:
         raise InvalidRequest("A stop string must not be empty.", param="stop")
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"There may be at most {MAX_TOOLS} tools, not {len(tools)}.", param="tools")
+    names = set()
+    for tool in tools:
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise InvalidRequest(
+                f"The tool name {tool.name[:128]!r} must have 1 to 128 letters, digits, '_', '-' or '.'.",
+                param="tools",
+            )
+        if tool.name in names:
+            raise InvalidRequest(f"There are two tools with the name {tool.name!r}.", param="tools")
+        names.add(tool.name)
+        if _is_deeper_than(MAX_TOOL_SCHEMA_DEPTH, tool.parameters):
+            raise InvalidRequest(
+                f"The parameters of the tool {tool.name!r} are nested more than {MAX_TOOL_SCHEMA_DEPTH} levels "
+                "deep.",
+                param="tools",
+            )
+
+
+def _is_deeper_than(limit: int, value: Any) -> bool:
+    """Without recursion, because the value is a client's."""
+    level = [value]
+    for _ in range(limit):
+        inner: list[Any] = []
+        for each in level:
+            inner += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        if not inner:
+            return False
+        level = inner
+    return True
 
 
 def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:

@@ -1,18 +1,22 @@
-"""One answer on its way from engine events to text: detokenized, cut at a stop string, buffered for its reader.
+"""One answer on its way from engine events to its reader: detokenized, cut at a stop string, split into reasoning,
+text and tool calls where it may hold them, and buffered.
 
 Does no waiting and wakes nobody: `stream.Generation` owns the choices of a request and does both.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import msgspec
 
-from penstock.core.plan import TokenEvent, TokenLogprobs
+from penstock.core.plan import CacheUse, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.stop import StopMatcher
 from penstock.gateway.tokenizer import TextTokenizer
+from penstock.gateway.tools.answer_form import AnswerForm
+from penstock.gateway.tools.parser import OutputParser
 
 # What a buffered log-probability weighs against the reader's byte limit, roughly its size on the wire.
 LOGPROB_BYTES = 80
@@ -53,6 +57,62 @@ class Delta(msgspec.Struct, frozen=True):
     stop_sequence: str | None = None  # which stop string ended the answer, with finish_reason
 
 
+class ParsedAnswer:
+    """Takes what a parser found (`tools.parser.AnswerSink`) and keeps what is new until the reader comes."""
+
+    __slots__ = ("_calls", "_num_calls", "_parallel", "_reasoning", "_text", "is_over")
+
+    def __init__(self, text: list[str], *, parallel: bool) -> None:
+        self._text = text  # the choice's own
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallDelta, list[str]]] = []
+        self._num_calls = 0
+        self._parallel = parallel
+        self.is_over = False  # a call beyond the only one allowed has begun: nothing more is taken
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._reasoning or self._calls)
+
+    def add_reasoning(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def add_text(self, text: str) -> None:
+        if not self.is_over:
+            self._text.append(text)
+
+    def begin_call(self, name: str) -> None:
+        self.is_over = bool(self._num_calls) and not self._parallel
+        if self.is_over:
+            return
+        begun = ToolCallDelta(self._num_calls, id=f"call_{secrets.token_hex(12)}", name=name)
+        self._calls.append((begun, []))
+        self._num_calls += 1
+
+    def add_arguments(self, text: str) -> None:
+        if self.is_over or not text:
+            return
+        if not self._calls:
+            self._calls.append((ToolCallDelta(self._num_calls - 1), []))
+        self._calls[-1][1].append(text)
+
+    def take_reasoning(self) -> str:
+        reasoning = "".join(self._reasoning)
+        self._reasoning.clear()
+        return reasoning
+
+    def take_calls(self) -> tuple[ToolCallDelta, ...]:
+        calls = tuple(
+            msgspec.structs.replace(call, arguments="".join(arguments)) for call, arguments in self._calls
+        )
+        self._calls.clear()
+        return calls
+
+    def clear(self) -> None:
+        self._reasoning.clear()
+        self._calls.clear()
+
+
 class Choice:
     """The state of one answer. `num_tokens` counts what the engine generated, up to and including the token that
     ended the answer."""
@@ -64,11 +124,15 @@ class Choice:
         "_matcher",
         "_num_released_chars",
         "_num_seen_chars",
+        "_parsed",
+        "_parser",
         "_parts",
         "_stop_ids",
         "_tokenizer",
         "_wants_details",
         "buffered_bytes",
+        "cache_breakpoints",
+        "cache_use",
         "finish_reason",
         "first_token_at",
         "index",
@@ -76,12 +140,18 @@ class Choice:
         "last_token_at",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "num_reasoning_tokens",
         "num_tokens",
         "request_id",
     )
 
     def __init__(
-        self, index: int, request: Request, tokenizer: TextTokenizer, eos_ids: Sequence[int]
+        self,
+        index: int,
+        request: Request,
+        tokenizer: TextTokenizer,
+        eos_ids: Sequence[int],
+        form: AnswerForm | None = None,
     ) -> None:
         sampling = request.sampling
         self.index = index
@@ -89,6 +159,9 @@ class Choice:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.cache_breakpoints = request.cache_breakpoints
+        self.cache_use = CacheUse(0, (0,) * len(request.cache_breakpoints))
+        self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
@@ -96,13 +169,16 @@ class Choice:
         self.buffered_bytes = 0
         self._is_announced = False
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids)
+        shown_ids = frozenset() if form is None else form.shown_token_ids
+        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, shown_ids)
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
         self._stop_ids = frozenset(
             sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
         )
         self._wants_details = sampling.logprobs is not None
         self._parts: list[str] = []
+        self._parsed = None if form is None else ParsedAnswer(self._parts, parallel=form.parallel)
+        self._parser = None if form is None or self._parsed is None else form.parser(self._parsed)
         self._details: list[TokenDetail] = []
         self._num_seen_chars = 0  # of the detokenized text, held back or not
         self._num_released_chars = 0
@@ -111,6 +187,8 @@ class Choice:
         """Take in one event. Sets `finish_reason` when the answer is over, which a stop string may decide here."""
         token_ids = event.token_ids
         reason = event.finish_reason
+        if self._parser is not None and self._parser.is_reasoning:
+            self.num_reasoning_tokens += len(token_ids)
         if self._matcher is None and not self._wants_details and reason is None:
             self.num_tokens += len(token_ids)
             self._release(self._detokenizer.push(token_ids))
@@ -119,7 +197,7 @@ class Choice:
         shown_ids = token_ids[:-1] if ends_by_token else token_ids
         for position, token_id in enumerate(shown_ids):
             self._push_token(token_id, event.logprobs[position] if event.logprobs else None)
-            if self._is_stopped:
+            if self.finish_reason is not None:
                 return
         self.num_tokens += len(token_ids) - len(shown_ids)
         if reason is not None:
@@ -129,7 +207,12 @@ class Choice:
     def has_news(self) -> bool:
         """Whether a reader would see a difference. The first event counts even without text: it says that the
         answer has begun."""
-        return bool(self._parts) or self.finish_reason is not None or not self._is_announced
+        return (
+            bool(self._parts)
+            or self.finish_reason is not None
+            or not self._is_announced
+            or (self._parsed is not None and self._parsed.has_news)
+        )
 
     def take(self) -> Delta:
         """Everything new, as one delta; the buffer is empty afterwards."""
@@ -137,10 +220,24 @@ class Choice:
         text = "".join(self._parts)
         self._parts.clear()
         self.buffered_bytes = 0
-        return Delta(self.index, text, self._take_details(), self.finish_reason)
+        details = self._take_details()
+        if self._parsed is None and self.finish_reason is None:
+            return Delta(self.index, text, details)
+        parsed = self._parsed
+        return Delta(
+            self.index,
+            text,
+            details,
+            self.finish_reason,
+            "" if parsed is None else parsed.take_reasoning(),
+            () if parsed is None else parsed.take_calls(),
+            None if self._matcher is None else self._matcher.matched,
+        )
 
     def drop_buffer(self) -> None:
         self._parts.clear()
+        if self._parsed is not None:
+            self._parsed.clear()
         self._details.clear()
         self.buffered_bytes = 0
 
@@ -159,23 +256,36 @@ class Choice:
         self._num_seen_chars += len(text)
         if self._matcher is not None:
             text = self._matcher.push(text)
-            if self._matcher.matched is not None:
-                self.finish_reason = FinishReason.STOP
         self._release(text)
+        if self._is_stopped:
+            self._end(FinishReason.STOP)
 
     def _finish(self, reason: FinishReason) -> None:
         self._push_text(self._detokenizer.finish())
-        if self._is_stopped:
+        if self.finish_reason is not None:
             return
         if self._matcher is not None:
             self._release(self._matcher.finish())
+        self._end(reason)
+
+    def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
+        if self._parser is not None:
+            self._parser.finish()
 
     def _release(self, text: str) -> None:
         if text:
-            self._parts.append(text)
+            if self._parser is None:
+                self._parts.append(text)
+            else:
+                self._parse(self._parser, text)
             self._num_released_chars += len(text)
             self.buffered_bytes += len(text) if text.isascii() else len(text.encode())
+
+    def _parse(self, parser: OutputParser, text: str) -> None:
+        parser.push(text)
+        if self._parsed is not None and self._parsed.is_over:
+            self.finish_reason = FinishReason.STOP
 
     def _detail(self, token_id: int, logprobs: TokenLogprobs) -> TokenDetail:
         token_bytes = self._tokenizer.token_bytes

@@ -99,8 +99,9 @@ class WindowDetokenizer:
         return self._emit(text)
 
     def _new_text(self) -> str:
-        context: str = self._tokenizer.decode(self._window[: self._num_context])
-        whole: str = self._tokenizer.decode(self._window)
+        # Those in the window are to be shown, special or not.
+        context: str = self._tokenizer.decode(self._window[: self._num_context], skip_special_tokens=False)
+        whole: str = self._tokenizer.decode(self._window, skip_special_tokens=False)
         return whole[len(context) :]
 
     def _emit(self, text: str) -> str:

@@ -8,45 +8,114 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
 from penstock.cluster.client import EngineClient
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.config import GatewayConfig
-from penstock.core.errors import EngineUnavailable, ModelNotFound, PermissionDenied, ShuttingDown
+from penstock.core.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    PenstockError,
+    PermissionDenied,
+    ShuttingDown,
+)
+from penstock.core.grammar_text import special_token_ids
 from penstock.core.messages import EngineReady
-from penstock.core.request import Request, SamplingParams, Tier
-from penstock.gateway.accounts import Accounts, Claim
+from penstock.core.request import CacheBreakpoint, Grammar, Request, SamplingParams, Tier
+from penstock.gateway.accounts import Account, Accounts, Claim
+from penstock.gateway.caching import Piece, breakpoints_at, locate, marked_pieces
 from penstock.gateway.checks import check_request, check_token_ids, resolve_max_tokens
 from penstock.gateway.choice import Choice
+from penstock.gateway.dialect import Dialect, PreparedPrompt
+from penstock.gateway.grammars import GrammarChecker
+from penstock.gateway.guards.keeper import GuardKeeper
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.plain_text import RenderedChat
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt
-from penstock.gateway.stream import Generation
+from penstock.gateway.queue_times import QueueTimes
+from penstock.gateway.replies.desk import ReplyDesk
+from penstock.gateway.replies.source import AnswerSource
+from penstock.gateway.stream import AnswerStream, Generation
+from penstock.gateway.telemetry.record import current_record
 from penstock.gateway.template import ChatTemplate
+from penstock.gateway.tiers import TierSettings
 from penstock.gateway.tokenizer import TextTokenizer
 
+# For an engine that starts or a server that drains: neither has a queue whose pace could tell.
 RETRY_AFTER_S = 5.0
 
 
 class ServedModel:
     """What the gateway built from an engine's model card. Lives as long as that engine serves."""
 
-    def __init__(self, engine: EngineReady) -> None:
+    def __init__(self, engine: EngineReady, config: GatewayConfig) -> None:
         self.engine = engine
         self.card = engine.model
         self.tokenizer = TextTokenizer(engine.model)
-        self.template = ChatTemplate(engine.model)
+        self.dialect = Dialect(engine.model, self.tokenizer, config)
+        self.template = ChatTemplate(engine.model, self.dialect.tool_format)
+        self._grammars = GrammarChecker()
+        self._special_token_ids = special_token_ids(engine.model.tokenizer_json)
+
+    async def prepare(self, prompt: Prompt, grammar: Grammar | None = None) -> PreparedPrompt:
+        """`grammar` is what the request itself demands of its answers."""
+        if isinstance(prompt, TextPrompt):
+            return PreparedPrompt(await self.tokenizer.encode(prompt.text, add_special_tokens=True))
+        if isinstance(prompt, ChatPrompt):
+            prompt = self.dialect.without_thinking_where_held(prompt, grammar)
+            rendered = self.dialect.close_thinking(prompt, self.template.render(prompt))
+            form = self.dialect.answer_form(prompt, rendered, grammar)
+            pieces = marked_pieces(prompt)
+            if pieces:
+                token_ids, breakpoints = await self._with_breakpoints(prompt, pieces, rendered)
+                return PreparedPrompt(token_ids, form, breakpoints)
+            # A template writes the special tokens itself.
+            token_ids = await self.tokenizer.encode(
+                rendered.text, add_special_tokens=False, plain_ranges=rendered.plain_ranges
+            )
+            return PreparedPrompt(token_ids, form)
+        check_token_ids(prompt.token_ids, self.card.vocab_size, param="prompt")
+        return PreparedPrompt(prompt.token_ids)
+
+    async def _with_breakpoints(
+        self, prompt: ChatPrompt, pieces: Sequence[Piece], rendered: RenderedChat
+    ) -> tuple[tuple[int, ...], tuple[CacheBreakpoint, ...]]:
+        def render(variant: ChatPrompt) -> str:
+            return self.dialect.close_thinking(variant, self.template.render(variant)).text
+
+        kept = locate(prompt, pieces, rendered.text, render)
+        ends = sorted({end for prefix in kept for end in (prefix.end, *prefix.earlier)})
+        token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
+        return token_ids, breakpoints_at(kept, positions)
+
+    async def with_checked_grammar(self, request: Request) -> Request:
+        """Raises InvalidRequest when no engine could compile it."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return request
+        grammar = await self._grammars.check(grammar, self._special_token_ids)
+        sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
+        return msgspec.structs.replace(request, sampling=sampling)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """A prompt of token ids as text, for guards."""
+        check_token_ids(token_ids, self.card.vocab_size, param="prompt")
+        return self.tokenizer.decode(token_ids)
 
     async def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, TextPrompt):
-            return await self.tokenizer.encode(prompt.text, add_special_tokens=True)
-        if isinstance(prompt, ChatPrompt):
-            # A template writes the special tokens itself.
-            return await self.tokenizer.encode(self.template.render(prompt), add_special_tokens=False)
-        check_token_ids(prompt.token_ids, self.card.vocab_size, param="prompt")
-        return prompt.token_ids
+        return (await self.prepare(prompt)).token_ids
+
+
+class LiveWork(Protocol):
+    def fail(self, error: PenstockError) -> None: ...
 
 
 class Gateway:
@@ -60,15 +129,22 @@ class Gateway:
         clock: Clock | None = None,
         *,
         accounts: Accounts | None = None,
+        replies: ReplyDesk | None = None,
     ) -> None:
         self.engine = engine
         self.accounts = accounts or Accounts()
         self.config = config
         self.clock = clock or SystemClock()
         self.metrics = GatewayMetrics()
+        self.guards = GuardKeeper(self.submit)
+        self.metrics.register(self.guards.metrics)
+        self.tiers = TierSettings()
+        self.replies = replies or ReplyDesk(clock=self.clock)
+        self.metrics.register(self.replies)
         self.max_buffer_bytes = config.max_stream_buffer_bytes
+        self._queue_times = QueueTimes()
         self._served: ServedModel | None = None
-        self._live: set[Generation] = set()
+        self._live: set[LiveWork] = set()
         self._is_draining = False
         self._nothing_live = asyncio.Event()
         self._nothing_live.set()
@@ -100,7 +176,7 @@ class Gateway:
         if ready is None:
             raise EngineUnavailable("No engine is ready to serve.", retry_after_s=RETRY_AFTER_S)
         if self._served is None or self._served.engine is not ready:
-            self._served = ServedModel(ready)
+            self._served = ServedModel(ready, self.config)
             self.metrics.model_name = ready.model.name
         if name is not None and name != ready.model.name:
             raise ModelNotFound(
@@ -108,26 +184,66 @@ class Gateway:
             )
         return self._served
 
-    async def submit(self, wish: GenerationRequest) -> Generation:
-        self._check_accepting()
+    async def submit(self, wish: GenerationRequest) -> AnswerStream:
+        """Raises the PenstockError that keeps the request from running."""
+        self.check_accepting()
+        model = self.model(wish.model)
+        _check_permission(wish, model.card.name)
+        _check_generates(model)
+        wish = self.tiers.capped(wish)
+        if (record := current_record.get()) is not None:
+            record.note(wish)
+        policy = self.guards.policy_for(wish.principal)
+        if policy is None:
+            return await self._answer(wish)
+        if not wish.request_id:
+            wish = msgspec.structs.replace(wish, request_id=uuid.uuid4().hex)
+        case = self.guards.case(policy, wish)
+        arrived_at = self.clock.now()
+        checked = await self.guards.check(case, wish, model.decode)
+        checked = msgspec.structs.replace(checked, timeout_s=self._time_left_s(checked, arrived_at))
+        answer = await self._answer(checked)
+        return self.guards.wrap(case, answer)
+
+    async def _answer(self, wish: GenerationRequest) -> AnswerStream:
+        """By what was answered before, where the caller wants that, else by an engine."""
+        if not self.replies.may_know(wish):
+            return await self._start(wish)
+        model = self.model(wish.model)
+        _check_permission(wish, model.card.name)
+        source = AnswerSource(
+            model.engine, partial(self._start, wish), partial(self._open_replay, wish, model.card.name)
+        )
+        return await self.replies.answer(wish, source)
+
+    async def _open_replay(self, wish: GenerationRequest, model_name: str) -> Account:
+        """An account for a request that costs no tokens."""
+        return await self.accounts.open(_claim(wish.request_id or uuid.uuid4().hex, wish, model_name, (), ()))
+
+    async def _start(self, wish: GenerationRequest) -> Generation:
+        arrived_at = self.clock.now()
+        self._queue_times.observe(self.engine.stats, arrived_at)
+        self.check_accepting()
         model = self.model(wish.model)
         _check_permission(wish, model.card.name)
         check_request(wish, model.card.vocab_size)
-        prompts = [await model.token_ids(prompt) for prompt in wish.prompts]
-        self._check_accepting()  # a drain may have begun while a long prompt was tokenized
+        prompts = [await model.prepare(prompt, wish.sampling.grammar) for prompt in wish.prompts]
+        self.check_accepting()  # a drain may have begun while a long prompt was tokenized
         request_id = wish.request_id or uuid.uuid4().hex
         requests = self._engine_requests(request_id, wish, prompts, model.engine)
-        account = await self.accounts.open(_claim(request_id, wish, model.card.name, prompts, requests))
+        requests = [await model.with_checked_grammar(request) for request in requests]
+        self._time_left_s(wish, arrived_at)
         choices = [
-            Choice(index, request, model.tokenizer, model.card.eos_token_ids)
+            Choice(index, request, model.tokenizer, model.card.eos_token_ids, prompts[index // wish.n].form)
             for index, request in enumerate(requests)
         ]
+        account = await self.accounts.open(_claim(request_id, wish, model.card.name, prompts, requests))
         generation = Generation(account, choices, wish.n, self, self._forget)
         self._live.add(generation)
         self._nothing_live.clear()
         try:
-            self._check_accepting()
-            generation.start(requests, wish.timeout_s or self.config.request_timeout_s)
+            self.check_accepting()
+            generation.start(requests, self._time_left_s(wish, arrived_at))
         except BaseException:
             generation.cancel()
             raise
@@ -144,9 +260,15 @@ class Gateway:
         except TimeoutError:
             return False
         finally:
-            for generation in tuple(self._live):
-                generation.fail(ShuttingDown("The server stopped before this answer was finished."))
+            for work in tuple(self._live):
+                work.fail(ShuttingDown("The server stopped before this answer was finished."))
         return True
+
+    def queue_drain_s(self) -> float:
+        """How long the engine will need for those who wait for it now."""
+        stats = self.engine.stats
+        self._queue_times.observe(stats, self.clock.now())
+        return self._queue_times.drain_s(stats, self.metrics.request_generation_tokens.mean)
 
     def render_metrics(self) -> bytes:
         if self.engine.ready is not None:
@@ -154,12 +276,33 @@ class Gateway:
         self.metrics.observe_stats(self.engine.stats)
         return self.metrics.render()
 
-    def _check_accepting(self) -> None:
+    @contextmanager
+    def counted(self, work: LiveWork) -> Iterator[None]:
+        """What is not a generation, but is waited for by a drain like one, and failed after it."""
+        self.check_accepting()
+        self._live.add(work)
+        self._nothing_live.clear()
+        try:
+            yield
+        finally:
+            self._forget(work)
+
+    def check_accepting(self) -> None:
         if self._is_draining:
             raise ShuttingDown("The server is shutting down.", retry_after_s=RETRY_AFTER_S)
 
-    def _forget(self, generation: Generation) -> None:
-        self._live.discard(generation)
+    def _time_left_s(self, wish: GenerationRequest, arrived_at: float) -> float | None:
+        """Of the client's own timeout or the server's, whichever ends first; None when there is neither."""
+        timeouts = [limit for limit in (wish.timeout_s, self.config.request_timeout_s) if limit is not None]
+        if not timeouts:
+            return None
+        left_s = min(timeouts) - (self.clock.now() - arrived_at)
+        if left_s <= 0:
+            raise DeadlineExceeded("The request's deadline passed before an engine could begin with it.")
+        return left_s
+
+    def _forget(self, work: LiveWork) -> None:
+        self._live.discard(work)
         if not self._live:
             self._nothing_live.set()
 
@@ -167,14 +310,15 @@ class Gateway:
         self,
         request_id: str,
         wish: GenerationRequest,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[PreparedPrompt],
         engine: EngineReady,
     ) -> list[Request]:
         """One request per answer: the n answers of a prompt follow each other, with consecutive seeds."""
         default = wish.default_max_tokens or self.config.default_max_tokens
         requests: list[Request] = []
-        for prompt, token_ids in zip(wish.prompts, prompts, strict=True):
+        for prompt, prepared in zip(wish.prompts, prompts, strict=True):
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            token_ids = prepared.token_ids
             max_tokens = resolve_max_tokens(
                 wish.sampling.max_tokens, default, len(token_ids), engine, prompt_param=param
             )
@@ -183,9 +327,10 @@ class Gateway:
                     Request(
                         id=f"{request_id}-{len(requests)}",
                         prompt_token_ids=token_ids,
-                        sampling=_sampling_params(wish, max_tokens, sibling),
+                        sampling=_sampling_params(wish, prepared, max_tokens, sibling),
                         tenant=wish.principal.workspace_id,
                         tier=granted_tier(wish),
+                        cache_breakpoints=prepared.breakpoints,
                     )
                 )
         return requests
@@ -202,11 +347,20 @@ def _check_permission(wish: GenerationRequest, model_name: str) -> None:
         raise PermissionDenied(f"This key may not use the model {model_name!r}.", param="model")
 
 
+def _check_generates(model: ServedModel) -> None:
+    if model.card.is_encoder:
+        raise InvalidRequest(
+            f"The model {model.card.name!r} makes embeddings and writes no text.",
+            param="model",
+            hint="Ask /v1/embeddings.",
+        )
+
+
 def _claim(
     request_id: str,
     wish: GenerationRequest,
     model_name: str,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[PreparedPrompt],
     requests: Sequence[Request],
 ) -> Claim:
     return Claim(
@@ -215,14 +369,18 @@ def _claim(
         model=model_name,
         endpoint=wish.endpoint,
         tier=granted_tier(wish),
-        input_tokens=sum(map(len, prompts)),
+        input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
         max_output_tokens=sum(request.sampling.max_tokens for request in requests),
         user=wish.user,
     )
 
 
-def _sampling_params(wish: GenerationRequest, max_tokens: int, sibling: int) -> SamplingParams:
+def _sampling_params(
+    wish: GenerationRequest, prompt: PreparedPrompt, max_tokens: int, sibling: int
+) -> SamplingParams:
     options = msgspec.structs.asdict(wish.sampling)
+    if prompt.form is not None and prompt.form.grammar is not None:
+        options["grammar"] = prompt.form.grammar
     options["max_tokens"] = max_tokens
     options["min_tokens"] = min(wish.sampling.min_tokens, max_tokens)
     if wish.sampling.seed is not None:

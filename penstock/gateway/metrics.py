@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from penstock.core.messages import EngineStats
 from penstock.core.request import FinishReason
+from penstock.gateway.cache_metrics import cache_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("penstock_", "vllm:")
@@ -49,6 +50,11 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    @property
+    def mean(self) -> float:
+        """0 when nothing was observed."""
+        return self.total / count if (count := sum(self.counts)) else 0.0
 
     def cumulative(self) -> list[tuple[str, float]]:
         pairs: list[tuple[str, float]] = []
@@ -91,6 +97,10 @@ class GatewayMetrics(Collector):
             self.step_tokens.counts[bisect_left(self.step_tokens.bounds, mean_tokens)] += num_steps
             self.step_tokens.total += mean_tokens * num_steps
 
+    def register(self, collector: Collector) -> None:
+        """Show another part's metrics beside these."""
+        self._registry.register(collector)
+
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -106,6 +116,7 @@ class GatewayMetrics(Collector):
         )
         fragmentation.add_metric([self.model_name], self._stats.kv_fragmentation)
         yield fragmentation
+        yield from cache_metrics(self._stats, self.model_name)
 
     def _gauges(self, prefix: str) -> Iterator[Metric]:
         stats = self._stats

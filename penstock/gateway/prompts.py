@@ -77,6 +77,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice = ToolChoice()
     thinks: bool | None = None  # None leaves it to the model's template
     add_generation_prompt: bool = True
+    continues_last: bool = False  # the answer goes on where the last message, the assistant's, ends
     template_options: dict[str, Any] = {}  # extra variables for the model's template
 
 

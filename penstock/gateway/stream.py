@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from penstock.cluster.client import EngineClient
 from penstock.core.clock import Clock
@@ -17,11 +17,15 @@ from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
+from penstock.gateway.caching import written_by_ttl
 from penstock.gateway.choice import Choice, Delta
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.prompts import Usage
 
-QUEUE_RETRY_AFTER_S = 5.0
+# The engine ends a request at its deadline; this much later the gateway does it for an engine that hangs.
+ENGINE_GRACE_S = 1.0
+
+CacheStatus: TypeAlias = Literal["hit", "miss"]
 
 
 class ReaderGone(Exception):
@@ -35,6 +39,10 @@ class StreamContext(Protocol):
     metrics: GatewayMetrics
     clock: Clock
     max_buffer_bytes: int
+
+    def queue_drain_s(self) -> float:
+        """How long the engine will need for those who wait for it now."""
+        ...
 
 
 class AnswerStream(Protocol):
@@ -60,6 +68,11 @@ class AnswerStream(Protocol):
     def num_choices(self) -> int: ...
     @property
     def usage(self) -> Usage: ...
+    @property
+    def cache_status(self) -> CacheStatus | None:
+        """What the response cache knew; None when it was not asked."""
+        ...
+
     def __aiter__(self) -> AnswerStream: ...
     async def __anext__(self) -> list[Delta]: ...
     async def collect(self) -> list[Delta]:
@@ -76,6 +89,8 @@ class Generation:
     raises the PenstockError that ended the request early, or ReaderGone after `cancel`.
     """
 
+    cache_status: CacheStatus | None = None
+
     def __init__(
         self,
         account: Account,
@@ -91,13 +106,18 @@ class Generation:
         self._on_end = on_end
         self._arrived_at = context.clock.now()
         self._num_open = len(choices)
+        self._queue_s: float | None = None
         self._dirty: list[Choice] = []
         self._error: PenstockError | ReaderGone | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._wants_all_at_once = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def start(self, requests: Sequence[Request], timeout_s: float | None) -> None:
         """Send one request per choice to the engine."""
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_s + ENGINE_GRACE_S, self._time_out)
         for choice, request in zip(self._choices, requests, strict=True):
             if self._error is not None:  # an engine may refuse before `add` returns
                 return
@@ -129,10 +149,15 @@ class Generation:
     def usage(self) -> Usage:
         """As things stand. A prompt counts once, however many answers share it."""
         leaders = self._choices[:: self._n]
+        written = [written_by_ttl(choice.cache_breakpoints, choice.cache_use) for choice in leaders]
         return Usage(
             prompt_tokens=sum(choice.num_prompt_tokens for choice in leaders),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=sum(choice.num_cached_tokens for choice in leaders),
+            cache_read_tokens=sum(choice.cache_use.read_tokens for choice in leaders),
+            cache_write_5m_tokens=sum(short for short, _ in written),
+            cache_write_1h_tokens=sum(long for _, long in written),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
         )
 
     def __aiter__(self) -> Generation:
@@ -171,7 +196,11 @@ class Generation:
         self._context.metrics.observe_stats(self._context.engine.stats)
         if event.num_cached_tokens is not None:
             choice.num_cached_tokens = event.num_cached_tokens
-        if event.finish_reason is not None and (error := _early_end(event, choice)):
+            if choice.index % self._n == 0:  # siblings share the prompt
+                self.account.note_cached(event.num_cached_tokens)
+            if event.cache_use is not None:
+                choice.cache_use = event.cache_use
+        if event.finish_reason is not None and (error := self._early_end(event, choice)):
             self.fail(error)
             return
         if event.token_ids:
@@ -203,6 +232,8 @@ class Generation:
             metrics.prompt_tokens += choice.num_prompt_tokens
             metrics.first_token_s.observe(waited_s)
             if event.queue_s is not None:
+                if self._queue_s is None:
+                    self._queue_s = event.queue_s
                 metrics.queue_s.observe(event.queue_s)
                 metrics.prefill_s.observe(max(0.0, waited_s - event.queue_s))
         else:
@@ -219,6 +250,8 @@ class Generation:
             metrics.request_generation_tokens.observe(choice.num_tokens)
         self._num_open -= 1
         if not self._num_open:
+            if self._timer is not None:
+                self._timer.cancel()
             # Before the reader is woken: whoever sees the end of an answer finds it settled.
             self.account.settle(self._outcome())
             self._on_end(self)
@@ -234,7 +267,31 @@ class Generation:
             error_code=error.code if isinstance(error, PenstockError) else None,
             duration_s=now - self._arrived_at,
             first_token_s=min(begun) - self._arrived_at if begun else None,
+            queue_s=self._queue_s,
+            finish_reasons=tuple(choice.finish_reason for choice in self._choices if choice.finish_reason),
         )
+
+    def _early_end(self, event: TokenEvent, choice: Choice) -> PenstockError | None:
+        """The error that a last event stands for; None when it is an ordinary end, such as a deadline with an answer
+        to show for it."""
+        match event.finish_reason:
+            case FinishReason.ERROR if (
+                not choice.num_tokens and event.queue_s is None
+            ):  # it never left the queue
+                return Overloaded(
+                    event.error or "The request was never started.",
+                    retry_after_s=self._context.queue_drain_s(),
+                )
+            case FinishReason.ERROR:
+                return PenstockError(event.error or "The engine could not go on with this request.")
+            case FinishReason.ABORT:
+                return EngineUnavailable("The engine ended this request early.", hint="Try again.")
+            case FinishReason.DEADLINE if not choice.num_tokens and not event.token_ids:
+                return DeadlineExceeded("The request's deadline passed before its first token.")
+        return None
+
+    def _time_out(self) -> None:
+        self.fail(DeadlineExceeded("The request's deadline passed, and the engine did not end it."))
 
     def _give_up_on_reader(self) -> None:
         for choice in self._choices:
@@ -265,20 +322,3 @@ class Generation:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _early_end(event: TokenEvent, choice: Choice) -> PenstockError | None:
-    """The error that a last event stands for; None when it is an ordinary end, such as a deadline with an answer
-    to show for it."""
-    match event.finish_reason:
-        case FinishReason.ERROR if not choice.num_tokens and event.queue_s is None:  # it never left the queue
-            return Overloaded(
-                event.error or "The request was never started.", retry_after_s=QUEUE_RETRY_AFTER_S
-            )
-        case FinishReason.ERROR:
-            return PenstockError(event.error or "The engine could not go on with this request.")
-        case FinishReason.ABORT:
-            return EngineUnavailable("The engine ended this request early.", hint="Try again.")
-        case FinishReason.DEADLINE if not choice.num_tokens and not event.token_ids:
-            return DeadlineExceeded("The request's deadline passed before its first token.")
-    return None

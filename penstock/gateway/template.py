@@ -1,22 +1,35 @@
-"""Chat messages to prompt text, by the template that came with the model.
+"""Chat messages and tools to prompt text, by the template that came with the model.
 
-Templates are untrusted code from a checkpoint: they run in a sandbox that cannot change what it is given.
+Templates are untrusted code from a checkpoint: they run in a sandbox that cannot change what it is given. What
+clients wrote is untrusted too: none of it is read as a control token.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hashlib
 import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+import msgspec
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.core.errors import InvalidRequest, ModelLoadError
+from penstock.core.grammar_text import special_token_ids
 from penstock.core.messages import ModelCard
-from penstock.gateway.prompts import ChatMessage, ChatPrompt
+from penstock.gateway.plain_text import PlainTextMarks, RenderedChat
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, ToolCall
+from penstock.gateway.tools.answer_form import offers_tools
+from penstock.gateway.tools.described import described_in_words, with_single_calls
+from penstock.gateway.tools.formats import HERMES, ToolFormat, tool_schema
+
+_SHORT_ID_LENGTH = 9
+_LAST_WORD = "\U0010ffff"  # never a character; stands where an answer is to go on
 
 
 class _GenerationBlock(Extension):
@@ -55,31 +68,54 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """Compiled once per model. A model without a template refuses chats with a hint."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, tool_format: ToolFormat | None = None) -> None:
         self._model_name = card.name
         self._special_tokens = card.special_tokens
+        self._tool_format = tool_format or HERMES
+        self._marks = PlainTextMarks(special_token_ids(card.tokenizer_json))
         self._template = None
+        self.knows_tools = False
         if card.chat_template is not None:
+            environment = _environment()
             try:
-                self._template = _environment().from_string(card.chat_template)
+                self._template = environment.from_string(card.chat_template)
+                variables = meta.find_undeclared_variables(environment.parse(card.chat_template))
             except TemplateError as error:
                 raise ModelLoadError(f"The chat template of {card.name} cannot be read: {error}") from error
+            self.knows_tools = "tools" in variables
 
-    def render(self, prompt: ChatPrompt) -> str:
+    def render(self, prompt: ChatPrompt) -> RenderedChat:
         if self._template is None:
             raise InvalidRequest(
                 f"The model {self._model_name} has no chat template.",
                 param="messages",
                 hint="Use /v1/completions with a plain prompt.",
             )
-        variables = {
-            **self._special_tokens,
-            **prompt.template_options,
-            "messages": [_as_dict(message) for message in prompt.messages],
-            "add_generation_prompt": prompt.add_generation_prompt,
-        }
         try:
-            return self._template.render(variables)
+            return self._render(self._template, prompt)
+        except InvalidRequest:
+            for retold, arguments_as_text in self._retold(prompt):
+                with contextlib.suppress(InvalidRequest):
+                    return self._render(self._template, retold, arguments_as_text=arguments_as_text)
+            raise
+
+    def _retold(self, prompt: ChatPrompt) -> Iterator[tuple[ChatPrompt, bool]]:
+        """Other ways to tell of earlier calls: some templates take arguments as text only, some take only one call
+        in a turn."""
+        if self.knows_tools and any(message.tool_calls for message in prompt.messages):
+            yield prompt, True
+            single = msgspec.structs.replace(prompt, messages=with_single_calls(prompt.messages))
+            yield single, False
+            yield single, True
+
+    def _render(
+        self, template: Template, prompt: ChatPrompt, *, arguments_as_text: bool = False
+    ) -> RenderedChat:
+        try:
+            text = template.render(self._variables(prompt, arguments_as_text=arguments_as_text))
+            if prompt.continues_last:  # what closes the turn is not to be written
+                text = text[: text.rindex(_LAST_WORD)]
+            return self._marks.restore(text)
         except TemplateError as error:
             raise InvalidRequest(
                 f"The model's chat template refused the messages: {error.message}", param="messages"
@@ -90,12 +126,80 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
+    def _variables(self, prompt: ChatPrompt, *, arguments_as_text: bool) -> dict[str, Any]:
+        messages: Sequence[ChatMessage] = prompt.messages
+        tools = prompt.tools if offers_tools(prompt) else ()
+        variables: dict[str, Any] = {}
+        if prompt.thinks is not None:  # templates know it by either name
+            variables = {"enable_thinking": prompt.thinks, "thinking": prompt.thinks}
+        variables |= self._special_tokens | prompt.template_options
+        if not self.knows_tools:
+            messages = described_in_words(messages, tools, self._tool_format)
+        elif tools:
+            variables["tools"] = _marked([tool_schema(tool) for tool in tools], self._marks.mark)
+        as_dict = _TurnWriter(
+            self._marks.mark,
+            short_call_ids=self._tool_format.short_call_ids,
+            arguments_as_text=arguments_as_text,
+        )
+        variables["messages"] = [as_dict.turn(message) for message in messages]
+        if prompt.continues_last:
+            variables["messages"][-1]["content"] += _LAST_WORD
+        variables["add_generation_prompt"] = prompt.add_generation_prompt and not prompt.continues_last
+        return variables
 
-def _as_dict(message: ChatMessage) -> dict[str, str]:
-    content = message.content
-    if not isinstance(content, str):
-        content = "\n".join(part.text for part in content)
-    turn = {"role": message.role, "content": content}
-    if message.name is not None:
-        turn["name"] = message.name
-    return turn
+
+class _TurnWriter:
+    """Turns as templates know them from the Hugging Face hub. One per chat: a result learns from the call that it
+    answers which tool it comes from."""
+
+    def __init__(self, mark: Callable[[str], str], *, short_call_ids: bool, arguments_as_text: bool) -> None:
+        self._mark = mark
+        self._arguments_as_text = arguments_as_text
+        self._short_call_ids = short_call_ids
+        self._tool_names: dict[str, str] = {}
+
+    def turn(self, message: ChatMessage) -> dict[str, Any]:
+        mark = self._mark
+        content = message.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        turn: dict[str, Any] = {"role": message.role, "content": mark(content)}
+        name = message.name
+        if message.role == "tool" and message.tool_call_id is not None:
+            turn["tool_call_id"] = mark(self._call_id(message.tool_call_id))
+            name = name or self._tool_names.get(message.tool_call_id)
+        if name is not None:
+            turn["name"] = mark(name)
+        if message.reasoning is not None:
+            turn["reasoning_content"] = mark(message.reasoning)
+        if message.tool_calls:
+            turn["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        return turn
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        self._tool_names[call.id] = call.name
+        arguments: Any = call.arguments or "{}"
+        if not self._arguments_as_text:
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                arguments = msgspec.json.decode(arguments)
+        function = {"name": call.name, "arguments": arguments}
+        return _marked(  # type: ignore[no-any-return]
+            {"id": self._call_id(call.id), "type": "function", "function": function}, self._mark
+        )
+
+    def _call_id(self, call_id: str) -> str:
+        if not self._short_call_ids or (len(call_id) == _SHORT_ID_LENGTH and call_id.isalnum()):
+            return call_id
+        return hashlib.blake2b(call_id.encode()).hexdigest()[:_SHORT_ID_LENGTH]
+
+
+def _marked(value: Any, mark: Callable[[str], str]) -> Any:
+    """The same JSON value with every text in it marked."""
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, list):
+        return [_marked(item, mark) for item in value]
+    if isinstance(value, dict):
+        return {mark(str(key)): _marked(item, mark) for key, item in value.items()}
+    return value

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from penstock.core.errors import ModelLoadError
 from penstock.core.messages import ModelCard
@@ -70,6 +71,7 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_buffer(card.tokenizer_json)
         except Exception as error:  # the bindings raise a bare Exception
             raise ModelLoadError(f"The tokenizer of {card.name} cannot be read: {error}") from error
+        self._card = card
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bos = (card.bos_token_id,) if card.add_bos_token and card.bos_token_id is not None else ()
@@ -80,18 +82,45 @@ class TextTokenizer:
             if token.special
         )
         self._token_bytes = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
-        self._visible_bytes = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
-        self._visible_bytes.update(dict.fromkeys(self._special_ids, b""))
+        self._visible_bytes: dict[frozenset[int], TokenBytes] = {}  # by which special tokens are shown
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, plain_ranges: Sequence[tuple[int, int]] = ()
+    ) -> tuple[int, ...]:
         """Token ids of `text`, after the model's beginning-of-sequence token where it wants one and
-        `add_special_tokens` allows it. Long texts are encoded off the event loop."""
+        `add_special_tokens` allows it. Special tokens spelled out inside `plain_ranges` are taken for plain text.
+        Long texts are encoded off the event loop."""
         if len(text) <= DIRECT_ENCODE_CHARS:
-            ids = self._encode(text)
+            ids = self._encode(text, plain_ranges)
         else:
-            ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text)
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(self._threads, self._encode, text, plain_ranges)
         return (*self._bos, *ids) if add_special_tokens else tuple(ids)
+
+    async def encode_marked(
+        self,
+        text: str,
+        plain_ranges: Sequence[tuple[int, int]],
+        positions: Sequence[int],
+    ) -> tuple[tuple[int, ...], dict[int, int]]:
+        """What `encode` gives without special tokens added, and for each of `positions`, in characters, how many
+        leading tokens end at or before it."""
+        if len(text) <= DIRECT_ENCODE_CHARS:
+            return self._encode_marked(text, plain_ranges, positions)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode_marked, text, plain_ranges, positions)
+
+    async def encode_with_template(self, text: str) -> tuple[int, ...]:
+        """With every special token that the tokenizer itself puts around a text, as encoders expect."""
+
+        def encode() -> list[int]:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+            return ids
+
+        if len(text) <= DIRECT_ENCODE_CHARS:
+            return tuple(encode())
+        return tuple(await asyncio.get_running_loop().run_in_executor(self._threads, encode))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text, special tokens included."""
@@ -102,16 +131,78 @@ class TextTokenizer:
         """What a token stands for on its own; not always whole characters."""
         return self._token_bytes[token_id]
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """For the text that follows a prompt, special tokens left out."""
-        if not self._decoder.bytewise:
-            return WindowDetokenizer(self._tokenizer, self._special_ids, prompt_token_ids)
-        starts_text = self._decoder.strips_first_space and self._special_ids.issuperset(prompt_token_ids)
-        return ByteDetokenizer(self._visible_bytes, strip_first_space=starts_text)
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens among `texts`."""
+        ids = {self._tokenizer.token_to_id(text) for text in texts}
+        return self._special_ids & ids
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], shown_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """For the text that follows a prompt. Special tokens other than `shown_ids` are left out."""
+        if not self._decoder.bytewise:
+            return WindowDetokenizer(self._tokenizer, self._special_ids - shown_ids, prompt_token_ids)
+        starts_text = self._decoder.strips_first_space and self._special_ids.issuperset(prompt_token_ids)
+        return ByteDetokenizer(self._visible_bytes_with(shown_ids), strip_first_space=starts_text)
+
+    def _visible_bytes_with(self, shown_ids: frozenset[int]) -> TokenBytes:
+        table = self._visible_bytes.get(shown_ids)
+        if table is None:
+            table = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
+            table.update(dict.fromkeys(self._special_ids - shown_ids, b""))
+            self._visible_bytes[shown_ids] = table
+        return table
+
+    def _encode(self, text: str, plain_ranges: Sequence[tuple[int, int]]) -> list[int]:
+        ids: list[int] = []
+        for _, encoding in self._encodings(text, plain_ranges):
+            ids += encoding.ids
         return ids
+
+    def _encode_marked(
+        self, text: str, plain_ranges: Sequence[tuple[int, int]], positions: Sequence[int]
+    ) -> tuple[tuple[int, ...], dict[int, int]]:
+        ids: list[int] = []
+        found = dict.fromkeys(positions, 0)
+        for start, encoding in self._encodings(text, plain_ranges):
+            for position in positions:
+                if position > start:
+                    found[position] = len(ids) + _num_tokens_before(encoding, position - start)
+            ids += encoding.ids
+        return tuple(ids), found
+
+    def _encodings(
+        self, text: str, plain_ranges: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, Encoding]]:
+        """The stretches of a text that are tokenized apart, each with where it begins."""
+        position = 0
+        for start, end in plain_ranges:
+            if start > position:
+                yield position, self._tokenizer.encode(text[position:start], add_special_tokens=False)
+            yield start, self._plain_tokenizer.encode(text[start:end], add_special_tokens=False)
+            position = end
+        if position < len(text):
+            yield position, self._tokenizer.encode(text[position:], add_special_tokens=False)
+
+    @cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """The same, but blind to special tokens. Few chats need it, and it takes a moment to build."""
+        tokenizer = Tokenizer.from_buffer(self._card.tokenizer_json)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+
+def _num_tokens_before(encoding: Encoding, position: int) -> int:
+    """Leading tokens that end at or before a character. Fewer where tokenizing dropped characters around it."""
+    num_tokens = len(encoding)
+    last = encoding.token_to_chars(num_tokens - 1) if num_tokens else None
+    if last is None or position >= last[1]:
+        return num_tokens
+    for character in range(position, -1, -1):
+        token: int | None = encoding.char_to_token(character)
+        if token is not None:
+            return token
+    return 0
 
 
 class _TokenizerFile(msgspec.Struct):

@@ -8,8 +8,8 @@ answer independent of who shares its batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -35,19 +35,33 @@ class GroupQuantWeight:
 
     weight[n, k] = codes[n, k] * scales[n, k // group] + offsets[n, k // group]
 
-    Every GGUF block format and round-to-nearest int8 decode to this form without loss. `bits` is 4 when all codes
-    lie in 0..15, else 8.
+    Every GGUF block format, AWQ, GPTQ and round-to-nearest int8 decode to this form without loss. `bits` is 4 when
+    all codes lie in 0..15, else 8.
+
+    With `input_order` the columns are not those of the weight: column j here belongs to input input_order[j]. (GPTQ
+    checkpoints made in the order of activations group inputs that are no neighbours.)
     """
 
     codes: Tensor  # int8 (bits 8) or uint8 (bits 4, one code per byte) [out, in]
     scales: Tensor  # float32 [out, in / group]
     offsets: Tensor | None  # float32 [out, in / group]
-    group: int  # 16 or 32; `in` is a multiple of it
+    group: int  # 16, or a multiple of 32; `in` is a multiple of it
     bits: Literal[4, 8]
+    input_order: Tensor | None = None  # int64 [in], a permutation
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
+
+    def regrouped(self, group: int) -> GroupQuantWeight:
+        """The same weights in smaller groups, several of which share a scale."""
+        times = self.group // group
+        scales, offsets = (
+            None if table is None else table.repeat_interleave(times, dim=1)
+            for table in (self.scales, self.offsets)
+        )
+        assert scales is not None
+        return replace(self, scales=scales, offsets=offsets, group=group)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         out, width = self.shape
@@ -55,10 +69,46 @@ class GroupQuantWeight:
         values = grouped * self.scales.unsqueeze(-1)
         if self.offsets is not None:
             values = values + self.offsets.unsqueeze(-1)
-        return values.view(out, width).to(dtype)
+        values = values.view(out, width)
+        if self.input_order is not None:
+            values = torch.empty_like(values).index_copy_(1, self.input_order, values)
+        return values.to(dtype)
 
 
-WeightData = DenseWeight | GroupQuantWeight
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """weight[n, k] = values[n, k] * scales[n], or * scales[n, k // group] where `group` is given."""
+
+    values: Tensor  # float8_e4m3fn [out, in]
+    scales: Tensor  # float32 [out], or [out, in / group]
+    group: int | None = None  # `in` is a multiple of it
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        out, width = self.shape
+        grouped = self.values.to(torch.float32).view(out, -1, self.group or width)
+        return (grouped * self.scales.view(out, -1, 1)).view(out, width).to(dtype)
+
+
+WeightData = DenseWeight | GroupQuantWeight | Float8Weight
+
+
+def with_common_order(parts: Sequence[WeightData]) -> tuple[list[WeightData], Tensor | None]:
+    """For backends that reorder the input of a stack once: the parts in one order of inputs, and that order. None is
+    the inputs' own; parts that disagree are brought to it as dense matrices."""
+    orders = [part.input_order if isinstance(part, GroupQuantWeight) else None for part in parts]
+    first = orders[0]
+    if first is not None and all(order is not None and torch.equal(order, first) for order in orders):
+        return [
+            replace(part, input_order=None) for part in parts if isinstance(part, GroupQuantWeight)
+        ], first
+    return [
+        part if order is None or isinstance(part, DenseWeight) else DenseWeight(part.dequantize())
+        for part, order in zip(parts, orders, strict=True)
+    ], None
 
 
 class PackedLinear(Protocol):
@@ -77,6 +127,32 @@ class PackedEmbedding(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+
+class PackedExperts(Protocol):
+    """A backend's own form of the gated MLPs that a router chooses from. Opaque to models."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One expert: down(activation(gate x) × up x)."""
+
+    gate: WeightData
+    up: WeightData
+    down: WeightData
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token chooses its experts: the softmax over all, then the `top_k` likeliest, the lower index first
+    among equals."""
+
+    num_experts: int
+    top_k: int
+    normalizes: bool  # whether the chosen weights are scaled to sum to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +201,28 @@ class SamplingBatch:
 
 
 class KVStore(Protocol):
-    """KV tensors of all layers, in whatever layout the backend likes. `layer(i)` is handed back to `attend`."""
+    """KV tensors of all layers, in whatever layout the backend likes. `layer(i)` is handed back to `attend`.
+
+    Blocks can be copied to slots of host memory and back, bit for bit. Copies take their place among the steps in the
+    order of the calls, and need not be done when the call returns."""
 
     num_blocks: int
     block_size: int
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, in all layers together."""
+        ...
+
     def layer(self, index: int) -> Any: ...
+
+    def reserve_host(self, num_slots: int) -> None:
+        """Take host memory for so many blocks; once, before the first copy."""
+        ...
+
+    def copy_to_host(self, block_id: int, slot: int) -> None: ...
+
+    def copy_from_host(self, slot: int, block_id: int) -> None: ...
 
 
 class Ops(Protocol):
@@ -157,6 +249,10 @@ class Ops(Protocol):
 
     def logits(self, x: Tensor, head: PackedLinear) -> Tensor:
         """[S, hidden] → float32 [S, V]"""
+        ...
+
+    def pack_experts(self, experts: Iterable[ExpertWeights]) -> PackedExperts:
+        """Takes one expert after the other, so that a source need not hold them all."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -192,6 +288,45 @@ class Ops(Protocol):
 
     def mlp(self, x: Tensor, gate_up: PackedLinear, down: PackedLinear, activation: Activation) -> Tensor:
         """[T, hidden] → [T, hidden]: linear(gated(linear(x, gate_up), activation), down), to the bit, in one call."""
+        ...
+
+    def attention_block(
+        self,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        qkv: PackedLinear,
+        output: PackedLinear,
+        layer: AttentionLayer,
+        cache: Any,
+        batch: AttentionBatch,
+    ) -> None:
+        """residual += attention(rms_norm(residual, norm, eps), ...), in place."""
+        ...
+
+    def mlp_block(
+        self,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        activation: Activation,
+    ) -> None:
+        """residual += mlp(rms_norm(residual, norm, eps), ...), in place."""
+        ...
+
+    def moe_block(
+        self,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        router: PackedLinear,
+        experts: PackedExperts,
+        routing: Routing,
+        activation: Activation,
+    ) -> None:
+        """residual += the weighted sum of what each token's experts make of rms_norm(residual, norm, eps)."""
         ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

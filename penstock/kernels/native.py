@@ -8,21 +8,24 @@ check per activation, and none of what a model decides at load.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from ctypes import byref
+from collections.abc import Iterator, Sequence
+from ctypes import byref, memmove
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.blocks import ComposedBlocks
 from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
     AttentionLayer,
     DenseWeight,
+    Float8Weight,
     GroupQuantWeight,
     SamplingBatch,
     WeightData,
+    with_common_order,
 )
 from penstock.kernels.library import AttentionBatchStruct, AttentionLayerStruct, Library, SamplingStruct
 
@@ -34,6 +37,7 @@ ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 TOKENS_PER_UNIT = 16
 MAX_HEAD_DIM = 256
 UNLIMITED_WINDOW = 2**62
+LARGEST_GROUP = 32
 
 
 class NativeLinear:
@@ -43,6 +47,7 @@ class NativeLinear:
         self.in_features = in_features
         self.out_features = 0
         self.num_bytes = 0
+        self.input_order: Tensor | None = None  # which input each column of the matrix takes; None is its own
         self.handle = library.linear_create(in_features)
         self._library = library
         weakref.finalize(self, library.linear_free, self.handle)
@@ -55,8 +60,11 @@ class NativeLinear:
             narrow = torch.bfloat16 in (dtype, weight.values.dtype)
             values = weight.values.to(torch.bfloat16 if narrow else torch.float32).contiguous()
             self._add(FORMAT_BFLOAT16 if narrow else FORMAT_FLOAT32, values, None, None, 0)
+        elif isinstance(weight, Float8Weight):
+            # No CPU multiplies float8: it stands for the bfloat16 that it unpacks to.
+            self.add(DenseWeight(weight.dequantize(torch.bfloat16)), dtype)
         else:
-            self._add_quantized(weight)
+            self._add_quantized(weight if weight.group <= LARGEST_GROUP else weight.regrouped(LARGEST_GROUP))
 
     def set_bias(self, bias: Tensor) -> None:
         values = bias.to(torch.float32).contiguous()
@@ -64,8 +72,8 @@ class NativeLinear:
         self.num_bytes += values.nbytes
 
     def _add_quantized(self, weight: GroupQuantWeight) -> None:
-        if weight.group not in (16, 32):
-            raise ValueError(f"groups of {weight.group} are not supported, only of 16 and 32")
+        if weight.group not in (16, LARGEST_GROUP):
+            raise ValueError(f"groups of {weight.group} are not supported, only of 16 and {LARGEST_GROUP}")
         scales, offsets = weight.scales.contiguous(), weight.offsets
         tables = [scales] if offsets is None else [scales, offsets.contiguous()]
         halves = [table.half() for table in tables]
@@ -115,25 +123,53 @@ class NativeKVLayer:
 
 
 class NativeKVStore:
-    """Memory for all layers, [layer][block], taken from the system page by page as blocks are first used."""
+    """Memory for all layers, [layer][block], taken from the system page by page as blocks are first used. So is
+    that of the slots, [slot][layer]."""
 
     def __init__(
-        self, library: Library, num_layers: int, num_blocks: int, block_size: int, block_bytes: int
+        self, library: Library, num_layers: int, num_blocks: int, block_size: int, layer_block_bytes: int
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_bytes = num_layers * num_blocks * block_bytes
-        self._layer_bytes = num_blocks * block_bytes
-        self._address = library.allocate_pages(self.num_bytes)
-        if self._address is None:
-            raise MemoryError(f"no memory for a KV cache of {self.num_bytes} bytes")
-        weakref.finalize(self, library.free_pages, self._address, self.num_bytes)
+        self.block_bytes = num_layers * layer_block_bytes
+        self.num_bytes = num_blocks * self.block_bytes
+        self._library = library
+        self._num_layers = num_layers
+        self._layer_block_bytes = layer_block_bytes
+        self._layer_bytes = num_blocks * layer_block_bytes
+        self._address = self._allocate(self.num_bytes)
+        self._slots_address = 0
 
     def layer(self, index: int) -> NativeKVLayer:
         return NativeKVLayer(self, self._address + index * self._layer_bytes)
 
+    def reserve_host(self, num_slots: int) -> None:
+        self._slots_address = self._allocate(num_slots * self.block_bytes)
 
-class NativeOps:
+    def copy_to_host(self, block_id: int, slot: int) -> None:
+        for in_slot, in_block in self._pieces(slot, block_id):
+            memmove(in_slot, in_block, self._layer_block_bytes)
+
+    def copy_from_host(self, slot: int, block_id: int) -> None:
+        for in_slot, in_block in self._pieces(slot, block_id):
+            memmove(in_block, in_slot, self._layer_block_bytes)
+
+    def _pieces(self, slot: int, block_id: int) -> Iterator[tuple[int, int]]:
+        """Where each layer's part of a block lies, in the slot and in the store."""
+        in_slot = self._slots_address + slot * self.block_bytes
+        in_block = self._address + block_id * self._layer_block_bytes
+        for layer in range(self._num_layers):
+            yield in_slot + layer * self._layer_block_bytes, in_block + layer * self._layer_bytes
+
+    def _allocate(self, num_bytes: int) -> int:
+        address: int | None = self._library.allocate_pages(num_bytes)
+        if address is None:
+            raise MemoryError(f"no memory for a KV cache of {num_bytes} bytes")
+        weakref.finalize(self, self._library.free_pages, address, num_bytes)
+        return address
+
+
+class NativeOps(ComposedBlocks):
     name = "native"
     device = torch.device("cpu")
 
@@ -149,6 +185,7 @@ class NativeOps:
 
     def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> NativeLinear:
         packed = NativeLinear(self._library, parts[0].shape[1])
+        parts, packed.input_order = with_common_order(parts)
         for part in parts:
             packed.add(part, self.dtype)
         if bias is not None:
@@ -156,6 +193,8 @@ class NativeOps:
         return packed
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
+        if weight.input_order is not None:
+            x = x[:, weight.input_order]
         if x.dtype is not self.dtype or not x.is_contiguous():
             x = self._fitted(x)
         rows = x.shape[0]
@@ -180,6 +219,8 @@ class NativeOps:
         return y
 
     def logits(self, x: Tensor, head: Any) -> Tensor:
+        if head.input_order is not None:
+            x = x[:, head.input_order]
         if x.dtype is not self.dtype or not x.is_contiguous():
             x = self._fitted(x)
         rows = x.shape[0]
@@ -264,6 +305,8 @@ class NativeOps:
     def attention(
         self, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
     ) -> Tensor:
+        if qkv.input_order is not None or output.input_order is not None:
+            return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
         if x.dtype is not self.dtype or not x.is_contiguous():
             x = self._fitted(x)
         struct = self._describe(layer, batch)
@@ -282,6 +325,8 @@ class NativeOps:
         return y
 
     def mlp(self, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
+        if gate_up.input_order is not None or down.input_order is not None:
+            return self.linear(self.gated(self.linear(x, gate_up), activation), down)
         if x.dtype is not self.dtype or not x.is_contiguous():
             x = self._fitted(x)
         y = torch.empty((x.shape[0], down.out_features), dtype=self.dtype)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.blocks import ComposedBlocks
 from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
@@ -24,6 +25,7 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.kernels.sampling import sample_rows
+from penstock.kernels.tensor_kv import TensorKVStore
 
 # Rows of a half-precision head that are widened at a time for exact float32 logits.
 HEAD_ROWS_AT_ONCE = 8192
@@ -63,21 +65,19 @@ class TorchKVLayer:
     values: Tensor
 
 
-class TorchKVStore:
+class TorchKVStore(TensorKVStore):
     def __init__(
         self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         """`shape` is layers, blocks, block size, G, D."""
-        self.num_blocks = shape[1]
-        self.block_size = shape[2]
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        super().__init__(keys, values, num_blocks=shape[1], block_size=shape[2])
 
     def layer(self, index: int) -> TorchKVLayer:
-        return TorchKVLayer(self._keys[index], self._values[index])
+        return TorchKVLayer(self.keys[index], self.values[index])
 
 
-class TorchOps:
+class TorchOps(ComposedBlocks):
     name = "torch"
 
     def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:

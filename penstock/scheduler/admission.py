@@ -7,9 +7,9 @@ it runs it only ever needs one more block at a time, for its next sampled token.
 from __future__ import annotations
 
 import enum
-from math import inf
 
 from penstock.kvcache.cache import KVCache
+from penstock.kvcache.hashing import BlockHash
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.prefix import PrefixSharing
 from penstock.scheduler.sequence import Sequence
@@ -61,21 +61,36 @@ class AdmissionDesk:
     def _take_blocks(self, sequence: Sequence, num_found: int, *, is_alone: bool) -> bool:
         cache = self._cache
         num_blocks = -(-sequence.num_known // cache.block_size)
-        num_new = num_blocks - num_found
+        found = sequence.hashes[:num_found]
+        to_restore = cache.in_host_memory(found)
         # Taking the reused blocks first keeps the allocation of the others from evicting them.
-        reused = cache.acquire(sequence.hashes[:num_found])
-        if is_alone and num_new > cache.num_available:
-            cache.expire_pins(inf)  # pins make way when nothing else can run
+        reused = cache.acquire(found if not to_restore else _without(found, to_restore))
+        num_new = num_blocks - len(reused)
+        if is_alone:
+            cache.make_pins_yield(num_new)  # when nothing else can run
         num_spare = cache.num_available - num_new
         if num_spare < 0 or not (is_alone or self._headroom.allows(sequence, num_blocks, num_spare)):
             cache.release(reused)
             self._blocked = sequence
             self._num_missing_blocks = max(0, -num_spare)
             return False
-        new = cache.allocate(num_new)
+        if to_restore:
+            reused = self._restore(found, to_restore, reused)
+        new = cache.allocate(num_blocks - num_found)
         assert new is not None
         sequence.block_ids = reused + new
         sequence.num_slots = num_blocks * cache.block_size
         sequence.num_reused_blocks = num_found
         sequence.num_computed = num_found * cache.block_size
         return True
+
+    def _restore(self, found: list[BlockHash], to_restore: list[BlockHash], reused: list[int]) -> list[int]:
+        """The blocks of a prefix that was found, once all are on the device; those in `reused` were there."""
+        restored = dict(zip(to_restore, self._cache.restore(to_restore), strict=True))
+        on_device = iter(reused)
+        return [restored[key] if key in restored else next(on_device) for key in found]
+
+
+def _without(hashes: list[BlockHash], others: list[BlockHash]) -> list[BlockHash]:
+    excluded = set(others)
+    return [block_hash for block_hash in hashes if block_hash not in excluded]

@@ -25,7 +25,9 @@ def finish_reason_of(sequence: Sequence, token_id: int, now: float) -> FinishRea
     return None
 
 
-def last_event(sequence: Sequence, reason: FinishReason, error: str | None) -> TokenEvent:
+def last_event(
+    sequence: Sequence, reason: FinishReason, error: str | None, embedding: bytes | None = None
+) -> TokenEvent:
     """The end of a request without another token."""
     is_first = not sequence.output_token_ids
     return TokenEvent(
@@ -34,6 +36,7 @@ def last_event(sequence: Sequence, reason: FinishReason, error: str | None) -> T
         num_cached_tokens=sequence.num_cached_tokens if is_first else None,
         queue_s=queue_s(sequence) if is_first else None,
         error=error,
+        embedding=embedding,
     )
 
 

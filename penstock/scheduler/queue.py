@@ -209,9 +209,11 @@ class _DrainRate:
     def seconds_to_serve(self, num_requests: int, now: float) -> float:
         """How long as many as wait now will take, within sane bounds for a Retry-After. Changes nothing."""
         count, window_s = self._as_of(now)
-        if not count:
-            return _MIN_RETRY_S
-        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_requests * window_s / count))
+        if count:
+            expected_s = num_requests * window_s / count
+        else:
+            expected_s = now - self._last_s  # nobody has left yet: at least as long again as they have waited
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected_s))
 
     def _as_of(self, now: float) -> tuple[float, float]:
         """Both sums, faded by the time that passed since they were last changed."""

@@ -75,6 +75,8 @@ class RunningSet:
         for sequence in self._sequences.values():
             if sequence.is_prefilling:
                 prefills.append(sequence)
+            elif sequence.is_constrained and sequence.num_in_flight:
+                continue
             elif sequence.num_expected < sequence.length_limit:  # else its last token is in flight
                 decodes.append(sequence)
         prefills.sort(key=seniority)
@@ -101,6 +103,11 @@ class RunningSet:
     def decoded(self, num_tokens: int) -> None:
         """So many requests got one more slot filled by a plan."""
         self._num_filled_slots += num_tokens
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Its newest position is to be computed again."""
+        sequence.num_computed -= 1
+        self._num_filled_slots -= 1
 
     def take_released(self) -> tuple[str, ...]:
         """Who stopped since the last call."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import inf
 
 from penstock.core.config import SchedulerConfig
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
@@ -23,6 +22,7 @@ from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission, AdmissionDesk
+from penstock.scheduler.breakpoints import Breakpoints
 from penstock.scheduler.draft import StepDraft, share_of_room
 from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
 from penstock.scheduler.fairness import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT, TenantLedger
@@ -63,6 +63,7 @@ class Scheduler:
         self._predictor = StepTimePredictor()
         self._ledger = TenantLedger()
         self._sharing = PrefixSharing(cache)
+        self._breakpoints = Breakpoints(cache, config.min_cacheable_tokens)
         self._desk = AdmissionDesk(cache, self._sharing, headroom)
         self._deadlines = Deadlines(config.queue_timeout_s)
 
@@ -93,6 +94,8 @@ class Scheduler:
         if not request.sampling.ignore_eos:
             sequence.stop_token_ids |= self._eos_token_ids
         sequence.predict_length(self._lengths)
+        if request.cache_breakpoints:
+            self._breakpoints.arrive(sequence, now)
         self._sequences[request.id] = sequence
         self._queue.enter(sequence, now)
         self._deadlines.watch(sequence)
@@ -131,7 +134,9 @@ class Scheduler:
             return None
         self._num_steps += 1
         self._steps.append(_StepInFlight(self._num_steps, draft.sampling, draft.load))
-        return StepPlan(self._num_steps, tuple(draft.chunks), self._running.take_released())
+        return StepPlan(
+            self._num_steps, tuple(draft.chunks), self._running.take_released(), self._cache.take_copies()
+        )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Take the samples of the oldest plan in flight; returns the news for clients."""
@@ -145,7 +150,11 @@ class Scheduler:
         events = []
         for sampled in result.sampled:
             sequence = step.sampling[sampled.request_id]
-            if sequence.state is not State.ENDED:  # else it ended while this step was in flight
+            if sequence.state is State.ENDED:  # while this step was in flight
+                continue
+            if sampled.is_postponed:
+                self._postpone(sequence)
+            else:
                 events.append(self._take_sample(sequence, sampled, now))
         return events
 
@@ -177,6 +186,15 @@ class Scheduler:
             prefix_cache_queries=cache.lookup_tokens,
             prefix_cache_hits=cache.hit_tokens,
             num_preemptions=self._num_preemptions,
+            num_pinned_blocks=cache.num_pins,
+            num_pins_demoted=cache.pins_demoted,
+            num_host_blocks=cache.num_host_blocks,
+            num_host_blocks_used=cache.num_host_blocks_used,
+            num_blocks_to_host=cache.copies_to_host,
+            num_blocks_from_host=cache.copies_from_host,
+            num_kept_blocks_lost=cache.promises_lost,
+            cache_read_tokens=self._breakpoints.read_tokens,
+            cache_write_tokens=self._breakpoints.written_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -226,8 +244,7 @@ class Scheduler:
                 return
             self._preempt(victim, now)
             needy.discard(victim.number)
-        if len(needy) > cache.num_available:
-            cache.expire_pins(inf)  # the most senior request runs alone, and comes before pins
+        cache.make_pins_yield(len(needy))  # the most senior request runs alone, and comes before pins
 
     def _displace(self, now: float) -> bool:
         """Preempt batch requests when the next waiting request is more urgent and lacks a seat or blocks."""
@@ -263,7 +280,7 @@ class Scheduler:
             if index + 1 < len(prefills) or (may_admit and self._queue.first() is not None):
                 room = share_of_room(room)
             draft.add_prefill(sequence, room, begins=False)
-            self._publish(sequence)
+            self._publish(sequence, now)
         if may_admit:
             self._admit_waiting(draft, now, max_rank=BATCH_RANK)
 
@@ -282,7 +299,7 @@ class Scheduler:
                 continue
             self._start(sequence, now)
             draft.add_prefill(sequence, max(1, draft.prefill_room(sequence.num_computed)), begins=True)
-            self._publish(sequence)
+            self._publish(sequence, now)
 
     def _start(self, sequence: Sequence, now: float) -> None:
         """A waiting request, which has its blocks by now, runs."""
@@ -294,12 +311,16 @@ class Scheduler:
         if not sequence.has_started:
             sequence.first_planned_s = now
             sequence.num_cached_tokens = sequence.num_computed
+            if sequence.marks is not None:
+                self._breakpoints.start(sequence, now)
             sequence.account.service += PROMPT_TOKEN_WEIGHT * (sequence.num_prompt - sequence.num_computed)
             self._deadlines.watch(sequence)
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: Sequence, now: float) -> None:
         for follower in self._sharing.publish(sequence):
             self._requeue(follower)
+        if sequence.marks is not None and not sequence.marks.are_kept:
+            self._breakpoints.keep(sequence, now)
 
     def _requeue(self, sequence: Sequence) -> None:
         """A parked member of the queue may be admitted again."""
@@ -311,16 +332,20 @@ class Scheduler:
             event = last_event(sequence, FinishReason.ERROR, sampled.error)
             self._end(sequence, now)
             return event
+        if sampled.embedding is not None:
+            event = last_event(sequence, FinishReason.STOP, None, sampled.embedding)
+            self._end(sequence, now)
+            return event
         token_id = sampled.token_id
         sequence.output_token_ids.append(token_id)
         sequence.num_known += 1
         sequence.account.service += OUTPUT_TOKEN_WEIGHT
         publish_at = sequence.publish_at
         if publish_at is not None and sequence.num_computed >= publish_at <= sequence.num_known:
-            self._publish(sequence)
+            self._publish(sequence, now)
 
         num_output = sequence.num_known - sequence.num_prompt
-        finish_reason = finish_reason_of(sequence, token_id, now)
+        finish_reason = FinishReason.STOP if sampled.completes else finish_reason_of(sequence, token_id, now)
         if finish_reason is not None:
             if finish_reason in _NATURAL_ENDS:
                 self._lengths.observe(sequence.request.tenant, num_output)
@@ -338,7 +363,16 @@ class Scheduler:
             finish_reason,
             sequence.num_cached_tokens,
             queue_s(sequence),
+            cache_use=self._breakpoints.use(sequence),
         )
+
+    def _postpone(self, sequence: Sequence) -> None:
+        """A sample was not taken: the request stands where it stood before the step."""
+        sequence.num_expected -= 1
+        if sequence.state is State.RUNNING:
+            self._running.take_back(sequence)
+        elif sequence.num_known == sequence.num_expected:  # it was preempted meanwhile
+            self._requeue(sequence)
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
         """Take a running request's blocks and put it at the front of its queue. Samples in flight stay good: they

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as TokenIds
+from typing import TYPE_CHECKING
 
 from penstock.core.request import Request, Tier
 from penstock.kvcache.hashing import BlockHash, chain_hashes, root_hash
 from penstock.scheduler.fairness import TenantAccount
 from penstock.scheduler.lengths import OutputLengthEstimator
+
+if TYPE_CHECKING:
+    from penstock.scheduler.breakpoints import Marks
 
 TIER_RANK: dict[Tier, int] = {Tier.PRIORITY: 0, Tier.DEFAULT: 1, Tier.BATCH: 2}
 BATCH_RANK = TIER_RANK[Tier.BATCH]
@@ -45,9 +49,11 @@ class Sequence:
         "frontier",
         "growth_blocks",
         "hashes",
+        "is_constrained",
         "is_prefilling",
         "leader",
         "length_limit",
+        "marks",
         "min_tokens",
         "num_cached_tokens",
         "num_computed",
@@ -63,6 +69,7 @@ class Sequence:
         "publish_at",
         "queued_s",
         "rank",
+        "reads_every_token",
         "request",
         "request_id",
         "root_hash",
@@ -82,6 +89,10 @@ class Sequence:
         self.state = State.WAITING
         self.rank = TIER_RANK[request.tier]  # 0 is the most urgent; aging lowers it, nothing raises it
         self.min_tokens = request.sampling.min_tokens
+        # What may follow a token is known only when the token is: such a request is never planned ahead of a commit.
+        self.is_constrained = request.sampling.grammar is not None
+        # An average over the prompt needs the hidden states of all its tokens, and the cache holds none.
+        self.reads_every_token = request.pooling is not None and request.pooling != "last"
         self.stop_token_ids: frozenset[int] = frozenset(request.sampling.stop_token_ids)
 
         self.arrival_s = arrival_s
@@ -104,6 +115,8 @@ class Sequence:
         self.num_slots = 0  # tokens that block_ids have room for
         self.num_reused_blocks = 0  # leading blocks that were found in the cache at admission
         self.growth_blocks = 0  # predicted, beyond block_ids, while running; kept by Headroom
+
+        self.marks: Marks | None = None  # of a request with cache breakpoints; kept by Breakpoints
 
         # Kept by PrefixSharing.
         self.root_hash = root_hash(request.tenant)

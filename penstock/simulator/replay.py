@@ -52,6 +52,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         block_size=header.block_size,
         enable_prefix_caching=header.enable_prefix_caching,
         max_pinned_fraction=header.max_pinned_fraction,
+        num_host_blocks=header.num_host_blocks,
     )
     return Scheduler(
         header.config,

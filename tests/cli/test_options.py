@@ -86,7 +86,7 @@ def test_an_engine_command_takes_no_server_flags() -> None:
             "--gpu-memory-utilization must be a number above 0 and at most 1, not '1.5'.",
         ),
         (("--device", "tpu"), "--device must be one of auto, cpu, cuda, not 'tpu'."),
-        (("--quantization", "int4"), "--quantization must be int8, not 'int4'."),
+        (("--quantization", "int3"), "--quantization must be one of fp8, int4, int8, not 'int3'."),
     ],
 )
 def test_a_wrong_value_is_one_sentence_and_the_meaning_of_the_flag(
@@ -146,12 +146,13 @@ def test_a_switch_in_the_file_can_be_turned_off_by_a_flag(tmp_path: Path) -> Non
 
 
 def test_every_setting_can_be_written_in_a_file_both_ways(tmp_path: Path) -> None:
+    of_type = {"IntType": 2, "FloatType": 2.0, "BoolType": True}
     samples = {
-        name: setting.default if setting.default is not None else {"IntType": 2, "FloatType": 2.0}.get(
-            type(setting.value_type).__name__, "int8"
-        )
+        name: of_type.get(type(setting.value_type).__name__, "int8")
+        if setting.default is None
+        else setting.default
         for name, setting in settings().items()
-    }  # fmt: skip
+    }
     flat = "".join(f"{name} = {toml(value)}\n" for name, value in samples.items())
     tables = "".join(
         f"{setting.section.table}.{name} = {toml(samples[name])}\n" for name, setting in settings().items()
@@ -222,3 +223,35 @@ def test_the_documentation_lists_every_setting_with_its_default() -> None:
         )
         row = f"| `{setting.name}` | `{setting.flag}` | {shown} | {setting.description} |"
         assert row in page, row
+
+
+def test_a_table_that_only_a_file_can_hold(tmp_path: Path) -> None:
+    text = """
+        [oidc]
+        issuer = "https://id.example.org"
+        audience = "penstock"
+        algorithms = ["ES256"]
+        scopes = { "llm.use" = "inference", "llm.admin" = "admin" }
+        tiers = { gold = "priority" }
+    """
+    oidc = config_of("--config", write(tmp_path, text)).tenants.oidc
+    assert oidc is not None
+    assert oidc.issuer == "https://id.example.org"
+    assert oidc.scopes == {"llm.use": "inference", "llm.admin": "admin"}
+    assert oidc.tiers == {"gold": "priority"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('oidc.issuer = "https://x"', "missing required field `audience`"),
+        ('oidc = "https://x"', "Expected `object`"),
+        ('[oidc]\nissuer = "i"\naudience = "a"\nalgorithms = ["HS256"]', "Invalid enum value 'HS256'"),
+        ('[oidc]\nissuer = "i"\naudience = "a"\naudiences = "b"', "unknown field `audiences`"),
+        ('[odic]\nissuer = "i"', "There is no setting 'odic'"),
+    ],
+)
+def test_a_wrong_table_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    result = run("--config", write(tmp_path, text))
+    assert result.exit_code == 2
+    assert sentence in result.stderr

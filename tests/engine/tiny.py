@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.plan import TokenEvent
-from penstock.core.request import Request, SamplingParams
+from penstock.core.request import CacheBreakpoint, Request, SamplingParams
 from penstock.engine.build import Engine, build_engine
 
 VOCAB_SIZE = 300
@@ -40,26 +40,37 @@ def write_tiny_model(folder: Path) -> Path:
 
 
 def tiny_engine(model: Path, *, num_kv_blocks: int = 256, **settings: Any) -> Engine:
-    """`settings` go to the scheduler, except those of the engine and the model themselves."""
+    """`settings` go to the scheduler, except those of the engine, the cache and the model themselves."""
     engine = {name: settings.pop(name) for name in ("steps_in_flight", "record_plans") if name in settings}
-    prefix_caching = settings.pop("enable_prefix_caching", True)
+    cache = {
+        name: settings.pop(name)
+        for name in ("enable_prefix_caching", "max_pinned_fraction", "kv_host_memory")
+        if name in settings
+    }
     config = EngineConfig(
         model=ModelConfig(
             model=str(model), device="cpu", dtype=settings.pop("dtype", "float32"), load_format="random"
         ),
-        cache=CacheConfig(num_kv_blocks=num_kv_blocks, enable_prefix_caching=prefix_caching),
+        cache=CacheConfig(num_kv_blocks=num_kv_blocks, **cache),
         scheduler=SchedulerConfig(**{"itl_target_ms": None, **settings}),
         **engine,
     )
     return build_engine(config, model)
 
 
-def request(request_id: str, prompt: list[int], max_tokens: int = 12, **sampling: Any) -> Request:
+def request(
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int = 12,
+    breakpoints: tuple[CacheBreakpoint, ...] = (),
+    **sampling: Any,
+) -> Request:
     settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
     return Request(
         id=request_id,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, **settings),
+        cache_breakpoints=breakpoints,
     )
 
 

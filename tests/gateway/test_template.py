@@ -12,16 +12,16 @@ HELLO = (ChatMessage("user", "hello"),)
 
 def render(template: str, messages: tuple[ChatMessage, ...] = HELLO, **options: object) -> str:
     prompt = ChatPrompt(messages=messages, template_options=options)
-    return ChatTemplate(model_card(chat_template=template)).render(prompt)
+    return ChatTemplate(model_card(chat_template=template)).render(prompt).text
 
 
 def test_messages_special_tokens_and_generation_prompt() -> None:
     template = ChatTemplate(model_card())
     messages = (ChatMessage("system", "be kind"), *HELLO)
-    assert template.render(ChatPrompt(messages=messages)) == (
+    assert template.render(ChatPrompt(messages=messages)).text == (
         "<|system|>be kind<|end|><|user|>hello<|end|><|assistant|>"
     )
-    assert not template.render(ChatPrompt(messages=messages, add_generation_prompt=False)).endswith(
+    assert not template.render(ChatPrompt(messages=messages, add_generation_prompt=False)).text.endswith(
         "<|assistant|>"
     )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels.interface import AttentionBatch, AttentionLayer
+from penstock.core.config import Quantization
+from penstock.kernels.interface import AttentionBatch, AttentionLayer, DenseWeight, ExpertWeights, Routing
 from penstock.kernels.reference import TorchOps
+from penstock.models.quantize import quantize
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -148,3 +150,87 @@ def test_elementwise(dtype: torch.dtype, rows: int, width: int) -> None:
             reference.gated(torch.cat([x, residual], 1), activation),
             **tolerance,
         )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 3072), (576, 1536), (4096, 1024)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_block_is_its_parts(rows: int, hidden: int, inner: int, bias: bool) -> None:
+    triton_ops, _ = both(torch.bfloat16)
+    exact = TorchOps(DEVICE, torch.float32)
+
+    def packed(outputs: int, width: int) -> tuple[object, object]:
+        weight = DenseWeight(torch.randn(outputs, width, device=DEVICE, dtype=torch.bfloat16) / width**0.5)
+        offsets = torch.randn(outputs, device=DEVICE, dtype=torch.bfloat16) if bias else None
+        wide = None if offsets is None else offsets.float()
+        return triton_ops.pack_linear([weight], offsets), exact.pack_linear([weight], wide)
+
+    heads, kv_heads, size = 8, 2, 64
+    gate_up, down = packed(2 * inner, hidden), packed(hidden, inner)
+    qkv, output = packed((heads + 2 * kv_heads) * size, hidden), packed(hidden, heads * size)
+    norm = torch.rand(hidden, device=DEVICE) + 0.5
+    layer = AttentionLayer(heads, kv_heads, size, size**-0.5, torch.rand(512, size, device=DEVICE))
+    batch = random_batch([(7 * i % 100, 1) for i in range(rows)], num_blocks=8 * rows)
+    ours = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    theirs = ours.float()
+    stores = [ops.allocate_kv(1, 8 * rows, BLOCK_SIZE, kv_heads, size) for ops in (triton_ops, exact)]
+    for ops, residual, store, part in ((triton_ops, ours, stores[0], 0), (exact, theirs, stores[1], 1)):
+        ops.attention_block(residual, norm, 1e-5, qkv[part], output[part], layer, store.layer(0), batch)
+        ops.mlp_block(residual, norm, 1e-5, gate_up[part], down[part], "silu")
+    assert (ours.float() - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 256, 3000])
+@pytest.mark.parametrize(("experts", "top_k", "inner"), [(128, 8, 768), (8, 2, 512), (6, 3, 96)])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_experts(tokens: int, experts: int, top_k: int, inner: int, normalizes: bool) -> None:
+    triton_ops, torch_ops = both(torch.bfloat16)
+    hidden = 256
+
+    def matrix(outputs: int, width: int) -> DenseWeight:
+        return DenseWeight(torch.randn(outputs, width, device=DEVICE, dtype=torch.bfloat16) / width**0.5)
+
+    parts = [
+        ExpertWeights(matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner))
+        for _ in range(experts)
+    ]
+    router = matrix(experts, hidden)
+    norm = torch.rand(hidden, device=DEVICE) + 0.5
+    ours = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
+    theirs = ours.clone()
+    routing = Routing(experts, top_k, normalizes)
+    for ops, residual in ((triton_ops, ours), (torch_ops, theirs)):
+        packed = ops.pack_experts(iter(parts))
+        ops.moe_block(residual, norm, 1e-5, ops.pack_linear([router]), packed, routing, "silu")
+    # Rounding lets a token near a tie take another expert.
+    close = (ours.float() - theirs.float()).abs().amax(dim=1) < 0.03 * theirs.abs().max()
+    assert close.float().mean() > 0.98
+
+
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+@pytest.mark.parametrize("rows", [1, 2, 17, 32, 33, 100, 129, 700])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rounded_weights(method: Quantization, rows: int, bias: bool) -> None:
+    """Against the values that the rounded weights stand for."""
+    triton_ops, _ = both(torch.bfloat16)
+    exact = TorchOps(DEVICE, torch.float32)
+    hidden, inner = 512, 1024
+
+    def packed(outputs: int, width: int) -> tuple[object, object]:
+        dense = DenseWeight(torch.randn(outputs, width, device=DEVICE) / width**0.5)
+        weight = quantize(dense, method)
+        offsets = torch.randn(outputs, device=DEVICE) if bias else None
+        return triton_ops.pack_linear([weight], offsets), exact.pack_linear([weight], offsets)
+
+    gate_up, down = packed(2 * inner, hidden), packed(hidden, inner)
+    norm = torch.rand(hidden, device=DEVICE) + 0.5
+    ours = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    theirs = ours.float()
+    for ops, residual, part in ((triton_ops, ours, 0), (exact, theirs, 1)):
+        ops.mlp_block(residual, norm, 1e-5, gate_up[part], down[part], "silu")
+    # Many rows are themselves rounded to float8.
+    tolerance = 0.06 if method == "fp8" and rows > 32 else 0.02
+    assert (ours.float() - theirs).abs().max() < tolerance * theirs.abs().max()
+    x = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    expected = exact.logits(x.float(), gate_up[1])
+    assert (triton_ops.logits(x, gate_up[0]) - expected).abs().max() < tolerance * expected.abs().max()

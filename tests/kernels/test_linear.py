@@ -58,6 +58,8 @@ def assert_product(
     definition = exact.pack_linear(weights, shift)
     expected = exact.linear(x.float(), definition)
     magnitude = x.float().abs() @ definition.weight.abs().T
+    if shift is not None:
+        magnitude = magnitude + shift.abs()
     unit = 2.0**-8 if native.dtype == torch.bfloat16 else 2.0**-20
     assert ((native.linear(x, packed).float() - expected).abs() <= unit * (magnitude + expected.abs())).all()
     logits = native.logits(x, packed)

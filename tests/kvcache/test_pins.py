@@ -50,7 +50,7 @@ def test_pinning_lets_overdue_pins_go_first() -> None:
     remember(cache, "xy")
     cache.pin(hashes("ab"), until=10.0, now=0.0)
     assert cache.pin(hashes("xy"), until=20.0, now=10.0) == 2
-    assert cache.pin_overflows == 0
+    assert cache.pins_demoted == 0
     assert cache.num_pinned == 2
 
 
@@ -74,7 +74,7 @@ def test_past_the_limit_the_pins_with_least_time_left_are_given_up_tails_first()
     remember(cache, "xyz")
     cache.pin(hashes("abc"), until=10.0, now=0.0)
     assert cache.pin(hashes("xyz"), until=20.0, now=0.0) == 3
-    assert cache.pin_overflows == 2
+    assert cache.pins_demoted == 2
     assert cache.num_pinned == 4
     assert len(cache.allocate(4) or []) == 4
     assert (matched(cache, "abc"), matched(cache, "xyz")) == ("a", "xyz")

@@ -15,10 +15,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 320
@@ -74,6 +78,12 @@ def _gemma3(query_pre_attn_scalar: int) -> Any:
     )
 
 
+def _qwen3_moe(**changes: Any) -> Any:
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, **changes)
+    )
+
+
 def _qwen2_windowed() -> Any:
     return Qwen2ForCausalLM(
         Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1)
@@ -90,6 +100,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "qwen2-windowed": _qwen2_windowed,
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "head_dim": 32})),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**SMALL, num_local_experts=6, num_experts_per_tok=2, sliding_window=8)
+    ),
+    "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-dense-layers": lambda: _qwen3_moe(norm_topk_prob=False, mlp_only_layers=[0]),
     "gemma3": lambda: _gemma3(query_pre_attn_scalar=24),
     # GGUF has no place for another scale than that of the head size.
     "gemma3-usual-scale": lambda: _gemma3(query_pre_attn_scalar=16),

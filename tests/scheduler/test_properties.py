@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ContextLengthExceeded, Overloaded
-from penstock.core.request import FinishReason, Tier
+from penstock.core.request import CacheBreakpoint, FinishReason, Tier
 from tests.scheduler.strict import VOCABULARY, Driver, make_request
 
 PREFIXES = tuple(tuple((start * 7 + index * 3) % VOCABULARY for index in range(120)) for start in range(3))
@@ -28,6 +28,10 @@ requests = st.fixed_dictionaries(
         "timeout_s": st.one_of(st.none(), st.none(), st.floats(0.0, 0.5)),
         "stop_token_ids": st.one_of(st.just(()), st.tuples(st.integers(0, VOCABULARY - 1))),
         "min_tokens": st.integers(0, 3),
+        "breakpoints": st.one_of(
+            st.just([]),
+            st.lists(st.tuples(st.integers(0, 130), st.sampled_from([0.3, 5.0])), min_size=1, max_size=4),
+        ),
     }
 )
 operations = st.lists(
@@ -55,7 +59,10 @@ configs = st.fixed_dictionaries(
         "aging_s": st.sampled_from([0.05, 1.0]),
         "queue_timeout_s": st.sampled_from([None, 5.0]),
         "max_queue_requests": st.integers(0, 20),
-        "prefix_caching": st.booleans(),
+        "prefix_caching": st.sampled_from([True, True, False]),
+        "max_pinned_fraction": st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+        "num_host_blocks": st.sampled_from([0, 3, 40]),
+        "min_cacheable_tokens": st.sampled_from([1, 20]),
     }
 )
 
@@ -75,6 +82,7 @@ def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
             deadline_s=None if timeout_s is None else driver.now + timeout_s,
             stop_token_ids=argument["stop_token_ids"],
             min_tokens=argument["min_tokens"],
+            breakpoints=breakpoints_of(argument["breakpoints"], len(prompt)),
         )
         try:
             driver.add(request)
@@ -102,6 +110,32 @@ def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
         driver.expect_short_answers()
 
 
+def breakpoints_of(marks: list[tuple[int, float]], num_prompt: int) -> tuple[CacheBreakpoint, ...]:
+    """In ascending order, each with the one before it as an earlier position."""
+    positions = sorted({(min(position, num_prompt), ttl_s) for position, ttl_s in marks})
+    return tuple(
+        CacheBreakpoint(position, ttl_s, tuple(earlier for earlier, _ in positions[:index]))
+        for index, (position, ttl_s) in enumerate(positions)
+    )
+
+
+def check_cache_use(driver: Driver) -> None:
+    """Whatever happened, usage adds up, and claims no more than was reused."""
+    for request_id, event in driver.first_events.items():
+        request, use = driver.requests[request_id], event.cache_use
+        if not event.token_ids:
+            continue
+        assert (use is None) == (not request.cache_breakpoints)
+        if use is not None:
+            assert event.num_cached_tokens is not None
+            assert use.read_tokens <= event.num_cached_tokens
+            assert len(use.written_tokens) == len(request.cache_breakpoints)
+            assert min(use.written_tokens) >= 0
+            last = request.cache_breakpoints[-1].num_tokens
+            assert use.read_tokens + sum(use.written_tokens) <= last
+            assert (use.read_tokens + sum(use.written_tokens)) % driver.cache.block_size == 0
+
+
 def live(driver: Driver) -> set[str]:
     return {i for i in driver.requests if i not in driver.finished and i not in driver.aborted}
 
@@ -113,6 +147,7 @@ def test_random_operations_keep_every_promise(config: dict[str, Any], script: li
     for number, (operation, argument) in enumerate(script):
         perform(driver, operation, argument, number)
     driver.run()
+    check_cache_use(driver)
     for request_id, event in driver.finished.items():
         request = driver.requests[request_id]
         answer = driver.answers[request_id]

@@ -131,6 +131,17 @@ def test_retry_after_follows_the_rate_at_which_the_queue_drains() -> None:
     assert refused.value.retry_after_s == pytest.approx(40.0, rel=0.2)
 
 
+def test_retry_after_of_a_queue_that_nobody_has_left_is_what_they_have_waited() -> None:
+    driver = Driver(max_num_seqs=1, max_queue_requests=1)
+    for index in range(2):
+        driver.add(make_request(f"r{index}"))
+    driver.now += 9.0
+    with pytest.raises(Overloaded) as refused:
+        driver.add(make_request("one too many"))
+    assert refused.value.retry_after_s == pytest.approx(9.0)
+    driver.run()
+
+
 def test_deadlines_hold_while_waiting_and_while_running() -> None:
     driver = Driver(max_num_seqs=1)
     driver.add(make_request("running", 4, 100, deadline_s=0.055))

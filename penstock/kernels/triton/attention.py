@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
+from penstock.kernels.triton.overlap import wait_for_previous
 
-DECODE_KEYS = 64
+DECODE_KEYS = 128
 PREFILL_KEYS = 64
 MAX_SPLITS = 128
-SHORTEST_SPLIT = 64
-LONGEST_SPLIT = 1024
-PROGRAMS_PER_PROCESSOR = 2
+SHORTEST_SPLIT = 128
+LONGEST_SPLIT = 4096
+PROGRAMS_PER_PROCESSOR = 1.5
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):
 
 
 # Numbers that change from step to step are not specialized: each new kind would compile the kernel again.
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["table_stride", "window", "split_keys", "splits"])
 def _decode_kernel(
     q,
     k_cache,
@@ -50,6 +51,8 @@ def _decode_kernel(
     scale,
     softcap,
     window,
+    split_keys,
+    splits,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -57,8 +60,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
@@ -66,12 +68,13 @@ def _decode_kernel(
     group = tl.program_id(1)
     split = tl.program_id(2)
     per_group: tl.constexpr = H // G
+    wait_for_previous()
     length = tl.load(context_lens + request)
     first_key = 0
     if HAS_WINDOW:
         first_key = tl.maximum(length - window, 0) // KEYS * KEYS
-    begin = first_key + split * SPLIT_KEYS
-    end = tl.minimum(begin + SPLIT_KEYS, length)
+    begin = first_key + split * split_keys
+    end = tl.minimum(begin + split_keys, length)
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, D_PAD)
@@ -108,38 +111,52 @@ def _decode_kernel(
         weighted = weighted * decay[:, None] + tl.dot(weights.to(v.dtype), v)
         highest = new_highest
 
-    if SPLITS == 1:
+    if not IS_SPLIT:
         result = weighted / tl.where(total > 0, total, 1.0)[:, None]
         out_at = out + (request * H + group * per_group + rows[:, None]) * D + dims[None, :]
         tl.store(out_at, result.to(out.dtype.element_ty), mask=row_inside[:, None] & dim_inside[None, :])
     else:
         head = request * H + group * per_group + rows
-        tl.store(partial_max + head * SPLITS + split, highest, mask=row_inside)
-        tl.store(partial_sum + head * SPLITS + split, total, mask=row_inside)
-        part_at = partial_out + (head[:, None] * SPLITS + split) * D + dims[None, :]
+        tl.store(partial_max + head * splits + split, highest, mask=row_inside)
+        tl.store(partial_sum + head * splits + split, total, mask=row_inside)
+        part_at = partial_out + (head[:, None] * splits + split) * D + dims[None, :]
         tl.store(part_at, weighted, mask=row_inside[:, None] & dim_inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
-    partial_out, partial_max, partial_sum, out, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr
+    partial_out,
+    partial_max,
+    partial_sum,
+    out,
+    splits,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, SPLITS)
+    tile = tl.arange(0, TILE)
     dims = tl.arange(0, D_PAD)
     inside = dims < D
-    highest = tl.load(partial_max + head * SPLITS + splits)
-    best = tl.max(highest, axis=0)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    factor = tl.exp2(highest - best)
-    total = tl.sum(tl.load(partial_sum + head * SPLITS + splits) * factor, axis=0)
-    parts = tl.load(
-        partial_out + (head * SPLITS + splits[:, None]) * D + dims[None, :],
-        mask=inside[None, :]
-        & (highest > float("-inf"))[:, None],  # a split past the end wrote nothing useful
-        other=0.0,
-    )
-    result = tl.sum(parts * factor[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    highest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((D_PAD,), tl.float32)
+    wait_for_previous()
+    for start in range(0, splits, TILE):
+        at = head * splits + start + tile
+        present = start + tile < splits
+        peaks = tl.load(partial_max + at, mask=present, other=float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(peaks, axis=0))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        decay = tl.exp2(highest - safe)
+        shares = tl.exp2(peaks - safe)
+        total = total * decay + tl.sum(shares * tl.load(partial_sum + at, mask=present, other=0.0), axis=0)
+        # A split without a share, past the end or far below the peak, is not read.
+        used = (shares > 0)[:, None] & inside[None, :]
+        parts = tl.load(partial_out + at[:, None] * D + dims[None, :], mask=used, other=0.0)
+        weighted = weighted * decay + tl.sum(parts * shares[:, None], axis=0)
+        highest = new_highest
+    result = weighted / tl.where(total > 0, total, 1.0)
     tl.store(out + head * D + dims, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -242,7 +259,7 @@ def _decode(
     span = batch.max_context_len if layer.window is None else min(batch.max_context_len, layer.window)
     split_keys = split_length(count * kv_heads, span, _num_processors(q.device.index or 0))
     # A window need not begin where a tile does, so it may reach into one more.
-    splits = triton.next_power_of_2(-(-(span + (DECODE_KEYS if layer.window else 0)) // split_keys))
+    splits = triton.cdiv(span + (DECODE_KEYS if layer.window else 0), split_keys)
     partial_out = partial_max = partial_sum = out
     if splits > 1:
         partial_out = torch.empty(count * heads * splits * size, dtype=torch.float32, device=q.device)
@@ -262,6 +279,8 @@ def _decode(
         layer.scale,
         layer.softcap or 1.0,
         layer.window or 0,
+        split_keys,
+        splits,
         H=heads,
         G=kv_heads,
         D=size,
@@ -269,12 +288,12 @@ def _decode(
         BLOCK_SIZE=k_cache.shape[2],
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
         KEYS=DECODE_KEYS if size <= 128 else DECODE_KEYS // 2,
-        SPLIT_KEYS=split_keys,
-        SPLITS=splits,
+        IS_SPLIT=splits > 1,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
-        num_warps=2,
+        num_warps=4,
         num_stages=3 if size <= 128 else 2,
+        launch_pdl=True,
     )
     if splits > 1:
         _merge_kernel[(count * heads,)](
@@ -282,10 +301,12 @@ def _decode(
             partial_max,
             partial_sum,
             out,
+            splits,
             D=size,
             D_PAD=triton.next_power_of_2(size),
-            SPLITS=splits,
+            TILE=8,
             num_warps=4,
+            launch_pdl=True,
         )
 
 
@@ -294,7 +315,7 @@ def _prefill(
 ) -> None:
     heads, size = layer.num_heads, layer.head_dim
     largest = 128 if q.dtype != torch.float32 and size <= 128 else 64
-    rows = largest if batch.max_query_len > 64 else max(16, triton.next_power_of_2(batch.max_query_len))
+    rows = largest if batch.max_query_len > 16 else 16  # two sizes: each is a kernel to compile
     grid = (triton.cdiv(batch.max_query_len, rows), batch.num_requests - batch.num_decodes, heads)
     _prefill_kernel[grid](
         q,

@@ -8,6 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import Activation
+from penstock.kernels.triton.overlap import wait_for_previous
+
+
+@triton.jit
+def activate(gate, IS_SILU: tl.constexpr):
+    """SiLU, or GELU in its tanh form, of float32."""
+    if IS_SILU:
+        inner = gate
+    else:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-inner))  # 0.5 (1 + tanh y) = 1 / (1 + exp(-2 y))
 
 
 @triton.jit
@@ -17,6 +28,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
+    wait_for_previous()
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         at = residual + row * width + columns
@@ -34,14 +46,12 @@ def _gated_kernel(gate_up, out, width, IS_SILU: tl.constexpr, BLOCK: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
+    wait_for_previous()
     gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
-    if IS_SILU:
-        gate = gate / (1.0 + tl.exp(-gate))
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + tl.exp(-2.0 * inner))  # 0.5 (1 + tanh y) = 1 / (1 + exp(-2 y))
-    tl.store(out + row * width + columns, (gate * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * width + columns, (activate(gate, IS_SILU) * up).to(out.dtype.element_ty), mask=inside
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -61,6 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
+            launch_pdl=True,
         )
     return out
 
@@ -72,6 +83,6 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     if rows:
         block = min(1024, triton.next_power_of_2(width))
         _gated_kernel[(rows, triton.cdiv(width, block))](
-            gate_up, out, width, IS_SILU=activation == "silu", BLOCK=block, num_warps=4
+            gate_up, out, width, IS_SILU=activation == "silu", BLOCK=block, num_warps=4, launch_pdl=True
         )
     return out

@@ -1,9 +1,11 @@
-"""`TritonOps`: the interface on CUDA. Matrix products are cuBLAS's; everything between them is a Triton kernel."""
+"""`TritonOps`: the interface on CUDA.
+
+Matrix products of many rows are cuBLAS's; those of a few rows, and everything between products, are Triton kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,22 +16,26 @@ from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
     AttentionLayer,
+    ExpertWeights,
+    Routing,
     SamplingBatch,
     WeightData,
 )
 from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
+from penstock.kernels.tensor_kv import TensorKVStore
+from penstock.kernels.triton import packing, products
 from penstock.kernels.triton.attention import attention
 from penstock.kernels.triton.elementwise import gated, rms_norm
+from penstock.kernels.triton.experts import StackedExperts, add_experts
+from penstock.kernels.triton.int4 import Int4Linear
+from penstock.kernels.triton.int8 import Int8Linear
+from penstock.kernels.triton.packing import Packed, PackedRows
 from penstock.kernels.triton.rope_cache import rope_and_cache
 from penstock.kernels.triton.sampling import sample_whole_vocabulary
 
 
-@dataclass(slots=True)
-class PagedKV:
-    keys: Tensor  # [layers, blocks + 1, G, block size, D]; the last block takes what padding rows write
-    values: Tensor
-    num_blocks: int
-    block_size: int
+class PagedKV(TensorKVStore):
+    """[layers, blocks + 1, G, block size, D]; the last block takes what padding rows write."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self.keys[index], self.values[index]
@@ -43,22 +49,27 @@ class TritonOps:
         self.dtype = dtype
         self._torch = TorchOps(device, dtype)
 
-    def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> TorchLinear:
-        return self._torch.pack_linear(parts, bias)
+    def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> Packed:
+        return packing.pack(parts, bias, self.dtype, self.device)
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
-        return F.linear(x, weight.weight, weight.bias)
+        return products.linear(x, weight)
 
-    def pack_embedding(self, weight: WeightData, tied: Any = None) -> TorchEmbedding:
-        return self._torch.pack_embedding(weight, tied)
+    def pack_embedding(self, weight: WeightData, tied: Any = None) -> TorchEmbedding | PackedRows:
+        table = self.pack_linear([weight]) if tied is None else tied
+        if isinstance(table, Int4Linear | Int8Linear):
+            return PackedRows(table, shared=tied is not None)
+        if isinstance(table, TorchLinear):
+            return TorchEmbedding(table.weight, shared=tied is not None)
+        return self._torch.pack_embedding(weight)
 
     def embed(self, token_ids: Tensor, table: Any) -> Tensor:
+        if isinstance(table, PackedRows):
+            return table.embed(token_ids, self.dtype)
         return F.embedding(token_ids, table.weight)
 
     def logits(self, x: Tensor, head: Any) -> Tensor:
-        if x.dtype == torch.float32 or head.bias is not None:
-            return F.linear(x, head.weight, head.bias).float()
-        return torch.mm(x, head.weight.t(), out_dtype=torch.float32)
+        return products.linear(x, head, torch.float32)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -94,6 +105,53 @@ class TritonOps:
 
     def mlp(self, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
         return self.linear(self.gated(self.linear(x, gate_up), activation), down)
+
+    def attention_block(
+        self,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        qkv: Any,
+        output: Any,
+        layer: AttentionLayer,
+        cache: Any,
+        batch: AttentionBatch,
+    ) -> None:
+        projected = products.normed_linear(residual, norm, eps, qkv)
+        products.add_linear(self.attend(projected, layer, cache, batch), output, residual)
+
+    def mlp_block(
+        self,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        gate_up: Any,
+        down: Any,
+        activation: Activation,
+    ) -> None:
+        hidden = products.normed_gated(residual, norm, eps, gate_up, activation)
+        products.add_linear(hidden, down, residual)
+
+    def pack_experts(self, experts: Iterable[ExpertWeights]) -> StackedExperts:
+        gate_ups: list[Tensor] = []
+        downs: list[Tensor] = []
+        for expert in experts:
+            gate_ups.append(self._torch.pack_linear([expert.gate, expert.up]).weight)
+            downs.append(self._torch.pack_linear([expert.down]).weight)
+        return StackedExperts(torch.stack(gate_ups), torch.stack(downs))
+
+    def moe_block(
+        self,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        router: Any,
+        experts: Any,
+        routing: Routing,
+        activation: Activation,
+    ) -> None:
+        normed = rms_norm(residual, norm, eps)
+        add_experts(normed, self.logits(normed, router), experts, routing, activation, residual)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         if batch.all_greedy or batch.whole_vocabulary:

@@ -1,4 +1,4 @@
-"""Head norms, rope and the KV write, fused: one program per token and head, each reading its head once."""
+"""Head norms, rope and the KV write, fused: one program per token and a few of its heads, each read once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionLayer
+from penstock.kernels.triton.overlap import wait_for_previous
+
+FEW_TOKENS = 32
 
 
 @triton.jit
@@ -27,45 +30,51 @@ def _rope_cache_kernel(
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_query = heads < H
+    is_key = (heads >= H) & (heads < H + G)
+    is_value = (heads >= H + G) & (heads < H + 2 * G)
     lower = tl.arange(0, HALF)
-    inside = lower < D // 2
-    source = qkv + token * (H + 2 * G) * D + head * D
-    first = tl.load(source + lower, mask=inside, other=0.0)
-    second = tl.load(source + D // 2 + lower, mask=inside, other=0.0)
+    present = (lower < D // 2)[None, :]
+    inside = (heads < H + 2 * G)[:, None] & present
+    wait_for_previous()
+    source = qkv + token * (H + 2 * G) * D + heads[:, None] * D + lower[None, :]
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
+        query_a = tl.load(q_norm + lower, mask=lower < D // 2, other=0.0).to(tl.float32)[None, :]
+        query_b = tl.load(q_norm + D // 2 + lower, mask=lower < D // 2, other=0.0).to(tl.float32)[None, :]
+        key_a = tl.load(k_norm + lower, mask=lower < D // 2, other=0.0).to(tl.float32)[None, :]
+        key_b = tl.load(k_norm + D // 2 + lower, mask=lower < D // 2, other=0.0).to(tl.float32)[None, :]
+        normed_a = a * scale * tl.where(is_query[:, None], query_a, key_a)
+        normed_b = b * scale * tl.where(is_query[:, None], query_b, key_b)
+        a = tl.where(is_value[:, None], a, normed_a.to(qkv.dtype.element_ty).to(tl.float32))
+        b = tl.where(is_value[:, None], b, normed_b.to(qkv.dtype.element_ty).to(tl.float32))
+    position = tl.load(positions + token).to(tl.int64)
+    angles = rope + position * D + lower
+    cosine = tl.load(angles, mask=lower < D // 2, other=0.0)[None, :]
+    sine = tl.load(angles + D // 2, mask=lower < D // 2, other=0.0)[None, :]
+    cosine = tl.where(is_value[:, None], 1.0, cosine)
+    sine = tl.where(is_value[:, None], 0.0, sine)
+    rotated_a = (a * cosine - b * sine).to(qkv.dtype.element_ty)
+    rotated_b = (b * cosine + a * sine).to(qkv.dtype.element_ty)
+
     slot = tl.load(slots + token).to(tl.int64)
-    if head >= H + G:
-        at = ((slot // BLOCK_SIZE) * G + (head - H - G)) * BLOCK_SIZE * D + (slot % BLOCK_SIZE) * D
-        tl.store(v_cache + at + lower, first, mask=inside)
-        tl.store(v_cache + at + D // 2 + lower, second, mask=inside)
-    else:
-        a = first.to(tl.float32)
-        b = second.to(tl.float32)
-        if HAS_NORM:
-            scale = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / D + eps)
-            weight = q_norm
-            if head >= H:
-                weight = k_norm
-            a = a * scale * tl.load(weight + lower, mask=inside, other=0.0).to(tl.float32)
-            b = b * scale * tl.load(weight + D // 2 + lower, mask=inside, other=0.0).to(tl.float32)
-            a = a.to(qkv.dtype.element_ty).to(tl.float32)
-            b = b.to(qkv.dtype.element_ty).to(tl.float32)
-        position = tl.load(positions + token).to(tl.int64)
-        cosine = tl.load(rope + position * D + lower, mask=inside, other=0.0)
-        sine = tl.load(rope + position * D + D // 2 + lower, mask=inside, other=0.0)
-        rotated_a = (a * cosine - b * sine).to(qkv.dtype.element_ty)
-        rotated_b = (b * cosine + a * sine).to(qkv.dtype.element_ty)
-        if head < H:
-            target = q_out + (token * H + head) * D
-        else:
-            target = (
-                k_cache + ((slot // BLOCK_SIZE) * G + (head - H)) * BLOCK_SIZE * D + (slot % BLOCK_SIZE) * D
-            )
-        tl.store(target + lower, rotated_a, mask=inside)
-        tl.store(target + D // 2 + lower, rotated_b, mask=inside)
+    row = (slot // BLOCK_SIZE) * G * BLOCK_SIZE * D + (slot % BLOCK_SIZE) * D + lower[None, :]
+    query_at = q_out + (token * H + heads[:, None]) * D + lower[None, :]
+    key_at = k_cache + row + (heads - H)[:, None] * BLOCK_SIZE * D
+    value_at = v_cache + row + (heads - H - G)[:, None] * BLOCK_SIZE * D
+    tl.store(query_at, rotated_a, mask=is_query[:, None] & present)
+    tl.store(query_at + D // 2, rotated_b, mask=is_query[:, None] & present)
+    tl.store(key_at, rotated_a, mask=is_key[:, None] & present)
+    tl.store(key_at + D // 2, rotated_b, mask=is_key[:, None] & present)
+    tl.store(value_at, rotated_a, mask=is_value[:, None] & present)
+    tl.store(value_at + D // 2, rotated_b, mask=is_value[:, None] & present)
 
 
 def rope_and_cache(
@@ -76,7 +85,9 @@ def rope_and_cache(
     tokens = qkv.shape[0]
     queries = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
     has_norm = layer.q_norm is not None
-    _rope_cache_kernel[(tokens, heads + 2 * kv_heads)](
+    # A few tokens are spread over the chip; many fill it anyway, and then fewer, larger programs win.
+    per_program = 4 if tokens <= FEW_TOKENS else 16
+    _rope_cache_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, per_program))](
         qkv,
         queries,
         k_cache,
@@ -92,7 +103,9 @@ def rope_and_cache(
         D=size,
         BLOCK_SIZE=k_cache.shape[2],
         HAS_NORM=has_norm,
+        HEADS=per_program,
         HALF=triton.next_power_of_2(size // 2),
-        num_warps=1,
+        num_warps=1 if tokens <= FEW_TOKENS else 4,
+        launch_pdl=True,
     )
     return queries

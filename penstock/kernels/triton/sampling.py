@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import SamplingBatch
+from penstock.kernels.triton.overlap import wait_for_previous
 
 CHUNK = 2048
 
@@ -23,6 +24,7 @@ def _chunk_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    wait_for_previous()
     values = tl.load(logits + row * vocabulary + ids, mask=ids < vocabulary, other=float("-inf"))
     has_nan = tl.max((values != values).to(tl.int32), axis=0)
     values = tl.where(values != values, float("-inf"), values)
@@ -71,6 +73,7 @@ def _pick_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, CHUNKS)
     inside = index < chunks
+    wait_for_previous()
     highs = tl.load(chunk_max + row * chunks + index, mask=inside, other=float("-inf"))
     has_nan = tl.max((highs != highs).to(tl.int32), axis=0)
     highs = tl.where(highs != highs, float("-inf"), highs)
@@ -116,6 +119,7 @@ def sample_whole_vocabulary(logits: Tensor, batch: SamplingBatch) -> Tensor:
         chunks,
         CHUNK=CHUNK,
         num_warps=4,
+        launch_pdl=True,
     )
     _pick_kernel[(rows,)](
         logits,
@@ -131,5 +135,6 @@ def sample_whole_vocabulary(logits: Tensor, batch: SamplingBatch) -> Tensor:
         CHUNKS=triton.next_power_of_2(chunks),
         CHUNK=CHUNK,
         num_warps=4,
+        launch_pdl=True,
     )
     return out

@@ -1,28 +1,30 @@
-"""What /v1/completions and /v1/chat/completions answer, whole or as stream chunks.
-
-A stream writes tens of thousands of chunks a second that differ in a few characters, so everything that does not
-change between the chunks of a request is encoded once, and a chunk is put together from bytes.
-"""
+"""What /v1/completions and /v1/chat/completions answer when they answer as a whole. Streams: see `openai_chunks`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
-from penstock.core.request import FinishReason
+from penstock.core.request import FinishReason, Tier
 from penstock.gateway.choice import Delta, TokenDetail
 from penstock.gateway.prompts import Usage
+from penstock.gateway.stream import AnswerStream
 
 _to_json = msgspec.json.Encoder().encode
 
-WireFinishReason = Literal["stop", "length"]
+WireFinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+SERVICE_TIERS = {Tier.PRIORITY: "priority", Tier.DEFAULT: "default", Tier.BATCH: "flex"}
 
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
 
 
 class WireUsage(msgspec.Struct):
@@ -30,6 +32,7 @@ class WireUsage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(msgspec.Struct):
@@ -57,10 +60,23 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float]] | None
 
 
+class AnsweredFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class AnsweredToolCall(msgspec.Struct):
+    id: str
+    function: AnsweredFunction
+    type: str = "function"
+
+
 class ChatAnswer(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[AnsweredToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -107,6 +123,16 @@ class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str | None = None
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
+    @classmethod
+    def of(cls, answer: AnswerStream, *, wants_logprobs: bool, includes_usage: bool = False) -> AnswerHeader:
+        return cls(
+            generation_id=answer.id,
+            model=answer.model,
+            wants_logprobs=wants_logprobs,
+            includes_usage=includes_usage,
+            service_tier=SERVICE_TIERS[answer.tier],
+        )
+
 
 def wire_usage(usage: Usage) -> WireUsage:
     return WireUsage(
@@ -114,20 +140,25 @@ def wire_usage(usage: Usage) -> WireUsage:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(usage.reasoning_tokens),
     )
 
 
-def wire_finish_reason(reason: FinishReason) -> WireFinishReason:
+def wire_finish_reason(reason: FinishReason, *, called_tools: bool) -> WireFinishReason:
     """A deadline is a limit like max_tokens to a client that has part of its answer."""
-    return "stop" if reason is FinishReason.STOP else "length"
+    if reason is FinishReason.CONTENT_FILTER:
+        return "content_filter"
+    if reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if called_tools else "stop"
 
 
 def chat_completion(header: AnswerHeader, deltas: Sequence[Delta], usage: Usage) -> bytes:
     choices = [
         ChatChoice(
             delta.index,
-            ChatAnswer(delta.text),
-            _chat_logprobs(delta.details) if header.wants_logprobs else None,
+            _chat_answer(delta),
+            chat_logprobs(delta.details) if header.wants_logprobs else None,
             _finish_reason_of(delta),
         )
         for delta in deltas
@@ -150,7 +181,7 @@ def completion(header: AnswerHeader, deltas: Sequence[Delta], usage: Usage) -> b
         CompletionChoice(
             delta.index,
             delta.text,
-            _completion_logprobs(delta.details) if header.wants_logprobs else None,
+            completion_logprobs(delta.details) if header.wants_logprobs else None,
             _finish_reason_of(delta),
         )
         for delta in deltas
@@ -168,104 +199,28 @@ def completion(header: AnswerHeader, deltas: Sequence[Delta], usage: Usage) -> b
     )
 
 
-class ChunkWriter(Protocol):
-    """Turns deltas into complete `data:` events."""
-
-    def opening(self, num_choices: int) -> bytes:
-        """What comes before the first delta."""
-        ...
-
-    def chunk(self, delta: Delta) -> bytes: ...
-
-    def usage(self, usage: Usage) -> bytes: ...
-
-
-class _ChunkFrame:
-    """The unchanging bytes around one choice: `head`, the choice's index and body, `tail`."""
-
-    def __init__(self, header: AnswerHeader, id_prefix: str, kind: str) -> None:
-        fields = {
-            "id": f"{id_prefix}-{header.generation_id}",
-            "object": kind,
-            "created": header.created,
-            "model": header.model,
-        }
-        if header.service_tier is not None:
-            fields["service_tier"] = header.service_tier
-        self._start = b"data: " + _to_json(fields)[:-1]
-        self.head = self._start + b',"choices":[{"index":'
-        self.tail = b'}],"usage":null}\n\n' if header.includes_usage else b"}]}\n\n"
-
-    def usage(self, usage: Usage) -> bytes:
-        return self._start + b',"choices":[],"usage":' + _to_json(wire_usage(usage)) + b"}\n\n"
-
-
-class ChatChunks:
-    def __init__(self, header: AnswerHeader) -> None:
-        self._frame = _ChunkFrame(header, "chatcmpl", "chat.completion.chunk")
-        self._wants_logprobs = header.wants_logprobs
-        self._plain_tail = b'},"logprobs":null,"finish_reason":null' + self._frame.tail
-
-    def opening(self, num_choices: int) -> bytes:
-        delta = b',"delta":{"role":"assistant","content":""'
-        return b"".join(
-            b"%b%d%b%b" % (self._frame.head, index, delta, self._plain_tail) for index in range(num_choices)
-        )
-
-    def chunk(self, delta: Delta) -> bytes:
-        content = b""
-        if delta.details:
-            logprobs = _to_json(_chat_logprobs(delta.details))
-            content = b'%b%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b' % (
-                self._frame.head, delta.index, _to_json(delta.text), logprobs, self._frame.tail
-            )  # fmt: skip
-        elif delta.text:
-            content = b'%b%d,"delta":{"content":%b%b' % (
-                self._frame.head, delta.index, _to_json(delta.text), self._plain_tail
-            )  # fmt: skip
-        if delta.finish_reason is None:
-            return content
-        return content + b'%b%d,"delta":{},"logprobs":null,"finish_reason":"%b"%b' % (
-            self._frame.head, delta.index, _finish_reason_of(delta).encode(), self._frame.tail
-        )  # fmt: skip
-
-    def usage(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
-
-
-class CompletionChunks:
-    def __init__(self, header: AnswerHeader) -> None:
-        self._frame = _ChunkFrame(header, "cmpl", "text_completion")
-        self._plain_tail = b',"logprobs":null,"finish_reason":null' + self._frame.tail
-
-    def opening(self, num_choices: int) -> bytes:
-        return b""
-
-    def chunk(self, delta: Delta) -> bytes:
-        head, tail = self._frame.head, self._frame.tail
-        text = _to_json(delta.text)
-        if delta.finish_reason is None and not delta.details:
-            return b'%b%d,"text":%b%b' % (head, delta.index, text, self._plain_tail)
-        logprobs = _to_json(_completion_logprobs(delta.details)) if delta.details else b"null"
-        reason = b"null" if delta.finish_reason is None else b'"%b"' % _finish_reason_of(delta).encode()
-        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            head, delta.index, text, logprobs, reason, tail
-        )  # fmt: skip
-
-    def usage(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
-
-
 def _finish_reason_of(delta: Delta) -> WireFinishReason:
     assert delta.finish_reason is not None
-    return wire_finish_reason(delta.finish_reason)
+    return wire_finish_reason(delta.finish_reason, called_tools=bool(delta.tool_calls))
+
+
+def _chat_answer(delta: Delta) -> ChatAnswer:
+    answer = ChatAnswer(delta.text if delta.text or not delta.tool_calls else None)
+    if delta.reasoning:
+        answer.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        answer.tool_calls = [
+            AnsweredToolCall(call.id or "", AnsweredFunction(call.name or "", call.arguments))
+            for call in delta.tool_calls
+        ]
+    return answer
 
 
 def _token_text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _chat_logprobs(details: Iterable[TokenDetail]) -> ChatLogprobs:
+def chat_logprobs(details: Iterable[TokenDetail]) -> ChatLogprobs:
     return ChatLogprobs(
         [
             ChatLogprob(
@@ -282,7 +237,7 @@ def _chat_logprobs(details: Iterable[TokenDetail]) -> ChatLogprobs:
     )
 
 
-def _completion_logprobs(details: Sequence[TokenDetail]) -> CompletionLogprobs:
+def completion_logprobs(details: Sequence[TokenDetail]) -> CompletionLogprobs:
     """The shape of the older endpoint, where alternatives include the sampled token and none means null."""
     has_alternatives = any(detail.alternatives for detail in details)
     return CompletionLogprobs(

@@ -1,0 +1,109 @@
+"""`penstock serve echo` as benchmarks want it: a real engine process without a model, with keys from the database,
+limits and the usage ledger on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.sockets import HOST
+
+START_TIMEOUT_S = 120.0
+
+# High enough to refuse nobody, and counted for every request all the same.
+_SETTINGS = """
+[limits.key]
+requests_per_minute = 100_000_000
+input_tokens_per_minute = 10_000_000_000
+output_tokens_per_minute = 10_000_000_000
+concurrent_requests = 100_000
+
+[limits.workspace]
+requests_per_minute = 100_000_000
+output_tokens_per_minute = 10_000_000_000
+
+[prices.models.echo]
+input = 0.15
+output = 0.60
+"""
+
+_PENSTOCK = [sys.executable, "-c", "from penstock.main import main; main()"]
+
+
+@dataclass(frozen=True, slots=True)
+class EchoServer:
+    port: int
+    api_key: str
+    gateway: psutil.Process
+    engine: psutil.Process
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"}
+
+
+@contextlib.contextmanager
+def echo_server(options: Sequence[str] = ()) -> Iterator[EchoServer]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "settings.toml").write_text(_SETTINGS)
+        storage = ["--data-dir", str(folder / "data")]
+        made = subprocess.run(
+            [*_PENSTOCK, "keys", "create", "--name", "bench", "--json", *storage],
+            check=True,
+            capture_output=True,
+        )
+        api_key = json.loads(made.stdout)["secret"]
+        port = free_port()
+        command = [*_PENSTOCK, "serve", "echo", "--port", str(port), *storage]
+        command += ["--settings", str(folder / "settings.toml"), "--usage-ledger", *options]
+        with started(command, port, "/ready") as gateway:
+            engine = next(child for child in gateway.children() if "worker" in " ".join(child.cmdline()))
+            yield EchoServer(port, api_key, gateway, engine)
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], port: int, ready_path: str) -> Iterator[psutil.Process]:
+    """A server process, from its first answer of 200 to `ready_path` until the end of the block."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _is_ready(port, ready_path):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start: {' '.join(command)}")
+            time.sleep(0.1)
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Seconds of processor time that the process has used so far."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _is_ready(port: int, path: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"http://{HOST}:{port}{path}", timeout=5.0).status == 200
+    except OSError:
+        return False

@@ -1,0 +1,251 @@
+"""The content blocks that clients send to /v1/messages, and how turns made of them become chat messages.
+
+The rules about which block may stand where are Anthropic's. Knows nothing of sampling or of answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.prompts import CacheMark, ChatMessage, TextPart, ToolCall
+
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
+_TEXT_ONLY = "Only text, tool_use, tool_result and thinking blocks are supported."
+
+
+class CacheControl(msgspec.Struct, frozen=True):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    def mark(self) -> CacheMark:
+        return CacheMark(_TTL_S[self.ttl or "5m"])
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    """Another server's secret: it is taken, and the model does not see it."""
+
+    data: str
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
+    pass
+
+
+class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
+    pass
+
+
+class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
+    pass
+
+
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+Block = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+)
+
+
+class Turn(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+    def blocks(self) -> Sequence[Block]:
+        return [TextBlock(self.content)] if isinstance(self.content, str) else self.content
+
+
+def mark_of(control: CacheControl | None) -> CacheMark | None:
+    return None if control is None else control.mark()
+
+
+def chat_messages(turns: Sequence[Turn]) -> tuple[ChatMessage, ...]:
+    """Consecutive turns of one role count as one, as templates that insist on alternation need it."""
+    if not turns:
+        raise InvalidRequest("messages: at least one message is required.", param="messages")
+    if turns[0].role == "assistant":
+        raise InvalidRequest("messages: the first message must be the user's.", param="messages")
+    _check_tool_pairing(turns)
+    messages: list[ChatMessage] = []
+    previous_role: str | None = None
+    for position, turn in enumerate(turns):
+        reader = _TurnReader(position, is_last=position == len(turns) - 1)
+        if turn.role == "assistant":
+            converted = [reader.assistant(turn.blocks())]
+        else:
+            converted = reader.user(turn.role, turn.blocks())
+        if turn.role == previous_role and converted and _can_join(messages[-1], converted[0]):
+            messages[-1] = _joined(messages[-1], converted.pop(0))
+        messages += converted
+        previous_role = turn.role
+    return tuple(messages)
+
+
+def system_message(system: str | Sequence[TextBlock] | None) -> tuple[ChatMessage, ...]:
+    """The system prompt as a turn of its own; an empty one is as good as none."""
+    if not system:
+        return ()
+    blocks = [TextBlock(system)] if isinstance(system, str) else system
+    parts = [_text_part(block, f"system.{index}") for index, block in enumerate(blocks)]
+    return (ChatMessage("system", _content(parts)),)
+
+
+class _TurnReader:
+    """Converts the blocks of one turn; knows where in the request they stand, for the sake of its errors."""
+
+    def __init__(self, position: int, *, is_last: bool) -> None:
+        self._place = f"messages.{position}"
+        self._is_last = is_last
+
+    def user(self, role: str, blocks: Sequence[Block]) -> list[ChatMessage]:
+        """Tool results become turns of their own, in the order in which they stand."""
+        if not blocks:
+            self._refuse("content", "must not be empty.")
+        messages: list[ChatMessage] = []
+        parts: list[TextPart] = []
+        for index, block in enumerate(blocks):
+            place = f"content.{index}"
+            if isinstance(block, TextBlock):
+                parts.append(_text_part(block, f"{self._place}.{place}"))
+            elif isinstance(block, ToolResultBlock) and role == "user":
+                if parts:
+                    self._refuse(place, "tool_result blocks must come before text in a message.")
+                messages.append(self._tool_result(block, place))
+            elif isinstance(block, ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock):
+                kind = block.__struct_config__.tag
+                self._refuse(place, f"{kind} blocks cannot be in a message of the role {role!r}.")
+            else:
+                self._refuse_media(block, place)
+        if parts:
+            messages.append(ChatMessage(role, _content(parts)))
+        return messages
+
+    def assistant(self, blocks: Sequence[Block]) -> ChatMessage:
+        parts: list[TextPart] = []
+        calls: list[ToolCall] = []
+        thoughts: list[str] = []
+        for index, block in enumerate(blocks):
+            place = f"content.{index}"
+            if isinstance(block, TextBlock):
+                parts.append(_text_part(block, f"{self._place}.{place}"))
+            elif isinstance(block, ToolUseBlock):
+                arguments = msgspec.json.encode(block.input).decode()
+                calls.append(ToolCall(block.id, block.name, arguments, mark_of(block.cache_control)))
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            elif isinstance(block, ToolResultBlock):
+                self._refuse(place, "tool_result blocks belong into a user's message.")
+            elif not isinstance(block, RedactedThinkingBlock):
+                self._refuse_media(block, place)
+        if not (parts or calls or thoughts) and not self._is_last:
+            self._refuse("content", "must not be empty.")
+        return ChatMessage(
+            "assistant", _content(parts), tool_calls=tuple(calls), reasoning="".join(thoughts) or None
+        )
+
+    def _tool_result(self, block: ToolResultBlock, place: str) -> ChatMessage:
+        texts: list[str] = []
+        if isinstance(block.content, str):
+            texts.append(block.content)
+        for index, part in enumerate(block.content if isinstance(block.content, list) else ()):
+            if not isinstance(part, TextBlock):
+                self._refuse_media(part, f"{place}.content.{index}")
+            texts.append(part.text)
+        text = "\n".join(texts)
+        if block.is_error:  # templates have no other way to tell the model
+            text = f"Error: {text}" if text else "Error"
+        return ChatMessage("tool", text, tool_call_id=block.tool_use_id, cache=mark_of(block.cache_control))
+
+    def _refuse_media(self, block: msgspec.Struct, place: str) -> NoReturn:
+        kind = block.__struct_config__.tag
+        self._refuse(place, f"this model takes no {kind} blocks. {_TEXT_ONLY}")
+
+    def _refuse(self, place: str, reason: str) -> NoReturn:
+        raise InvalidRequest(f"{self._place}.{place}: {reason}", param="messages")
+
+
+def _check_tool_pairing(turns: Sequence[Turn]) -> None:
+    """Every tool_use is answered in the very next turn, and nothing else is answered there."""
+    open_ids: set[str] = set()
+    for position, turn in enumerate(turns):
+        results = [block.tool_use_id for block in turn.blocks() if isinstance(block, ToolResultBlock)]
+        for tool_use_id in results:
+            if tool_use_id not in open_ids:
+                raise InvalidRequest(
+                    f"messages.{position}: the tool_result for {tool_use_id!r} answers no tool_use block of the "
+                    "message before it.",
+                    param="messages",
+                )
+            open_ids.discard(tool_use_id)
+        if open_ids:
+            raise InvalidRequest(
+                f"messages.{position}: a tool_result for {min(open_ids)!r} is missing; each tool_use block must be "
+                "answered in the next message.",
+                param="messages",
+            )
+        open_ids = {block.id for block in turn.blocks() if isinstance(block, ToolUseBlock)}
+    if open_ids:
+        raise InvalidRequest(
+            f"messages: the last message has a tool_use block, {min(open_ids)!r}, that nothing answers.",
+            param="messages",
+        )
+
+
+def _text_part(block: TextBlock, place: str) -> TextPart:
+    if not block.text:
+        raise InvalidRequest(f"{place}: text content blocks must not be empty.", param=place.split(".")[0])
+    return TextPart(block.text, mark_of(block.cache_control))
+
+
+def _content(parts: Sequence[TextPart]) -> str | tuple[TextPart, ...]:
+    if not parts:
+        return ""
+    return parts[0].text if len(parts) == 1 and parts[0].cache is None else tuple(parts)
+
+
+def _can_join(earlier: ChatMessage, later: ChatMessage) -> bool:
+    return earlier.role == later.role != "tool" and not earlier.tool_calls
+
+
+def _joined(earlier: ChatMessage, later: ChatMessage) -> ChatMessage:
+    parts = [*_parts_of(earlier), *_parts_of(later)]
+    reasoning = (earlier.reasoning or "") + (later.reasoning or "")
+    return msgspec.structs.replace(later, content=_content(parts), reasoning=reasoning or None)
+
+
+def _parts_of(message: ChatMessage) -> Sequence[TextPart]:
+    if isinstance(message.content, str):
+        return [TextPart(message.content)] if message.content else []
+    return message.content

@@ -1,0 +1,89 @@
+"""Asks every request and WebSocket who is calling, and whether it may use what it calls. Plain ASGI, for speed.
+
+The credential comes in a header, `Authorization: Bearer` or `x-api-key`; never in a URL, because URLs end up in logs.
+Nothing here logs a credential or repeats it in an answer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as Connection
+
+from penstock.api.browsers import is_foreign_page
+from penstock.api.context import set_identify, set_principal
+from penstock.api.errors import error_response_for
+from penstock.core.errors import AuthenticationFailed, PenstockError, PermissionDenied
+from penstock.core.identity import OPEN_PRINCIPAL, Scope
+from penstock.gateway.tenants.authenticator import Authenticator
+
+# What load balancers, and people without a key, may see.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+
+# What the scope INFERENCE does not cover: each path, and everything below it.
+_SCOPED_PATHS = (("/admin", Scope.ADMIN), ("/metrics", Scope.METRICS), ("/v1/usage", Scope.USAGE))
+_HINT = "Send it as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+_POLICY_VIOLATION = 1008  # a WebSocket's close code
+
+
+class Authenticate:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+        self._app = app
+        self._authenticator = authenticator
+
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        needed = scope_of(scope["path"])
+        authorize = partial(self._authenticator.authorize, _credential(scope), needed)
+        try:
+            principal = await authorize()
+            if principal is OPEN_PRINCIPAL:
+                _refuse_foreign_pages(scope, needed)
+        except AuthenticationFailed as error:
+            error.hint = error.hint or _HINT
+            await _refuse(scope, receive, send, error)
+        except PenstockError as error:
+            await _refuse(scope, receive, send, error)
+        else:
+            set_principal(scope, principal)
+            if scope["type"] == "websocket":  # outlives the key, perhaps
+                set_identify(scope, authorize)
+            await self._app(scope, receive, send)
+
+
+def _refuse_foreign_pages(scope: Connection, needed: Scope) -> None:
+    if is_foreign_page(scope["headers"], needs_local_name=needed is Scope.ADMIN):
+        raise PermissionDenied(
+            "Without keys, pages of other sites may not use this server.",
+            hint="Use a key, or open the page from this server's own address.",
+        )
+
+
+def scope_of(path: str) -> Scope:
+    """What a caller must be allowed to do to use a path."""
+    for start, scope in _SCOPED_PATHS:
+        if path.startswith(start) and path[len(start) :][:1] in ("", "/"):
+            return scope
+    return Scope.INFERENCE
+
+
+def _credential(scope: Connection) -> str | None:
+    api_key = None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, credential = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                return str(credential.strip(), "latin-1") or None
+        elif name == b"x-api-key":
+            api_key = str(value.strip(), "latin-1") or None
+    return api_key
+
+
+async def _refuse(scope: Connection, receive: Receive, send: Send, error: PenstockError) -> None:
+    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message})
+        return
+    await error_response_for(scope, error)(scope, receive, send)

@@ -1,0 +1,157 @@
+"""Builds what keeps the books of a server: the settings file, the usage ledger, answers given before.
+
+Part of the composition root. Decides nothing but whether there is a ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.routing import Route
+
+from penstock.api.settings_endpoints import SettingsEndpoints
+from penstock.api.usage_endpoints import UsageEndpoints
+from penstock.cli.stores import data_dir
+from penstock.cluster.client import EngineClient
+from penstock.core.config import GatewayConfig, ServeConfig
+from penstock.core.errors import ConfigError
+from penstock.gateway.accounts import Accounts, Observer
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.ledger.journal import Journal
+from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
+from penstock.gateway.ledger.prices import PriceSettings, PriceTable
+from penstock.gateway.ledger.spend import LedgerSpendBook
+from penstock.gateway.ratelimits.build import RunningLimiter, build_limiter
+from penstock.gateway.replies.desk import ReplyDesk
+from penstock.gateway.replies.idempotency import IdempotentAnswers
+from penstock.gateway.settings import Settings
+from penstock.gateway.settings_keeper import SettingsKeeper
+from penstock.gateway.store.database import Database
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """`settings` is None without a settings file, `ledger` where nobody asked for one."""
+
+    settings: SettingsKeeper | None
+    ledger: UsageLedger | None
+    replies: ReplyDesk
+
+    def build_limiter(self, config: GatewayConfig) -> RunningLimiter:
+        """Limits that follow the settings, with budgets where there is a ledger."""
+        limits = self.settings.current.limits if self.settings else None
+        limiter = build_limiter(config, limits, book=self.ledger.book if self.ledger else None)
+        if self.settings is not None:
+            self.settings.attach(lambda settings: limiter.apply(settings.limits))
+        return limiter
+
+    def build_gateway(
+        self,
+        engine: EngineClient,
+        config: GatewayConfig,
+        limiter: RunningLimiter,
+        observer: Observer | None = None,
+    ) -> Gateway:
+        """A gateway that keeps these books, follows the settings and shows all of their metrics."""
+        accounts = Accounts(limiter, self.ledger, observer)
+        gateway = Gateway(engine, config, accounts=accounts, replies=self.replies)
+        gateway.metrics.register(limiter.metrics)
+        if self.ledger is not None:
+            gateway.metrics.register(self.ledger.metrics)
+        if self.settings is not None:
+            gateway.metrics.register(self.settings)
+            self.settings.attach(lambda settings: _apply(gateway, settings))
+        return gateway
+
+    def routes(self, database: Database) -> list[Route]:
+        return [*UsageEndpoints(self.ledger).routes(), *SettingsEndpoints(self.settings, database).routes()]
+
+
+def _apply(gateway: Gateway, settings: Settings) -> None:
+    gateway.guards.apply(settings.guards)  # first: it may refuse
+    gateway.tiers = settings.tiers
+
+
+@contextlib.asynccontextmanager
+async def open_books(config: ServeConfig, database: Database, *, is_open: bool) -> AsyncIterator[Books]:
+    keeper = SettingsKeeper(Path(config.gateway.settings).expanduser()) if config.gateway.settings else None
+    settings = keeper.load() if keeper is not None else Settings()
+    wants_ledger = config.ledger.usage_ledger
+    if wants_ledger is None:
+        # One key on the command line is no reason to write files; keys and tokens that tell callers apart are.
+        has_tenants = not is_open and (database.exists or config.tenants.oidc is not None)
+        wants_ledger = has_tenants or settings.prices != PriceSettings()
+    async with contextlib.AsyncExitStack() as stack:
+        ledger = None
+        if wants_ledger:
+            ledger = _make_ledger(config, database, PriceTable(settings.prices))
+            await ledger.start()
+            stack.push_async_callback(ledger.close)
+        # On a laptop that stores nothing else, idempotency keys leave no file either.
+        keys = IdempotentAnswers(settings.idempotency, database if wants_ledger else None)
+        replies = ReplyDesk(settings.response_cache, keys)
+        stack.push_async_callback(keys.close)
+        await stack.enter_async_context(_running(keys.run()))
+        if keeper is not None:
+            keeper.attach(lambda new: replies.apply(new.response_cache, new.idempotency))
+            if ledger is not None:
+                keeper.attach(lambda new: ledger.set_prices(PriceTable(new.prices)))
+            await stack.enter_async_context(_reloading(keeper))
+        yield Books(keeper, ledger, replies)
+
+
+def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) -> UsageLedger:
+    folder = data_dir(config.store) / JOURNAL_FOLDER
+    try:
+        journal = Journal(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"The usage journal in {folder} cannot be written: {error.strerror}.",
+            hint="Choose another folder with --data-dir.",
+        ) from error
+    return UsageLedger(
+        journal,
+        database,
+        LedgerSpendBook(prices),
+        when_unrecorded=config.ledger.when_unrecorded,
+        sync_interval_s=config.ledger.usage_sync_s,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _reloading(keeper: SettingsKeeper) -> AsyncIterator[None]:
+    """Reload when the file changes and on SIGHUP."""
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[None]] = set()
+
+    async def reload() -> None:
+        with contextlib.suppress(ConfigError):  # the keeper has said it
+            await keeper.reload()
+
+    def on_hangup() -> None:
+        task = asyncio.create_task(reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    try:
+        async with _running(keeper.watch()):
+            yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Awaitable[None]) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,108 @@
+"""Builds what operators see of a server: log lines and traces. Part of the composition root."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import sys
+import threading
+
+from penstock.api.access_log import RequestJournal
+from penstock.cli.environment import otel_sampled_share, otel_service_name, otlp_headers
+from penstock.core.config import TelemetryConfig
+from penstock.core.log_format import formatter
+from penstock.gateway.telemetry.observer import RequestObserver
+from penstock.version import __version__
+
+MAX_WAITING_LINES = 20_000
+CLOSE_TIMEOUT_S = 2.0
+
+
+class BackgroundHandler(logging.Handler):
+    """Writes to standard error on a thread of its own, because whoever reads it may be slow and the event loop must
+    not wait for that. When it falls too far behind, lines are dropped and counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING_LINES)
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+            if self._num_dropped:
+                line = f"{self._format_dropped()}\n{line}"
+            self._lines.put_nowait(line)
+            self._num_dropped = 0
+        except queue.Full:
+            self._num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._lines.put(None, timeout=CLOSE_TIMEOUT_S)
+                self._thread.join(timeout=CLOSE_TIMEOUT_S)
+        super().close()
+
+    def _format_dropped(self) -> str:
+        message = f"{self._num_dropped} log lines were dropped because they could not be written in time"
+        return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None))
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            sys.stderr.write(line + "\n")
+            if self._lines.empty():
+                sys.stderr.flush()
+
+
+def configure_server_logging(config: TelemetryConfig) -> None:
+    """Log lines in the form that was asked for. The level stays as it is."""
+    if config.log_format != "json" and not writes_access_lines(config):
+        return
+    root = logging.getLogger()
+    previous = root.handlers[0].formatter if root.handlers else None
+    handler = BackgroundHandler()
+    handler.setFormatter(
+        formatter(
+            config.log_format,
+            process="gateway",
+            text_format=previous._fmt or "" if previous is not None else "%(asctime)s %(message)s",
+            date_format=previous.datefmt if previous is not None else None,
+        )
+    )
+    root.handlers[:] = [handler]
+
+
+def writes_access_lines(config: TelemetryConfig) -> bool:
+    return config.log_format == "json" if config.access_log is None else config.access_log
+
+
+def build_observer(config: TelemetryConfig) -> RequestObserver:
+    """Raises UsageError when traces are wanted and the extra is missing."""
+    if config.otlp_endpoint is None:
+        return RequestObserver()
+    from penstock.gateway.telemetry.tracing import OpenTelemetryTracing, TracingConfig, otlp_exporter
+
+    tracing = TracingConfig(
+        endpoint=config.otlp_endpoint,
+        headers=otlp_headers(),
+        service_name=otel_service_name(),
+        version=__version__,
+        sampled_share=otel_sampled_share(),
+    )
+    return RequestObserver(OpenTelemetryTracing(tracing, otlp_exporter(tracing)))
+
+
+def build_journal(config: TelemetryConfig, observer: RequestObserver) -> RequestJournal | None:
+    """None when nobody wants to see single requests."""
+    writes_lines = writes_access_lines(config)
+    if not writes_lines and config.otlp_endpoint is None:
+        return None
+    return RequestJournal(observer.tracing, writes_lines=writes_lines, keeps_prompts=config.log_prompts)

@@ -1,0 +1,197 @@
+"""A `Grammar` written in the one grammar language that the matcher reads. Knows neither the matcher nor a tokenizer.
+
+The gateway checks the text that comes out of here and the engine compiles it, so both see the same thing. Nothing is
+validated beyond what is needed to write it down: the matcher's own compiler does that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.request import Grammar
+
+# A model that has nothing to say can repeat a space for ever; this many in a row indent any sensible answer.
+MAX_JSON_SPACES = 40
+_OPTIONS = "x-guidance"  # where the matcher looks for them in a schema
+_LENIENT = "lenient"
+
+
+class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """From `begin` to `end`, with JSON of this schema between."""
+
+    begin: str
+    schema: dict[str, Any] = {}
+    end: str = ""
+
+
+class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Free text in which certain openings start something structured: what `Grammar.text` holds for this kind.
+
+    An opening that begins with one of the `triggers` must go on as one of the `structures`. With `at_least_one`
+    there is no free text at all: the answer is `prefix`, structures with `separator` between them, and `suffix`; or
+    nothing of all this but JSON of the schema `otherwise`, where there is one.
+    """
+
+    structures: tuple[TaggedText, ...]
+    triggers: tuple[str, ...]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+    prefix: str = ""
+    separator: str = ""
+    suffix: str = ""
+    otherwise: dict[str, Any] | None = None
+
+
+def grammar_text(grammar: Grammar, special_token_ids: Mapping[str, int]) -> str:
+    """Raises InvalidRequest when the grammar's own text cannot be read. Special tokens, which have no text of their
+    own, are told from ordinary text by `special_token_ids`."""
+    match grammar.kind:
+        case "json":
+            return _json_grammar({"type": "object"})
+        case "json_schema":
+            return _json_grammar(_decode(grammar.text, "JSON schema"))
+        case "regex":
+            return _lark(f"start: {_regex(grammar.text)}")
+        case "ebnf":
+            return _lark(grammar.text)
+        case "choice":
+            return _lark("start: " + " | ".join(_literal(choice, {}) for choice in _choices(grammar.text)))
+        case "structural_tag":
+            try:
+                tags = msgspec.json.decode(grammar.text, type=StructuralTags)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise InvalidRequest(f"The structural tags cannot be read: {error}.") from None
+            return _lark(_tags(tags, special_token_ids))
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _json_grammar(schema: Any) -> str:
+    return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
+
+
+def lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same, but keywords that no grammar can enforce are passed over instead of refused."""
+    return {**schema, _OPTIONS: {_LENIENT: True}}
+
+
+def _with_options(schema: Any) -> Any:
+    """Ours replace any in a client's own schema, except for the one that `lenient` sets."""
+    if not isinstance(schema, dict):
+        return schema
+    given = schema.get(_OPTIONS)
+    is_lenient = isinstance(given, dict) and given.get(_LENIENT) is True
+    options = {"whitespace_pattern": f"[ \\n]{{1,{MAX_JSON_SPACES}}}", _LENIENT: is_lenient}
+    return {**schema, _OPTIONS: options}
+
+
+def _decode(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"The {what} is not JSON: {error}.") from None
+
+
+def _choices(text: str) -> list[str]:
+    choices = _decode(text, "list of choices")
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
+        raise InvalidRequest("The choices must be a list of at least one string.")
+    return choices
+
+
+def _regex(pattern: str) -> str:
+    """As a literal between slashes, on one line. What is escaped already stays as it is."""
+    return "/" + re.sub(r"\\.|/|\n", _escape, pattern, flags=re.DOTALL) + "/"
+
+
+def _escape(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
+
+
+def _literal(text: str, special_token_ids: Mapping[str, int]) -> str:
+    """Quoted text, with special tokens in it by number."""
+    if not text:
+        return '""'
+    if not special_token_ids:
+        return json.dumps(text, ensure_ascii=False)
+    longest_first = sorted(special_token_ids, key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
+    return " ".join(
+        f"<[{special_token_ids[part]}]>"
+        if part in special_token_ids
+        else json.dumps(part, ensure_ascii=False)
+        for part in parts
+        if part
+    )
+
+
+def _tags(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
+    if not tags.structures:
+        raise InvalidRequest("Structural tags must name at least one structure.")
+    rules = []
+    for index, structure in enumerate(tags.structures):
+        schema = json.dumps(_with_options(structure.schema))
+        end = f" {_literal(structure.end, special_token_ids)}" if structure.end else ""
+        rules.append(f"body_{index}: %json {schema}\nclosed_{index}: body_{index}{end}")
+    names = range(len(tags.structures))
+    if tags.at_least_one:
+        begins = [_literal(structure.begin, special_token_ids) for structure in tags.structures]
+        start = _only_structures(tags, begins, special_token_ids)
+        if tags.otherwise is not None:
+            start = f"{start} | otherwise"
+            rules.append(f"otherwise: %json {json.dumps(_with_options(tags.otherwise))}")
+    else:
+        rules += [_triggered(index, tags, special_token_ids) for index in names]
+        any_of = " | ".join(f"tag_{index}" for index in names)
+        start = f"{any_of} | free_text" if tags.stop_after_first else f"({any_of})* free_text"
+        rules.append("free_text: FREE_TEXT\nFREE_TEXT: /(.|\\n)*/")
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _only_structures(
+    tags: StructuralTags, begins: Sequence[str], special_token_ids: Mapping[str, int]
+) -> str:
+    one = " | ".join(f"{begin} closed_{index}" for index, begin in enumerate(begins))
+    prefix, separator, suffix = (
+        _literal(text, special_token_ids) + " " if text else ""
+        for text in (tags.prefix, tags.separator, tags.suffix)
+    )
+    more = "" if tags.stop_after_first else f" ({separator}({one}))*"
+    return f"{prefix}({one}){more} {suffix}".strip()
+
+
+def _triggered(index: int, tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
+    begin = tags.structures[index].begin
+    trigger = next((trigger for trigger in tags.triggers if trigger and begin.startswith(trigger)), None)
+    if trigger is None:
+        raise InvalidRequest(f"No trigger opens the structural tag {begin[:40]!r}.")
+    rest = begin[len(trigger) :]
+    opened = f" {_literal(rest, special_token_ids)}" if rest else ""
+    if trigger in special_token_ids:
+        return f"tag_{index}: FREE_TEXT <[{special_token_ids[trigger]}]>{opened} closed_{index}"
+    quoted = json.dumps(trigger, ensure_ascii=False)
+    return f"opening_{index}[lazy]: FREE_TEXT {quoted}\ntag_{index}: opening_{index}{opened} closed_{index}"
+
+
+def special_token_ids(tokenizer_json: bytes) -> dict[str, int]:
+    """The tokens of a `tokenizers` file that stand for no text, by how they are written."""
+    added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens
+    return {token.content: token.id for token in added if token.special}
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []

@@ -1,0 +1,77 @@
+"""Log lines as JSON, and a net under every format that keeps credentials out of them.
+
+A call may add fields with `extra={"fields": {...}}`; in the text format the message alone must say enough.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from typing import Any
+
+# What a credential looks like, whoever put it into a message or a traceback.
+_SECRETS = re.compile(
+    r"(?i)\b(bearer|basic)\s+[\w\-.~+/=]{6,}"
+    r"|\b(sk-|pk-)[\w\-]{8,}"
+    r"|\b(x-api-key|api[_-]?key|password|authorization)(['\"]?\s*[:=]\s*['\"]?)[^\s'\",;]{4,}"
+    r"|\beyJ[\w\-]{8,}\.[\w\-]{4,}\.[\w\-]*"
+    r"|(://[^\s:/@]+:)[^\s:/@]+(?=@)"
+)
+
+
+def without_secrets(text: str) -> str:
+    """`text` with everything that looks like a credential masked."""
+
+    def mask(match: re.Match[str]) -> str:
+        scheme, prefix, name, assignment, url_start = match.groups()
+        if name is not None:
+            return f"{name}{assignment}***"
+        return f"{scheme} ***" if scheme else f"{prefix or url_start or ''}***"
+
+    return _SECRETS.sub(mask, text)
+
+
+class TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line. Names of our own fields never hide the standard ones."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process  # which kind of process speaks: gateway or engine
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line = line | (getattr(record, "fields", None) or {}) | line
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(_masked(line), ensure_ascii=False, default=str)
+
+
+def _masked(value: Any) -> Any:
+    """Before it is encoded: in JSON, quotes look different."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, dict):
+        return {name: _masked(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item) for item in value]
+    return value
+
+
+def formatter(
+    log_format: str, *, process: str, text_format: str, date_format: str | None = None
+) -> logging.Formatter:
+    return JsonFormatter(process) if log_format == "json" else TextFormatter(text_format, date_format)

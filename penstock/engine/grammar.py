@@ -1,0 +1,175 @@
+"""Grammars, compiled: in threads of their own, at most once, and kept for the next request. Knows no logits.
+
+The matcher is llguidance. It lets other threads run while it works, and its own limits ("fuel", states, symbols)
+bound every call, so a grammar made to explode is refused or ends its own request, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from penstock.core.errors import InvalidRequest, Overloaded
+from penstock.core.grammar_text import grammar_text, special_token_ids
+from penstock.core.messages import ModelCard
+from penstock.core.request import Grammar
+
+log = logging.getLogger(__name__)
+
+Words = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """How much grammars may take. A matcher's fuel is a count of its own operations, so what is refused does not
+    depend on how busy the machine is."""
+
+    max_cached: int = 64  # compiled grammars
+    compile_threads: int = 2
+    max_compiling: int = 256  # requests that wait for a grammar
+    compile_timeout_s: float = 10.0
+    mask_threads: int = 4
+    mask_grace_s: float = 0.002  # how long a step waits for a mask that is late for the first time
+    mask_timeout_s: float = 5.0  # a request whose mask takes longer is ended
+    compile_fuel: int = 1_000_000
+    step_fuel: int = 200_000
+    max_states: int = 50_000  # 1 to 2 kB each
+    max_symbols: int = 300_000
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which tokens may come next: bit i % 32 of word i // 32."""
+
+    words: Words
+    must_end: bool  # nothing but an end token may
+
+
+class CompiledGrammar:
+    """The state before the first token, from which every request starts its own matcher. Two matchers of one grammar
+    share tables, so their masks are computed in one call."""
+
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor, end_words: Words) -> None:
+        self._prototype = matcher
+        self._executor = executor
+        self._text_words = ~end_words
+        (first,) = self.masks([matcher])
+        if isinstance(first, str):
+            raise InvalidRequest(f"The grammar is too complex: {first}.")
+        self.first_mask = first
+
+    def start(self) -> LLMatcher:
+        return self._prototype.deep_copy()
+
+    def advance(self, matcher: Any, token_ids: Sequence[int]) -> None:
+        """A failure shows in the next mask."""
+        matcher.consume_tokens(list(token_ids))
+
+    def masks(self, matchers: Sequence[Any]) -> list[Mask | str]:
+        """For the next token of each; a sentence in place of one that cannot be computed."""
+        words = np.empty((len(matchers), self._text_words.size), dtype=np.int32)
+        if len(matchers) == 1:
+            matchers[0].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        else:
+            numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(
+                numbered, words.ctypes.data, words.shape[1] * 4, len(matchers)
+            )
+        goes_on = np.any(words & self._text_words, axis=1).tolist()
+        return [
+            _first_line(matcher.get_error()) if matcher.is_error() else Mask(words[index], not goes_on[index])
+            for index, matcher in enumerate(matchers)
+        ]
+
+
+class GrammarCompiler:
+    """Owns the tokenizer that matchers work with. Building it takes a moment, during which no other thread runs, so
+    it is built while the engine starts."""
+
+    def __init__(self, card: ModelCard, limits: GrammarLimits | None = None) -> None:
+        self.limits = limits or GrammarLimits()
+        self._special_token_ids = special_token_ids(card.tokenizer_json)
+        self._tokenizer = _tokenizer(card)
+        self._parser_limits = _parser_limits(self.limits)
+        self._executor = LLExecutor(self.limits.mask_threads)
+        self._end_words = _words_of(card.eos_token_ids, self._tokenizer.vocab_size)
+        self._pool = ThreadPoolExecutor(self.limits.compile_threads, thread_name_prefix="grammar")
+        # Least recently used first; those being compiled are in it too, so that siblings share one compilation.
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """Raises Overloaded when too many are being compiled. The future raises InvalidRequest."""
+        known = self._compiled.get(grammar)
+        if known is not None and not _failed(known):
+            self._compiled.move_to_end(grammar)
+            return known
+        if sum(not future.done() for future in self._compiled.values()) >= self.limits.max_compiling:
+            raise Overloaded("Too many grammars are being compiled.", retry_after_s=1.0)
+        future = self._pool.submit(self._compile, grammar)
+        self._compiled[grammar] = future
+        self._compiled.move_to_end(grammar)
+        self._forget_oldest()
+        return future
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        text = grammar_text(grammar, self._special_token_ids)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._parser_limits)
+        if matcher.is_error():
+            reason = _first_line(matcher.get_error())
+            raise InvalidRequest(f"The grammar cannot be compiled: {reason}.")
+        return CompiledGrammar(matcher, self._executor, self._end_words)
+
+    def _forget_oldest(self) -> None:
+        excess = len(self._compiled) - self.limits.max_cached
+        for grammar in [known for known, future in self._compiled.items() if future.done()][: max(0, excess)]:
+            del self._compiled[grammar]
+
+
+def build_compiler(card: ModelCard, limits: GrammarLimits | None = None) -> GrammarCompiler | None:
+    """None, with the reason in the log, where answers cannot be constrained."""
+    try:
+        return GrammarCompiler(card, limits)
+    except ValueError as error:
+        log.info("no structured output with this model's tokenizer: %s", error)
+    return None
+
+
+def _failed(future: Future[CompiledGrammar]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)
+
+
+def _first_line(error: str) -> str:
+    """Without the matcher's state, which follows."""
+    return next(iter(error.strip().splitlines()), "the matcher gave up").rstrip(" .:")
+
+
+def _tokenizer(card: ModelCard) -> LLTokenizer:
+    tokenizer_json = card.tokenizer_json.decode()
+    return LLTokenizer(tokenizer_json, n_vocab=card.vocab_size, eos_token=list(card.eos_token_ids))
+
+
+def _parser_limits(limits: GrammarLimits) -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=limits.compile_fuel,
+        step_lexer_fuel=limits.step_fuel,
+        max_lexer_states=limits.max_states,
+        max_grammar_size=limits.max_symbols,
+        verbose_errors=False,
+    )
+
+
+def _words_of(token_ids: Sequence[int], vocab_size: int) -> Words:
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,84 @@
+"""Embeddings from a model's hidden states: sums while a prompt is computed in chunks, and the vector at its end.
+
+Knows no scheduler and no wire. Sums are kept in double precision, so that how a prompt was cut into chunks does not
+show in the single-precision result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.core.plan import Chunk, SampledToken
+from penstock.core.request import Pooling, Request
+from penstock.engine.batch import HostStep
+from penstock.engine.sampler import NOT_A_NUMBER
+
+
+class HiddenPooler:
+    """Follows the requests with pooling, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self._poolings: dict[str, Pooling] = {}
+        self._sums: dict[str, Tensor] = {}  # of prompts that are partly computed
+
+    def begin(self, request: Request) -> None:
+        if request.pooling is not None:
+            self._poolings[request.id] = request.pooling
+
+    def end(self, request_id: str) -> None:
+        self._poolings.pop(request_id, None)
+        self._sums.pop(request_id, None)
+
+    def pools(self, request_id: str) -> bool:
+        return request_id in self._poolings
+
+    def any_of(self, chunks: Sequence[Chunk]) -> bool:
+        return bool(self._poolings) and any(chunk.request_id in self._poolings for chunk in chunks)
+
+    def take(self, hidden: Tensor, step: HostStep, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+        """Read this step's hidden states [T, hidden]; returns the unit vectors, float32 on the device, of the prompts
+        that ended in it."""
+        finished = {}
+        for index, chunk in enumerate(chunks):
+            pooling = self._poolings.get(chunk.request_id)
+            if pooling is None:
+                continue
+            states = hidden[int(step.query_starts[index]) : int(step.query_starts[index + 1])]
+            pooled = self._pool(chunk, pooling, states)
+            if chunk.samples:
+                self._sums.pop(chunk.request_id, None)
+                finished[chunk.request_id] = unit_vector(pooled)
+            else:
+                self._sums[chunk.request_id] = pooled
+        return finished
+
+    def _pool(self, chunk: Chunk, pooling: Pooling, states: Tensor) -> Tensor:
+        pooled = pool_states(states, pooling)
+        if pooling == "last" or chunk.start == 0:
+            return pooled
+        before = self._sums[chunk.request_id]
+        return before if pooling == "first" else before + pooled
+
+
+def pool_states(states: Tensor, pooling: Pooling) -> Tensor:
+    """[length, hidden] → float64 [hidden]. For a mean this is the sum, since only the direction matters."""
+    if pooling == "mean":
+        return states.double().sum(dim=0)
+    return states[0 if pooling == "first" else -1].double()
+
+
+def unit_vector(vector: Tensor) -> Tensor:
+    """float32 of length 1. A vector of zeros stays as it is; one with NaNs keeps them."""
+    length = vector.norm()
+    return (vector / torch.where(length > 0, length, 1.0)).float()
+
+
+def sampled_vector(request_id: str, vector: Tensor) -> SampledToken:
+    """What a step reports for a prompt that was embedded."""
+    host = vector.cpu()
+    if not bool(torch.isfinite(host).all()):
+        return SampledToken(request_id, 0, error=NOT_A_NUMBER)
+    return SampledToken(request_id, 0, embedding=host.numpy().astype("<f4").tobytes())

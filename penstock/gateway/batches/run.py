@@ -1,0 +1,280 @@
+"""One batch on its way from its first line to its output files.
+
+Everything here can be stopped at any moment and begun again by another process: what was recorded is not run again,
+and what was not is. Lines run in any order; results are recorded before anything counts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+
+from penstock.core.errors import (
+    EngineUnavailable,
+    LimitsUnavailable,
+    Overloaded,
+    PenstockError,
+    RateLimited,
+    StoreUnavailable,
+)
+from penstock.gateway.batches.batch import (
+    Batch,
+    BatchDialect,
+    BatchLine,
+    BatchStatus,
+    Counts,
+    Ending,
+    LineAnswer,
+    LineError,
+    LineResult,
+    Outcome,
+)
+from penstock.gateway.batches.journal import Journal
+from penstock.gateway.batches.lines import OutputWriter, lines_of, validate
+from penstock.gateway.batches.metrics import BatchMetrics
+from penstock.gateway.batches.store import BatchStore
+from penstock.gateway.files.files import StoredFile
+from penstock.gateway.files.folder import FileFolder
+
+logger = logging.getLogger(__name__)
+
+_LINES_AT_ONCE = 128
+_MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
+
+
+class RunContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runs of one runner share."""
+
+    store: BatchStore
+    journal: Journal
+    folder: FileFolder
+    slots: asyncio.Semaphore  # one per line in flight; waiting batches take turns
+    metrics: BatchMetrics
+    holder: str
+    wall_clock: Callable[[], float]
+
+
+class BatchRun:
+    """`run` it once; `stop` or `pause` it at any moment."""
+
+    def __init__(self, batch: Batch, dialect: BatchDialect, context: RunContext) -> None:
+        self.batch = batch
+        self._dialect = dialect
+        self._context = context
+        self._ending: Ending | None = None
+        self._is_paused = False
+        self._feeding: asyncio.Task[None] | None = None
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def run(self) -> None:
+        try:
+            # What the runner saw may be older than the end of this batch's last run.
+            self.batch = await self._context.store.current(self._context.holder, self.batch.id)
+            if self.batch.status is BatchStatus.VALIDATING:
+                await self._validate()
+            if self.batch.is_active and self.batch.status is not BatchStatus.FINALIZING:
+                await self._run_lines()
+            if self.batch.is_active and not self._is_paused:
+                await self._finish()
+        except FileNotFoundError:
+            if await asyncio.to_thread(self._context.folder.exists, self.batch.input_id):
+                raise
+            await self._give_up()
+        finally:
+            self._stop_feeding()
+            for task in self._in_flight:
+                task.cancel()
+
+    def stop(self, ending: Ending) -> None:
+        """Start no more lines. Those in flight may finish, unless their time is up."""
+        self._ending = self._ending or ending
+        self._stop_feeding()
+        if ending == "expired":
+            for task in self._in_flight:
+                task.cancel()
+
+    def pause(self) -> None:
+        """Start no more lines, and leave the batch as it is once those in flight are recorded."""
+        self._is_paused = True
+        self._stop_feeding()
+
+    def _stop_feeding(self) -> None:
+        self._stopping.set()
+        if self._feeding is not None:
+            self._feeding.cancel()
+
+    async def _validate(self) -> None:
+        context = self._context
+        num_lines, errors = await asyncio.to_thread(validate, self.batch, context.folder, self._dialect)
+        if errors:
+            await self._fail(errors)
+            return
+        self.batch = await context.store.enter(
+            context.holder, self.batch.id, BatchStatus.IN_PROGRESS, counts=Counts(lines=num_lines)
+        )
+
+    async def _fail(self, errors: Sequence[LineError]) -> None:
+        details = msgspec.structs.replace(self.batch.details, errors=list(errors))
+        self.batch = await self._context.store.enter(
+            self._context.holder, self.batch.id, BatchStatus.FAILED, details=details
+        )
+        if not self.batch.is_active:
+            await asyncio.to_thread(self._context.folder.remove, self.batch.input_id)
+
+    async def _give_up(self) -> None:
+        """There is nothing to run, and nothing to write about lines that are gone."""
+        context = self._context
+        await self._fail([LineError("input_gone", "The lines of the batch are gone from the server's disk.")])
+        if self.batch.is_active:  # it was being cancelled, and that stands
+            await context.store.finish(
+                context.holder, self.batch, BatchStatus.CANCELLED, self.batch.counts, {}
+            )
+
+    async def _run_lines(self) -> None:
+        if self.batch.ending is None and not self._stopping.is_set():
+            self._feeding = asyncio.create_task(self._feed())
+            await asyncio.wait((self._feeding,))
+            if not self._feeding.cancelled() and (error := self._feeding.exception()) is not None:
+                raise error
+        while self._in_flight:
+            await asyncio.wait(tuple(self._in_flight))
+        if self._failure is not None:
+            raise self._failure
+
+    async def _feed(self) -> None:
+        recorded = await self._context.store.recorded_lines(self.batch.id)
+        async for line in self._pending_lines(recorded):
+            await self._context.slots.acquire()
+            task = asyncio.create_task(self._run_line(line))
+            self._in_flight.add(task)
+            task.add_done_callback(self._on_line_done)
+
+    async def _pending_lines(self, recorded: set[int]) -> AsyncIterator[BatchLine]:
+        lines = lines_of(self.batch, self._context.folder, self._dialect)
+        pending = (line for line in lines if line.number not in recorded)
+        while chunk := await asyncio.to_thread(lambda: list(itertools.islice(pending, _LINES_AT_ONCE))):
+            for line in chunk:
+                yield line
+
+    def _on_line_done(self, task: asyncio.Task[None]) -> None:
+        self._in_flight.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._stop_feeding()
+
+    async def _run_line(self, line: BatchLine) -> None:
+        """Owns one slot from the start, and gives it back at the end."""
+        has_slot = True
+        wait_s = _MIN_WAIT_S
+        try:
+            for attempt in itertools.count():
+                try:
+                    await self._answer_and_record(line, attempt)
+                    return
+                except _TryAgain as later:
+                    self._context.metrics.retries += 1
+                    # Others may use the slot while this line's limits or engine recover.
+                    self._context.slots.release()
+                    has_slot = False
+                    wait_s = max(later.wait_s, min(2 * wait_s, _MAX_WAIT_S))
+                    if await self._is_stopping_within(wait_s):
+                        return
+                    await self._context.slots.acquire()
+                    has_slot = True
+        finally:
+            if has_slot:
+                self._context.slots.release()
+
+    async def _answer_and_record(self, line: BatchLine, attempt: int) -> None:
+        # The same after a crash, so that the ledger, too, counts a line once; what an attempt used that came to its
+        # own bad end is another row.
+        request_id = f"{self.batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
+        try:
+            answer = await self._dialect.answer(self.batch, line, request_id)
+        except PenstockError as error:
+            if _may_pass(error):
+                raise _TryAgain(error.retry_after_s or 0.0) from error
+            answer = self._dialect.refusal(error, request_id)
+        except Exception:
+            logger.exception("line %d of batch %s failed", line.number, self.batch.id)
+            unforeseen = PenstockError("The server met an error that it did not foresee.")
+            answer = self._dialect.refusal(unforeseen, request_id)
+        result = _result(line, answer, request_id)
+        await self._context.journal.record(self.batch.id, result)
+        self._context.metrics.lines[result.outcome] += 1
+
+    async def _is_stopping_within(self, wait_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), wait_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _finish(self) -> None:
+        context = self._context
+        await context.journal.settle()  # a line that was cut off may have been on its way into it
+        if self.batch.ending is None and self._ending is not None:
+            self.batch = await context.store.mark_ending(context.holder, self.batch.id, self._ending)
+        self.batch = await context.store.enter(context.holder, self.batch.id, BatchStatus.FINALIZING)
+        if not self.batch.is_active:
+            return
+        counts = Counts()
+        writer = OutputWriter(self.batch, context.folder, self._dialect)
+        if self.batch.counts.lines:  # or else it was stopped before it was found to be valid
+            counts = await asyncio.to_thread(writer.write, context.store.read_results)
+        await context.store.finish(
+            context.holder, self.batch, _final_status(self.batch), counts, self._listed_files(writer)
+        )
+        await asyncio.to_thread(context.folder.remove, self.batch.input_id)
+        logger.info("batch %s is over: %s", self.batch.id, counts)
+
+    def _listed_files(self, writer: OutputWriter) -> dict[str, StoredFile]:
+        if not self._dialect.lists_output_files:
+            return {}
+        now = self._context.wall_clock()
+        keep_s = self.batch.details.output_expires_after_s
+        return {
+            f"{part}_file_id": StoredFile(
+                id=writer.file_id(part),
+                workspace_id=self.batch.workspace_id,
+                filename=f"{self.batch.id}_{part}.jsonl",
+                purpose="batch_output",
+                num_bytes=num_bytes,
+                created_at=now,
+                expires_at=None if keep_s is None else now + keep_s,
+            )
+            for part, num_bytes in writer.num_bytes.items()
+        }
+
+
+class _TryAgain(Exception):
+    def __init__(self, wait_s: float) -> None:
+        super().__init__()
+        self.wait_s = wait_s
+
+
+def _may_pass(error: PenstockError) -> bool:
+    """Whether it says something about the moment, not about the line."""
+    if isinstance(error, RateLimited):
+        return error.waiting_helps
+    return isinstance(error, Overloaded | EngineUnavailable | StoreUnavailable | LimitsUnavailable)
+
+
+def _result(line: BatchLine, answer: LineAnswer, request_id: str) -> LineResult:
+    outcome: Outcome = "succeeded" if answer.status_code < 400 else "errored"
+    return LineResult(line.number, line.custom_id, outcome, request_id, answer.status_code, answer.body)
+
+
+def _final_status(batch: Batch) -> BatchStatus:
+    match batch.ending:
+        case "canceled":
+            return BatchStatus.CANCELLED
+        case "expired":
+            return BatchStatus.EXPIRED
+    return BatchStatus.COMPLETED

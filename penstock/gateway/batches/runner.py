@@ -1,0 +1,172 @@
+"""Runs every batch of a database, in whichever process holds the lease.
+
+Looks at the database every few seconds for new, cancelled and expired batches, and at once when told that one was
+made here. Touches nothing while there is no database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock.core.errors import PenstockError
+from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus
+from penstock.gateway.batches.holder import new_holder
+from penstock.gateway.batches.journal import Journal
+from penstock.gateway.batches.metrics import BatchMetrics
+from penstock.gateway.batches.run import BatchRun, RunContext
+from penstock.gateway.batches.store import BatchStore, LeaseLost
+from penstock.gateway.files.files import FileStore
+
+logger = logging.getLogger(__name__)
+
+_WAIT_AFTER_BUG_S = 60.0
+
+
+class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_concurrent_lines: Annotated[int, Meta(ge=1)] = 32
+    poll_s: Annotated[float, Meta(gt=0)] = 2.0
+    lease_s: Annotated[float, Meta(gt=0)] = 20.0  # after a machine is lost, another waits so long
+    sweep_s: Annotated[float, Meta(gt=0)] = 60.0  # how often expired files go
+
+
+class BatchRunner:
+    """`start` it on the gateway's event loop; `stop` it before the gateway drains."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        files: FileStore,
+        config: BatchesConfig | None = None,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._files = files
+        self._dialects: dict[str, BatchDialect] = {}
+        self._config = config or BatchesConfig()
+        self._wall_clock = wall_clock
+        self.metrics = BatchMetrics(lambda: len(self._runs))
+        self._holder = new_holder()
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._woken = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+        self._begin_at: dict[str, float] = {}  # of batches that met a bug
+        self._has_lease = False
+        self._is_stopping = False
+        self._next_sweep_at = 0.0
+        self._context = self._new_context()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    def teach(self, kind: str, dialect: BatchDialect) -> None:
+        """Batches of a kind that the runner was not taught stay as they are."""
+        self._dialects[kind] = dialect
+
+    def start(self) -> None:
+        self._loop = asyncio.create_task(self._run_loop())
+
+    def wake(self) -> None:
+        """A batch was made or changed: look now."""
+        self._woken.set()
+
+    async def stop(self, timeout_s: float = 0.0) -> None:
+        """Let lines in flight end within `timeout_s` and leave the rest to whoever starts next."""
+        self._is_stopping = True
+        if self._loop is not None:
+            self.wake()  # and not cancelled: it might just be taking the lease
+            await asyncio.wait((self._loop,))
+        for run, _ in self._runs.values():
+            run.pause()
+        tasks = [task for _, task in self._runs.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        await self._abandon_runs()
+        if self._has_lease:
+            self._has_lease = False
+            await self._store.release_lease(self._holder)
+
+    async def _run_loop(self) -> None:
+        while not self._is_stopping:
+            try:
+                if self._store.exists:
+                    await self._look()
+            except LeaseLost:
+                await self._abandon_runs()
+            except PenstockError as error:
+                logger.warning("batches wait: %s", error.message)
+            except Exception:
+                logger.exception("batches wait after an error that was not foreseen")
+            try:
+                await asyncio.wait_for(self._woken.wait(), self._config.poll_s)
+            except TimeoutError:
+                continue
+            self._woken.clear()
+
+    async def _look(self) -> None:
+        self._has_lease = await self._store.take_lease(self._holder, self._config.lease_s)
+        if not self._has_lease:
+            await self._abandon_runs()
+            return
+        for batch in await self._store.active():
+            if batch.kind not in self._dialects or self._wall_clock() < self._begin_at.get(batch.id, 0.0):
+                continue
+            if batch.id not in self._runs:
+                self._begin(batch)
+            run, _ = self._runs[batch.id]
+            if batch.status is BatchStatus.CANCELLING:
+                run.stop("canceled")
+            elif self._wall_clock() >= batch.expires_at:
+                run.stop("expired")
+        if self._wall_clock() >= self._next_sweep_at:
+            self._next_sweep_at = self._wall_clock() + self._config.sweep_s
+            await self._files.remove_expired()
+
+    def _begin(self, batch: Batch) -> None:
+        run = BatchRun(batch, self._dialects[batch.kind], self._context)
+        task = asyncio.create_task(run.run())
+        self._runs[batch.id] = (run, task)
+        task.add_done_callback(lambda task: self._on_run_done(batch.id, task))
+
+    def _on_run_done(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        self._runs.pop(batch_id, None)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, LeaseLost):
+            self.wake()
+        elif isinstance(error, PenstockError):
+            logger.warning("batch %s waits: %s", batch_id, error.message)
+        elif error is not None:
+            # A later look begins it again, from what is recorded.
+            self._begin_at[batch_id] = self._wall_clock() + _WAIT_AFTER_BUG_S
+            logger.error("batch %s stopped on an error that was not foreseen", batch_id, exc_info=error)
+
+    async def _abandon_runs(self) -> None:
+        tasks = [task for _, task in self._runs.values()]
+        if not tasks:
+            return
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        # Slots that an abandoned line held are gone with it.
+        self._context = self._new_context()
+
+    def _new_context(self) -> RunContext:
+        return RunContext(
+            store=self._store,
+            journal=Journal(self._store, self._holder),
+            folder=self._files.folder,
+            slots=asyncio.Semaphore(self._config.max_concurrent_lines),
+            metrics=self.metrics,
+            holder=self._holder,
+            wall_clock=self._wall_clock,
+        )

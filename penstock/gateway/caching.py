@@ -1,0 +1,282 @@
+"""Cache marks on a chat to token positions in its prompt. Knows templates only by what they make of a chat.
+
+A client marks pieces of content: a tool, a part of a turn, a turn. What is to be kept is the prompt up to the end of
+that piece, and where that is in the rendered text only the model's template knows. So the chat is rendered a second
+time with an invisible sign behind every text. If the result is the same text with the signs in it, they tell the
+places, and whether the template kept the order of the pieces. Otherwise, and for pieces that cannot carry a sign,
+the chat is rendered without what follows the mark, and the place is where the two texts part.
+
+Such a place may lie before the true end of the piece, or be missing, when a template moves or trims content: then
+less is kept than was asked for. It never depends on what follows the mark, as long as the template does not either,
+so that the next request finds what this one kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.plan import CacheUse
+from penstock.core.request import CacheBreakpoint
+from penstock.gateway.prompts import CacheMark, ChatMessage, ChatPrompt, TextPart
+
+MAX_MARKS = 4
+MAX_PIECES_BACK = 20  # how far before a mark an entry may end that is reused for it
+FIVE_MINUTES_S = 300.0
+
+# Private-use characters of the last plane, one for each text.
+_FIRST_SIGN = 0x100000
+_MAX_SIGNS = 0xFFFD
+_SIGN = re.compile("[\U00100000-\U0010fffd]")
+_CHANGE = chr(_FIRST_SIGN + _MAX_SIGNS)
+
+Render = Callable[[ChatPrompt], str]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One piece of content, in the order tools, system, messages."""
+
+    kind: Literal["tool", "text", "call"]
+    index: int  # of the tool, or of the message
+    part: int = 0  # of the message: which text or which call
+    mark: CacheMark | None = None
+
+
+class KeptText(msgspec.Struct, frozen=True):
+    """A prefix of the prompt's text to keep; positions are counted in characters."""
+
+    end: int
+    ttl_s: float
+    earlier: tuple[int, ...]
+
+
+def marked_pieces(prompt: ChatPrompt) -> list[Piece]:
+    """The pieces of a chat; empty when none of them carries a mark. Raises InvalidRequest for marks against the
+    rules."""
+    if not _has_marks(prompt):
+        return []
+    pieces = [Piece("tool", index, mark=tool.cache) for index, tool in enumerate(prompt.tools)]
+    for index, message in enumerate(prompt.messages):
+        pieces += _pieces_of(index, message)
+    ttls_s = [piece.mark.ttl_s for piece in pieces if piece.mark is not None]
+    if len(ttls_s) > MAX_MARKS:
+        raise InvalidRequest(
+            f"A request may have {MAX_MARKS} blocks with cache_control, and this one has {len(ttls_s)}.",
+            param="cache_control",
+        )
+    if ttls_s != sorted(ttls_s, reverse=True):
+        raise InvalidRequest(
+            "A cache_control block with a longer ttl must not come after one with a shorter ttl.",
+            param="cache_control",
+            hint="Prompts are read in the order tools, system, messages.",
+        )
+    return pieces
+
+
+def locate(prompt: ChatPrompt, pieces: Sequence[Piece], text: str, render: Render) -> list[KeptText]:
+    """Where the marked prefixes of a chat, rendered as `text`, end; in ascending order."""
+    finder = _Finder(prompt, pieces, text, render)
+    kept: dict[int, KeptText] = {}
+    for number, piece in enumerate(pieces):
+        if piece.mark is None:
+            continue
+        end = finder.end_of(number)
+        if not end:
+            continue
+        candidates = range(max(0, number - MAX_PIECES_BACK), number)
+        earlier = {finder.end_of(candidate) for candidate in candidates if pieces[candidate].kind == "text"}
+        ends = sorted(position for position in earlier if position is not None and 0 < position < end)
+        ttl_s = max(piece.mark.ttl_s, kept[end].ttl_s if end in kept else 0.0)
+        kept[end] = KeptText(end, ttl_s, tuple(ends))
+    return [kept[end] for end in sorted(kept)]
+
+
+def breakpoints_at(
+    kept: Sequence[KeptText], num_tokens_before: Mapping[int, int]
+) -> tuple[CacheBreakpoint, ...]:
+    """The same in tokens, given how many of them end at or before a character."""
+    return tuple(
+        CacheBreakpoint(
+            num_tokens_before[prefix.end],
+            prefix.ttl_s,
+            tuple(num_tokens_before[end] for end in prefix.earlier),
+        )
+        for prefix in kept
+    )
+
+
+def written_by_ttl(breakpoints: Sequence[CacheBreakpoint], use: CacheUse) -> tuple[int, int]:
+    """Tokens newly kept for five minutes, and for longer."""
+    short = long = 0
+    for breakpoint, num_tokens in zip(breakpoints, use.written_tokens, strict=True):
+        if breakpoint.ttl_s <= FIVE_MINUTES_S:
+            short += num_tokens
+        else:
+            long += num_tokens
+    return short, long
+
+
+def _has_marks(prompt: ChatPrompt) -> bool:
+    return any(tool.cache is not None for tool in prompt.tools) or any(
+        message.cache is not None
+        or any(call.cache is not None for call in message.tool_calls)
+        or (not isinstance(message.content, str) and any(part.cache is not None for part in message.content))
+        for message in prompt.messages
+    )
+
+
+def _pieces_of(index: int, message: ChatMessage) -> list[Piece]:
+    """A mark on the whole turn is one on its last piece."""
+    pieces = [Piece("text", index, part, text.cache) for part, text in enumerate(_texts(message))]
+    pieces += [Piece("call", index, part, call.cache) for part, call in enumerate(message.tool_calls)]
+    if message.cache is not None and pieces and pieces[-1].mark is None:
+        pieces[-1] = msgspec.structs.replace(pieces[-1], mark=message.cache)
+    return pieces
+
+
+def _texts(message: ChatMessage) -> tuple[TextPart, ...]:
+    if isinstance(message.content, str):
+        return (TextPart(message.content),) if message.content else ()
+    return message.content
+
+
+class _Finder:
+    """Finds where pieces end in the text of one chat. Everything it renders, it renders when first needed."""
+
+    def __init__(self, prompt: ChatPrompt, pieces: Sequence[Piece], text: str, render: Render) -> None:
+        self._prompt = prompt
+        self._pieces = pieces
+        self._text = text
+        self._render = render
+        self._signed = self._find_signs()
+        self._cut: dict[int, int | None] = {}
+
+    def end_of(self, number: int) -> int | None:
+        piece = self._pieces[number]
+        if piece.kind == "tool":
+            return self._end_of_tool(piece.index)
+        if piece.kind == "text" and self._signed is not None:
+            return self._signed[number]
+        if number not in self._cut:
+            self._cut[number] = self._where_parted(_cut_after(self._prompt, piece))
+        return self._cut[number]
+
+    def _find_signs(self) -> dict[int, int | None] | None:
+        """The end of every text, or None for one that the template leaves out, repeats, or puts after a later one.
+        None for all when signs change the text or cannot be told from it."""
+        texts = [number for number, piece in enumerate(self._pieces) if piece.kind == "text"]
+        is_ambiguous = not self._text.isascii() and _SIGN.search(self._text) is not None
+        if len(self._pieces) > _MAX_SIGNS or is_ambiguous:
+            return None
+        signed = self._try(_with_signs(self._prompt, {number: self._pieces[number] for number in texts}))
+        if signed is None:
+            return None
+        stretches = _SIGN.split(signed)
+        if "".join(stretches) != self._text:
+            return None
+        places: dict[int, list[int]] = {number: [] for number in texts}
+        end = 0
+        for num_signs_before, stretch in enumerate(stretches[:-1]):
+            end += len(stretch)
+            places[ord(signed[end + num_signs_before]) - _FIRST_SIGN].append(end)
+        ends: dict[int, int | None] = {}
+        first_later = len(self._text) + 1
+        for number in reversed(texts):
+            at = places[number]
+            ends[number] = at[0] if len(at) == 1 and at[0] < first_later else None
+            first_later = min([first_later, *at])
+        return ends
+
+    def _end_of_tool(self, index: int) -> int | None:
+        """Where the text first depends on what comes after a tool. A template that writes the system prompt before
+        the tools cannot keep them apart: then the place is after both."""
+        begins = self._where_parted(_with_tools_changed(self._prompt, [index]))
+        later = _with_tools_changed(self._prompt, range(index + 1, len(self._prompt.tools)))
+        for roles_kept in ((), ("system", "developer")):
+            end = self._where_parted(_with_turns_changed(later, roles_kept))
+            if begins is not None and end is not None and begins < end:
+                return end
+        return None
+
+    def _where_parted(self, variant: ChatPrompt) -> int | None:
+        text = self._try(variant)
+        return None if text is None else _common_length(self._text, text)
+
+    def _try(self, prompt: ChatPrompt) -> str | None:
+        try:
+            return self._render(prompt)
+        except InvalidRequest:  # the template wants turns that the variant lacks
+            return None
+
+
+def _with_texts(prompt: ChatPrompt, change: Callable[[int, int, str], str]) -> ChatPrompt:
+    """Every text of every turn as `change(message, part, text)` has it."""
+    messages = []
+    for index, message in enumerate(prompt.messages):
+        if isinstance(message.content, str):
+            content: str | tuple[TextPart, ...] = change(index, 0, message.content) if message.content else ""
+        else:
+            content = tuple(
+                TextPart(change(index, part, text.text), text.cache)
+                for part, text in enumerate(message.content)
+            )
+        messages.append(msgspec.structs.replace(message, content=content))
+    return msgspec.structs.replace(prompt, messages=tuple(messages))
+
+
+def _with_signs(prompt: ChatPrompt, pieces: dict[int, Piece]) -> ChatPrompt:
+    """A sign stands before white space at the end of a text, which templates like to trim; a blank text, which they
+    like to skip, has none."""
+    numbers = {(piece.index, piece.part): number for number, piece in pieces.items()}
+
+    def sign(index: int, part: int, text: str) -> str:
+        body = text.rstrip()
+        return body + chr(_FIRST_SIGN + numbers[index, part]) + text[len(body) :] if body else text
+
+    return _with_texts(prompt, sign)
+
+
+def _with_turns_changed(prompt: ChatPrompt, roles_kept: Sequence[str]) -> ChatPrompt:
+    def change(index: int, part: int, text: str) -> str:
+        return text if prompt.messages[index].role in roles_kept else _CHANGE + text
+
+    return _with_texts(prompt, change)
+
+
+def _with_tools_changed(prompt: ChatPrompt, indices: Sequence[int]) -> ChatPrompt:
+    tools = list(prompt.tools)
+    for index in indices:
+        tools[index] = msgspec.structs.replace(tools[index], name=_CHANGE + tools[index].name)
+    return msgspec.structs.replace(prompt, tools=tuple(tools))
+
+
+def _cut_after(prompt: ChatPrompt, piece: Piece) -> ChatPrompt:
+    """The chat up to and including a piece of one of its turns."""
+    message = prompt.messages[piece.index]
+    if piece.kind == "text":
+        content = message.content if isinstance(message.content, str) else message.content[: piece.part + 1]
+        message = msgspec.structs.replace(message, content=content, tool_calls=())
+    else:
+        message = msgspec.structs.replace(message, tool_calls=message.tool_calls[: piece.part + 1])
+    return msgspec.structs.replace(
+        prompt,
+        messages=(*prompt.messages[: piece.index], message),
+        add_generation_prompt=False,
+        continues_last=False,
+    )
+
+
+def _common_length(first: str, second: str) -> int:
+    """Of the common prefix, by bisection: slices compare at C speed."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

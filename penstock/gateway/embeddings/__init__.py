@@ -1,0 +1,1 @@
+"""Texts to vectors: what a request for embeddings goes through. Knows no HTTP and no wire format."""

@@ -1,0 +1,81 @@
+"""Vectors of texts that were embedded before: exact matches only, bounded in bytes, each workspace for itself.
+
+A workspace can neither read nor time another's entries, since its name is a part of every key. Keys are digests: no
+text is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.core.request import Pooling
+
+_ENTRY_BYTES = 200  # what Python needs for an entry besides its vector
+
+
+class CachedVector(msgspec.Struct, frozen=True):
+    vector: bytes
+    num_tokens: int  # of the text, which need not be tokenized again to be counted
+
+
+class EmbeddingCache(Collector):
+    """For the vectors of one model at a time: `begin` forgets those of another."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: OrderedDict[bytes, CachedVector] = OrderedDict()  # least recently used first
+        self._model: object = None
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def begin(self, model: object) -> None:
+        """Whatever stands for the model; another object, such as after a restart, stands for another model."""
+        if model is not self._model:
+            self._model = model
+            self._entries.clear()
+            self._num_bytes = 0
+
+    def get(self, key: bytes) -> CachedVector | None:
+        found = self._entries.get(key)
+        if found is None:
+            self.num_misses += 1
+            return None
+        self.num_hits += 1
+        self._entries.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, entry: CachedVector) -> None:
+        size = _size(entry)
+        if size > self._max_bytes or key in self._entries:
+            return
+        self._entries[key] = entry
+        self._num_bytes += size
+        while self._num_bytes > self._max_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self._num_bytes -= _size(dropped)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, help_text, value in (
+            ("penstock_embedding_cache_hits", "Texts whose vector was known.", self.num_hits),
+            ("penstock_embedding_cache_misses", "Texts that had to be embedded.", self.num_misses),
+        ):
+            yield CounterMetricFamily(name, help_text, value=value)
+        yield GaugeMetricFamily("penstock_embedding_cache_bytes", "Memory in use.", value=self._num_bytes)
+
+
+def cache_key(workspace_id: str, pooling: Pooling, text: str | tuple[int, ...]) -> bytes:
+    digest = hashlib.blake2b(digest_size=24)
+    content = msgspec.msgpack.encode((workspace_id, pooling, text))
+    digest.update(content)
+    return digest.digest()
+
+
+def _size(entry: CachedVector) -> int:
+    return len(entry.vector) + _ENTRY_BYTES

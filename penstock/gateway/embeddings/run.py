@@ -1,0 +1,100 @@
+"""The texts of one request on their way through the engine: a few at a time, until all have their vector."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from penstock.cluster.client import EngineClient
+from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason, Request
+from penstock.gateway.stream import ReaderGone
+
+# So many at once keep an engine busy, and leave room in its queue for others.
+MAX_TEXTS_IN_FLIGHT = 64
+
+
+class EmbeddingRun:
+    """Await `vectors`, or end it with `cancel` or `fail` at any moment."""
+
+    def __init__(self, engine: EngineClient, requests: Sequence[Request], timeout_s: float | None) -> None:
+        self._engine = engine
+        self._waiting = list(reversed(requests))
+        self._timeout_s = timeout_s
+        self._order = [request.id for request in requests]
+        self._in_flight: set[str] = set()
+        self._vectors: dict[str, bytes] = {}
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_tokens = {request.id: len(request.prompt_token_ids) for request in requests}
+        self.num_cached_tokens = 0  # reused from the engine's KV cache
+        self.queue_s: float | None = None  # of the first text, as the engine measured it
+
+    async def vectors(self) -> list[bytes]:
+        """In the order of the requests. Raises the PenstockError that ended it, or ReaderGone after `cancel`."""
+        self._start_more()
+        try:
+            await self._done
+        finally:
+            self._abort()
+        return [self._vectors[request_id] for request_id in self._order]
+
+    @property
+    def num_embedded_tokens(self) -> int:
+        """Of the texts that have their vector, also when others do not get theirs."""
+        return sum(self._num_tokens[request_id] for request_id in self._vectors)
+
+    def cancel(self) -> None:
+        self._end(ReaderGone())
+
+    def fail(self, error: PenstockError) -> None:
+        self._end(error)
+
+    def _start_more(self) -> None:
+        while self._waiting and len(self._in_flight) < MAX_TEXTS_IN_FLIGHT and not self._done.done():
+            request = self._waiting.pop()
+            self._in_flight.add(request.id)
+            self._engine.add(
+                request,
+                timeout_s=self._timeout_s,
+                on_event=partial(self._on_event, request.id),
+                on_error=self.fail,
+            )
+        if not self._waiting and not self._in_flight and not self._done.done():
+            self._done.set_result(None)
+
+    def _on_event(self, request_id: str, event: TokenEvent) -> None:
+        if self._done.done() or event.finish_reason is None:
+            return
+        self._in_flight.discard(request_id)
+        if event.embedding is None:
+            self._end(_error_of(event))
+            return
+        self._vectors[request_id] = event.embedding
+        self.num_cached_tokens += event.num_cached_tokens or 0
+        if self.queue_s is None:
+            self.queue_s = event.queue_s
+        self._start_more()
+
+    def _end(self, error: PenstockError | ReaderGone) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    def _abort(self) -> None:
+        self._waiting.clear()
+        for request_id in self._in_flight:
+            self._engine.abort(request_id)
+        self._in_flight.clear()
+
+
+def _error_of(event: TokenEvent) -> PenstockError:
+    """What a text without a vector ended with."""
+    match event.finish_reason:
+        case FinishReason.DEADLINE:
+            return DeadlineExceeded("The request's deadline passed before all of its texts were embedded.")
+        case FinishReason.ABORT:
+            return EngineUnavailable("The engine ended this request early.", hint="Try again.")
+        case FinishReason.ERROR if event.queue_s is None:
+            return Overloaded(event.error or "The request was never started.", retry_after_s=5.0)
+    return PenstockError(event.error or "The engine could not embed this text.")

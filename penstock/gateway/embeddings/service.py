@@ -1,0 +1,270 @@
+"""The story of a request for embeddings: checked, looked up, tokenized, reserved, computed, settled.
+
+It goes through the same accounts, tiers and drain as any other request; only its answers are vectors. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest, PenstockError, PermissionDenied
+from penstock.core.identity import OPEN_PRINCIPAL, Principal
+from penstock.core.limits import RateLimits
+from penstock.core.request import Pooling, Request, SamplingParams, Tier
+from penstock.core.sizes import parse_bytes
+from penstock.gateway.accounts import Account, Claim, Outcome
+from penstock.gateway.checks import check_token_ids
+from penstock.gateway.embeddings.cache import CachedVector, EmbeddingCache, cache_key
+from penstock.gateway.embeddings.run import EmbeddingRun
+from penstock.gateway.embeddings.vectors import shortened
+from penstock.gateway.gateway import Gateway, ServedModel, granted_tier
+from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
+from penstock.gateway.telemetry.record import current_record
+from penstock.gateway.tokenizer import DIRECT_ENCODE_CHARS
+
+MAX_INPUTS = 2048
+
+Status: TypeAlias = Literal["completed", "cancelled", "failed"]
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One vector for each input: a text, or the token ids of one."""
+
+    inputs: tuple[str | tuple[int, ...], ...]
+    model: str | None = None
+    dimensions: int | None = None  # None leaves vectors as long as the model makes them
+    pooling: Pooling | None = None  # None takes the model's own
+    uses_cache: bool = True
+    principal: Principal = OPEN_PRINCIPAL
+    request_id: str = ""
+    tier: Tier = Tier.DEFAULT
+    user: str | None = None
+    timeout_s: float | None = None
+
+
+class EmbeddingAnswer(msgspec.Struct, frozen=True):
+    vectors: list[bytes]  # little-endian float32, of length 1
+    model: str
+    usage: Usage
+    rate_limits: RateLimits
+
+
+class _Text(msgspec.Struct):
+    """One input as it becomes known."""
+
+    key: bytes
+    known: CachedVector | None
+    token_ids: tuple[int, ...] = ()
+    vector: bytes = b""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.known is None else self.known.num_tokens
+
+
+class Embeddings:
+    """Must be used from the gateway's event loop."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._cache = EmbeddingCache(parse_bytes(gateway.config.embedding_cache_memory))
+        gateway.metrics.register(self._cache)
+
+    async def open(self, wish: EmbeddingRequest) -> EmbeddingJob:
+        """Everything that can be refused is refused here. The job must be run or cancelled."""
+        gateway = self._gateway
+        gateway.check_accepting()
+        model = gateway.model(wish.model)
+        if not wish.principal.may_use(model.card.name):
+            raise PermissionDenied(f"This key may not use the model {model.card.name!r}.", param="model")
+        pooling = _checked_pooling(wish, model)
+        signed = gateway.tiers.capped(_as_generation(wish))
+        if (record := current_record.get()) is not None:
+            record.note(signed)
+        texts = await self._texts(wish, model, pooling)
+        missing = [text for text in texts if text.known is None]
+        request_id = wish.request_id or uuid.uuid4().hex
+        claim = Claim(
+            request_id=request_id,
+            principal=wish.principal,
+            model=model.card.name,
+            endpoint="embeddings",
+            tier=granted_tier(signed),
+            input_tokens=sum(text.num_tokens for text in missing),
+            max_output_tokens=0,
+            user=wish.user,
+        )
+        account = await gateway.accounts.open(claim)
+        requests = [
+            Request(
+                id=f"{request_id}-{index}",
+                prompt_token_ids=text.token_ids,
+                sampling=SamplingParams(max_tokens=1),
+                tenant=wish.principal.workspace_id,
+                tier=claim.tier,
+                pooling=pooling,
+            )
+            for index, text in enumerate(missing)
+        ]
+        run = EmbeddingRun(gateway.engine, requests, _timeout_s(wish, gateway))
+        cache = self._cache if wish.uses_cache else None
+        return EmbeddingJob(gateway, account, run, texts, cache, wish.dimensions)
+
+    async def _texts(self, wish: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[_Text]:
+        self._cache.begin(model.engine)
+        texts = []
+        num_characters = 0
+        for index, given in enumerate(wish.inputs):
+            num_characters += len(given)
+            if num_characters > DIRECT_ENCODE_CHARS:  # many short texts are as much work as a long one
+                num_characters = 0
+                await asyncio.sleep(0)
+            if not given:
+                raise InvalidRequest(f"input[{index}] is empty.", param="input")
+            key = cache_key(wish.principal.workspace_id, pooling, given)
+            known = self._cache.get(key) if wish.uses_cache else None
+            text = _Text(key, known)
+            if known is None:
+                text.token_ids = await _token_ids(given, index, model)
+            texts.append(text)
+        return texts
+
+
+class EmbeddingJob:
+    """An opened request: `run` it for its answer, `cancel` it at any moment."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        account: Account,
+        run: EmbeddingRun,
+        texts: Sequence[_Text],
+        cache: EmbeddingCache | None,
+        dimensions: int | None,
+    ) -> None:
+        self._gateway = gateway
+        self._account = account
+        self._run = run
+        self._texts = texts
+        self._cache = cache
+        self._dimensions = dimensions
+        self._started_at = gateway.clock.now()
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self._account.rate_limits
+
+    def cancel(self) -> None:
+        self._run.cancel()
+
+    async def run(self) -> EmbeddingAnswer:
+        try:
+            with self._gateway.counted(self._run):
+                vectors = await self._run.vectors()
+        except PenstockError as error:
+            self._settle("failed", self._usage_so_far(), error.code)
+            raise
+        except BaseException:
+            self._settle("cancelled", self._usage_so_far())
+            raise
+        self._take(vectors)
+        self._gateway.metrics.prompt_tokens += self._run.num_embedded_tokens
+        usage = Usage(
+            prompt_tokens=sum(text.num_tokens for text in self._texts),
+            completion_tokens=0,
+            cached_tokens=sum(text.num_tokens for text in self._texts if text.known is not None)
+            + self._run.num_cached_tokens,
+        )
+        self._settle("completed", usage)
+        found = [text.vector if text.known is None else text.known.vector for text in self._texts]
+        if self._dimensions is not None:
+            found = [shortened(vector, self._dimensions) for vector in found]
+        return EmbeddingAnswer(found, self._account.claim.model, usage, self._account.rate_limits)
+
+    def _take(self, vectors: Sequence[bytes]) -> None:
+        missing = [text for text in self._texts if text.known is None]
+        for text, vector in zip(missing, vectors, strict=True):
+            text.vector = vector
+            if self._cache is not None:
+                self._cache.put(text.key, CachedVector(vector, text.num_tokens))
+
+    def _usage_so_far(self) -> Usage:
+        return Usage(self._run.num_embedded_tokens, 0, self._run.num_cached_tokens)
+
+    def _settle(self, status: Status, usage: Usage, error_code: str | None = None) -> None:
+        outcome = Outcome(
+            usage=usage,
+            status=status,
+            error_code=error_code,
+            duration_s=self._gateway.clock.now() - self._started_at,
+            queue_s=self._run.queue_s,
+        )
+        self._account.settle(outcome)
+
+
+async def _token_ids(given: str | tuple[int, ...], index: int, model: ServedModel) -> tuple[int, ...]:
+    card = model.card
+    if isinstance(given, tuple):
+        check_token_ids(given, card.vocab_size, param=f"input[{index}]")
+        token_ids = given
+    elif card.is_encoder:
+        token_ids = await model.tokenizer.encode_with_template(given)
+    else:
+        token_ids = await model.tokenizer.encode(given, add_special_tokens=True)
+    longest = card.max_model_len if card.is_encoder else card.max_model_len - 1
+    if len(token_ids) > longest:
+        raise ContextLengthExceeded(
+            f"input[{index}] has {len(token_ids)} tokens, and this model embeds at most {longest}.",
+            param="input",
+            hint="Split it, and embed the parts.",
+        )
+    if not token_ids:
+        raise InvalidRequest(f"input[{index}] has no tokens.", param="input")
+    return token_ids
+
+
+def _checked_pooling(wish: EmbeddingRequest, model: ServedModel) -> Pooling:
+    card = model.card
+    if not card.embedding_size:
+        raise InvalidRequest(f"The model {card.name!r} makes no embeddings.", param="model")
+    if not wish.inputs:
+        raise InvalidRequest("There must be at least one input.", param="input")
+    if len(wish.inputs) > MAX_INPUTS:
+        raise InvalidRequest(
+            f"There are {len(wish.inputs)} inputs; one request may have at most {MAX_INPUTS}.", param="input"
+        )
+    if wish.dimensions is not None and not 1 <= wish.dimensions <= card.embedding_size:
+        raise InvalidRequest(
+            f"dimensions must be between 1 and {card.embedding_size}, not {wish.dimensions}.",
+            param="dimensions",
+        )
+    if card.is_encoder and wish.pooling not in (None, card.pooling):
+        raise InvalidRequest(f"This model was trained for pooling {card.pooling!r} only.", param="pooling")
+    return wish.pooling or card.pooling
+
+
+def _as_generation(wish: EmbeddingRequest) -> GenerationRequest:
+    """The same request as limits and tiers know requests."""
+    return GenerationRequest(
+        prompts=tuple(
+            TextPrompt(given) if isinstance(given, str) else TokenPrompt(given) for given in wish.inputs
+        ),
+        sampling=SamplingOptions(),
+        model=wish.model,
+        tier=wish.tier,
+        principal=wish.principal,
+        request_id=wish.request_id,
+        endpoint="embeddings",
+        user=wish.user,
+        timeout_s=wish.timeout_s,
+    )
+
+
+def _timeout_s(wish: EmbeddingRequest, gateway: Gateway) -> float | None:
+    limits = [limit for limit in (wish.timeout_s, gateway.config.request_timeout_s) if limit is not None]
+    return min(limits, default=None)

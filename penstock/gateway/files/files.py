@@ -1,0 +1,227 @@
+"""The files of workspaces: upload, list, read, delete, expire. Knows no HTTP.
+
+A file of another workspace does not exist. Bytes are on the disk before the row that names them is committed, and a
+row goes before its bytes do, so that a crash leaves at most bytes that nobody can name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
+from msgspec import Meta
+from sqlalchemy import Connection, Row, Select, delete, func, insert, or_, select
+
+from penstock.core.errors import NotFound, RequestTooLarge
+from penstock.gateway.files.folder import FileFolder, is_file_id
+from penstock.gateway.store import tables
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.paging import Order, read_page
+
+_WRITE_BYTES = 1 << 20  # how much of an upload is gathered before a thread writes it
+_MAX_FILENAME_CHARS = 512
+_MAX_EXPIRED_AT_ONCE = 1000
+
+
+class FilesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a workspace may keep."""
+
+    max_file_bytes: Annotated[int, Meta(ge=1)] = 512 << 20
+    max_workspace_bytes: Annotated[int, Meta(ge=1)] = 16 << 30
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    workspace_id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: float  # Unix time
+    expires_at: float | None = None
+
+
+class FilePage(msgspec.Struct, frozen=True):
+    files: list[StoredFile]
+    has_more: bool
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(12)}"
+
+
+def insert_file(connection: Connection, file: StoredFile) -> None:
+    """For a transaction that does more than that. The bytes must be in the folder."""
+    connection.execute(insert(tables.files).values(msgspec.structs.asdict(file)))
+
+
+class FileStore:
+    def __init__(
+        self,
+        database: Database,
+        data_dir: Path,
+        config: FilesConfig | None = None,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = FileFolder(data_dir / "files")
+        self.config = config or FilesConfig()
+        self._database = database
+        self._wall_clock = wall_clock
+
+    async def upload(self) -> Upload:
+        file_id = new_file_id()
+        file = await asyncio.to_thread(self.folder.begin, file_id)
+        return Upload(self.folder, file_id, file, self.config.max_file_bytes)
+
+    async def create(
+        self,
+        workspace_id: str,
+        upload: Upload,
+        *,
+        filename: str,
+        purpose: str,
+        expires_after_s: float | None = None,
+    ) -> StoredFile:
+        """Keep what was uploaded."""
+        num_bytes = await upload.publish()
+        now = self._wall_clock()
+        file = StoredFile(
+            id=upload.file_id,
+            workspace_id=workspace_id,
+            filename=filename[-_MAX_FILENAME_CHARS:].replace("\0", ""),
+            purpose=purpose,
+            num_bytes=num_bytes,
+            created_at=now,
+            expires_at=None if expires_after_s is None else now + expires_after_s,
+        )
+        try:
+            await self._database.run(lambda connection: self._insert_within_quota(connection, file))
+        except Exception:
+            await asyncio.to_thread(self.folder.remove, file.id)
+            raise
+        return file
+
+    async def get(self, workspace_id: str, file_id: str) -> StoredFile:
+        row = None
+        if is_file_id(file_id):
+            row = await self._database.run(
+                lambda connection: connection.execute(self._find(workspace_id, file_id)).one_or_none(),
+                reads_only=True,
+            )
+        if row is None:
+            raise NotFound(f"There is no file {file_id[:64]!r}.", param="file_id")
+        return _file(row)
+
+    async def page(
+        self,
+        workspace_id: str,
+        *,
+        purpose: str | None = None,
+        limit: int = 10_000,
+        order: Order = "desc",
+        after: str | None = None,
+    ) -> FilePage:
+        def read(connection: Connection) -> FilePage:
+            query = self._of_workspace(workspace_id)
+            if purpose is not None:
+                query = query.where(tables.files.c.purpose == purpose)
+            rows, has_more = read_page(connection, query, tables.files, limit=limit, order=order, after=after)
+            return FilePage([_file(row) for row in rows], has_more)
+
+        return await self._database.run(read, reads_only=True)
+
+    async def delete(self, workspace_id: str, file_id: str) -> None:
+        await self.get(workspace_id, file_id)
+        await self._database.run(
+            lambda connection: connection.execute(
+                delete(tables.files).where(
+                    tables.files.c.id == file_id, tables.files.c.workspace_id == workspace_id
+                )
+            )
+        )
+        await asyncio.to_thread(self.folder.remove, file_id)
+
+    async def remove_expired(self) -> int:
+        """How many went. Until this comes by, an expired file is invisible already."""
+
+        def remove(connection: Connection) -> list[str]:
+            is_expired = tables.files.c.expires_at <= self._wall_clock()
+            query = select(tables.files.c.id).where(is_expired).limit(_MAX_EXPIRED_AT_ONCE)
+            ids = list(connection.execute(query).scalars())
+            connection.execute(delete(tables.files).where(tables.files.c.id.in_(ids)))
+            return ids
+
+        expired = await self._database.run(remove)
+        for file_id in expired:
+            await asyncio.to_thread(self.folder.remove, file_id)
+        await asyncio.to_thread(self.folder.remove_abandoned)
+        return len(expired)
+
+    def _insert_within_quota(self, connection: Connection, file: StoredFile) -> None:
+        used = connection.execute(
+            select(func.coalesce(func.sum(tables.files.c.num_bytes), 0)).where(
+                tables.files.c.workspace_id == file.workspace_id
+            )
+        ).scalar_one()
+        if used + file.num_bytes > self.config.max_workspace_bytes:
+            raise RequestTooLarge(
+                f"The workspace's files would take more than the {self.config.max_workspace_bytes} bytes that it may "
+                "keep.",
+                hint="Delete files that are no longer needed.",
+            )
+        insert_file(connection, file)
+
+    def _of_workspace(self, workspace_id: str) -> Select[Any]:
+        expires_at = tables.files.c.expires_at
+        return select(tables.files).where(
+            tables.files.c.workspace_id == workspace_id,
+            or_(expires_at.is_(None), expires_at > self._wall_clock()),
+        )
+
+    def _find(self, workspace_id: str, file_id: str) -> Select[Any]:
+        return self._of_workspace(workspace_id).where(tables.files.c.id == file_id)
+
+
+class Upload:
+    """Bytes on their way to the disk, which sees them in large pieces from another thread. Either the store keeps
+    them (`FileStore.create`) or they must be abandoned."""
+
+    def __init__(self, folder: FileFolder, file_id: str, file: BinaryIO, max_bytes: int) -> None:
+        self.file_id = file_id
+        self._folder = folder
+        self._file = file
+        self._max_bytes = max_bytes
+        self._pending = bytearray()
+        self._num_bytes = 0
+
+    async def write(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_bytes:
+            raise RequestTooLarge(f"A file may have at most {self._max_bytes} bytes.", param="file")
+        self._pending += data
+        if len(self._pending) >= _WRITE_BYTES:
+            await self._write_pending()
+
+    async def publish(self) -> int:
+        """How many bytes it has."""
+        await self._write_pending()
+        await asyncio.to_thread(self._folder.publish, self.file_id, self._file)
+        return self._num_bytes
+
+    async def abandon(self) -> None:
+        """Does nothing after `publish`."""
+        if not self._file.closed:
+            await asyncio.to_thread(self._folder.abandon, self._file)
+
+    async def _write_pending(self) -> None:
+        pending, self._pending = self._pending, bytearray()
+        await asyncio.to_thread(self._file.write, pending)
+
+
+def _file(row: Row[Any]) -> StoredFile:
+    return StoredFile(**row._mapping)

@@ -1,0 +1,237 @@
+"""Structured output, from what clients write to a core `Grammar`, with every bound and every refusal.
+
+Knows no wire format of a particular API beyond the names that several of them share, and no model: whether a grammar
+can be compiled is found out with the matcher's own compiler, in a thread, before the request leaves the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.grammar_text import StructuralTags, grammar_text, lenient
+from penstock.core.request import Grammar
+
+MAX_GRAMMAR_BYTES = 128 << 10
+MAX_EBNF_BYTES = 16 << 10
+MAX_REGEX_CHARACTERS = 4096
+MAX_CHOICES = 1000
+MAX_SCHEMA_DEPTH = 64  # of brackets
+MAX_SCHEMA_VALUES = 20_000  # keys and values of all levels
+CHECK_TIMEOUT_S = 10.0
+_MAX_REMEMBERED = 512
+_CHECK_THREADS = 2
+_GBNF_MARK = "::="
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of several ways to say what an answer looks like, under the names vLLM gave them."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+    def to_grammar(self, param: str) -> Grammar | None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) > 1:
+            raise InvalidRequest(f"{param} may have only one of {', '.join(given)}.", param=param)
+        if not given:
+            return None
+        name = f"{param}.{given[0]}"
+        if self.json is not None and self.json is not False:
+            schema = _decoded(self.json, name) if isinstance(self.json, str) else self.json
+            return json_schema(schema, param=name)
+        if self.regex is not None:
+            return regex(self.regex, param=name)
+        if self.choice is not None:
+            return choice(self.choice, param=name)
+        if self.grammar is not None:
+            return ebnf(self.grammar, param=name)
+        if self.structural_tag is not None:
+            return structural_tag(self.structural_tag, param=name)
+        return Grammar("json")
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """`response_format` as OpenAI's chat completions write it, with one more type: structural_tag."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    def to_grammar(self, param: str = "response_format") -> Grammar | None:
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return Grammar("json")
+            case "json_schema":
+                return self._schema_grammar(param)
+            case "structural_tag":
+                tags = {"structures": self.structures or [], "triggers": self.triggers or []}
+                return structural_tag(tags, param=param)
+        raise InvalidRequest(
+            f"{param}.type is {self.type!r}, which is none of text, json_object, json_schema, structural_tag.",
+            param=f"{param}.type",
+        )
+
+    def _schema_grammar(self, param: str) -> Grammar:
+        if self.json_schema is None:
+            raise InvalidRequest(
+                f"{param}.json_schema is required for the type json_schema.", param=f"{param}.json_schema"
+            )
+        if self.json_schema.schema is None:
+            return Grammar("json")
+        return json_schema(
+            self.json_schema.schema, strict=bool(self.json_schema.strict), param=f"{param}.json_schema.schema"
+        )
+
+
+def json_schema(schema: dict[str, Any] | bool, *, strict: bool = True, param: str) -> Grammar:
+    """A schema that is not strict may use keywords that cannot be enforced; they are then left out."""
+    if not strict and isinstance(schema, dict):
+        schema = lenient(schema)
+    return Grammar("json_schema", _bounded_json(schema, param))
+
+
+def regex(pattern: str, *, param: str) -> Grammar:
+    if len(pattern) > MAX_REGEX_CHARACTERS:
+        raise InvalidRequest(
+            f"{param} has {len(pattern)} characters; at most {MAX_REGEX_CHARACTERS} are allowed.", param=param
+        )
+    return Grammar("regex", pattern)
+
+
+def choice(choices: list[str], *, param: str) -> Grammar:
+    if not choices or "" in choices:
+        raise InvalidRequest(f"{param} must have at least one choice, and none of them empty.", param=param)
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{param} has {len(choices)} entries; at most {MAX_CHOICES} are allowed.", param=param
+        )
+    return Grammar("choice", _bounded_json(choices, param))
+
+
+def ebnf(text: str, *, param: str) -> Grammar:
+    """Lark's notation, or GBNF's (`root ::= …`), which `GrammarChecker.check` translates."""
+    if len(text.encode()) > MAX_EBNF_BYTES:
+        raise InvalidRequest(f"{param} is larger than {MAX_EBNF_BYTES} bytes.", param=param)
+    return Grammar("ebnf", text)
+
+
+def structural_tag(tags: dict[str, Any] | str, *, param: str) -> Grammar:
+    text = tags if isinstance(tags, str) else _bounded_json(tags, param)
+    try:
+        msgspec.json.decode(text, type=StructuralTags)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{param} cannot be read: {error}.", param=param) from None
+    return Grammar("structural_tag", text)
+
+
+class GrammarChecker:
+    """Finds out whether grammars can be compiled, without making the event loop wait. Remembers those that can."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="grammar-check")
+        self._good: OrderedDict[Grammar, Grammar] = OrderedDict()  # as asked → as sent; oldest use first
+
+    async def check(
+        self, grammar: Grammar, special_token_ids: Mapping[str, int], *, param: str = "response_format"
+    ) -> Grammar:
+        """The grammar as an engine takes it. Raises InvalidRequest."""
+        good = self._good.get(grammar)
+        if good is not None:
+            self._good.move_to_end(grammar)
+            return good
+        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(f"The grammar is larger than {MAX_GRAMMAR_BYTES} bytes.", param=param)
+        loop = asyncio.get_running_loop()
+        checking = loop.run_in_executor(self._pool, _checked, grammar, special_token_ids)
+        try:
+            good = await asyncio.wait_for(checking, CHECK_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"The grammar takes more than {CHECK_TIMEOUT_S:g} s to compile.", param=param
+            ) from None
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param) from None
+        self._good[grammar] = good
+        if len(self._good) > _MAX_REMEMBERED:
+            self._good.popitem(last=False)
+        return good
+
+
+def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> Grammar:
+    """Runs in a thread. The matcher's limits, which count its operations, bound how long."""
+    if grammar.kind == "ebnf" and _GBNF_MARK in grammar.text:
+        try:
+            grammar = Grammar("ebnf", any_to_lark(grammar.text))
+        except Exception as error:
+            raise InvalidRequest(f"The grammar cannot be read: {_first_line(str(error))}.") from None
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(
+        grammar_text(grammar, special_token_ids), None, limits=LLParserLimits(verbose_errors=False)
+    )
+    if is_error:
+        raise InvalidRequest(f"The grammar cannot be compiled: {_first_line(''.join(messages[:1]))}.")
+    return grammar
+
+
+def _decoded(text: str, param: str) -> dict[str, Any] | bool:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}.", param=param) from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{param} must be a JSON schema: an object.", param=param)
+    return schema
+
+
+def _bounded_json(value: Any, param: str) -> str:
+    _check_shape(value, param)
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{param} is larger than {MAX_GRAMMAR_BYTES} bytes.", param=param)
+    return text
+
+
+def _check_shape(value: Any, param: str) -> None:
+    """Depth and size, without recursion: the value is a client's."""
+    level, num_values = [value], 0
+    for _ in range(MAX_SCHEMA_DEPTH):
+        num_values += len(level)
+        if num_values > MAX_SCHEMA_VALUES:
+            raise InvalidRequest(f"{param} has more than {MAX_SCHEMA_VALUES} values.", param=param)
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner.extend(each.values())
+            elif isinstance(each, list | tuple):
+                inner.extend(each)
+        if not inner:
+            return
+        level = inner
+    raise InvalidRequest(f"{param} is nested more than {MAX_SCHEMA_DEPTH} levels deep.", param=param)
+
+
+def _first_line(error: str) -> str:
+    return next(iter(error.strip().splitlines()), "unknown error").rstrip(" .:")

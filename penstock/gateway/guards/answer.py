@@ -1,0 +1,247 @@
+"""An answer that passes a policy on its way to the reader.
+
+Wraps any answer stream. Its text, its reasoning and the arguments of its tool calls each go through a scanner of
+their own, which holds back only what a pattern may still need. Rules that review whole answers hold the answer until
+they have spoken, unless they only flag.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.request import FinishReason, Tier
+from penstock.gateway.accounts import RateLimits
+from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.guards.guard import Subject
+from penstock.gateway.guards.inputs import RunLater, reviewed, watch
+from penstock.gateway.guards.reports import Case
+from penstock.gateway.guards.scanner import Scanner
+from penstock.gateway.prompts import Usage
+from penstock.gateway.stream import AnswerStream, CacheStatus
+
+
+class GuardedChoice:
+    """One answer's way through the patterns of a policy."""
+
+    def __init__(self, index: int, case: Case) -> None:
+        self._index = index
+        self._case = case
+        self._stage = case.policy.output
+        self._text = self._stage.scanner()
+        self._reasoning = self._stage.scanner()
+        self._arguments: dict[int, Scanner] = {}
+        self._has_begun = False
+        self.is_over = False
+
+    def push(self, delta: Delta) -> Delta | None:
+        """What the reader may see of it; None when that is nothing."""
+        if self.is_over:
+            return None
+        is_last = delta.finish_reason is not None
+        reasoning = self._reasoning.push(delta.reasoning)
+        if is_last or delta.text or delta.tool_calls:  # reasoning is over once something else begins
+            reasoning += self._reasoning.finish()
+            self._report(self._reasoning)
+            if self._reasoning.stopped is None:
+                self._reasoning = self._stage.scanner()
+        text = ""
+        calls: tuple[ToolCallDelta, ...] = ()
+        if self._reasoning.stopped is None:
+            text = self._text.push(delta.text)
+            calls = self._push_calls(delta.tool_calls)
+            if is_last and self._text.stopped is None:
+                text += self._text.finish()
+                calls += self._finish_calls()
+        reason = FinishReason.CONTENT_FILTER if self._report_all() else delta.finish_reason
+        self.is_over = reason is not None
+        is_news = bool(text or reasoning or calls or self.is_over or not self._has_begun)
+        self._has_begun = True
+        if not is_news:
+            return None
+        return msgspec.structs.replace(
+            delta,
+            text=text,
+            reasoning=reasoning,
+            tool_calls=calls,
+            finish_reason=reason,
+            # Log-probabilities spell out every token, hidden ones too.
+            details=() if self._stage.hides_text else delta.details,
+        )
+
+    def refused(self) -> Delta:
+        self.is_over = True
+        return Delta(self._index, "", finish_reason=FinishReason.CONTENT_FILTER)
+
+    def _push_calls(self, deltas: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
+        shown: list[ToolCallDelta] = []
+        for delta in deltas:
+            if self._text.stopped is not None:
+                break
+            if delta.index not in self._arguments:
+                shown += self._finish_calls()
+                self._arguments[delta.index] = self._stage.scanner()
+            scanner = self._arguments[delta.index]
+            arguments = scanner.push(delta.arguments, is_json=True)
+            if arguments or delta.name is not None or delta.id is not None:
+                shown.append(msgspec.structs.replace(delta, arguments=arguments))
+        return tuple(shown)
+
+    def _finish_calls(self) -> tuple[ToolCallDelta, ...]:
+        rests = [
+            (index, scanner.finish(is_json=True))
+            for index, scanner in self._arguments.items()
+            if scanner.stopped is None
+        ]
+        return tuple(ToolCallDelta(index, rest) for index, rest in rests if rest)
+
+    def _report_all(self) -> bool:
+        """Report what was found; True when something ends the answer."""
+        scanners = (self._reasoning, self._text, *self._arguments.values())
+        for scanner in scanners:
+            self._report(scanner)
+        return any(scanner.stopped is not None for scanner in scanners)
+
+    def _report(self, scanner: Scanner) -> None:
+        for span in scanner.spans:
+            rule = self._stage.rule_of[id(span.detector)]
+            self._case.found(rule, "output", span.detector.label, f"holds {span.detector.label}")
+        scanner.spans.clear()
+
+
+class GuardedAnswer:
+    """An AnswerStream. `run_later` takes reviews that nobody waits for."""
+
+    def __init__(self, inner: AnswerStream, case: Case, run_later: RunLater) -> None:
+        self._inner = inner
+        self._case = case
+        self._run_later = run_later
+        self._choices = [GuardedChoice(index, case) for index in range(inner.num_choices)]
+        self._seen: list[list[Delta]] = [[] for _ in self._choices]  # for reviews
+        reviews = case.policy.output.reviews
+        self._deciding = tuple(rule for rule in reviews if rule.decides)
+        self._watching = tuple(rule for rule in reviews if not rule.decides)
+        self._has_begun = False
+        self._has_reviewed = False
+        case.begins("output")
+
+    @property
+    def id(self) -> str:
+        return self._inner.id
+
+    @property
+    def model(self) -> str:
+        return self._inner.model
+
+    @property
+    def tier(self) -> Tier:
+        return self._inner.tier
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self._inner.rate_limits
+
+    @property
+    def num_choices(self) -> int:
+        return self._inner.num_choices
+
+    @property
+    def usage(self) -> Usage:
+        return self._inner.usage
+
+    @property
+    def cache_status(self) -> CacheStatus | None:
+        return self._inner.cache_status
+
+    def __aiter__(self) -> GuardedAnswer:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        if self._deciding and not self._has_reviewed:
+            if not self._has_begun:
+                return await self._first_sign()
+            return await self._decided(await self._read_all())
+        while True:
+            if self._is_over:
+                self._finish()
+                raise StopAsyncIteration
+            if deltas := self._push(await anext(self._inner)):
+                return deltas
+
+    async def collect(self) -> list[Delta]:
+        deltas = self._push(await self._inner.collect())
+        if self._deciding:
+            deltas = await self._decided(deltas)
+        self._finish()
+        return deltas
+
+    def cancel(self) -> None:
+        self._inner.cancel()
+
+    @property
+    def _is_over(self) -> bool:
+        return all(choice.is_over for choice in self._choices)
+
+    def _push(self, deltas: list[Delta]) -> list[Delta]:
+        shown = [seen for delta in deltas if (seen := self._choices[delta.index].push(delta)) is not None]
+        if self._deciding or self._watching:
+            for delta in shown:
+                self._seen[delta.index].append(delta)
+        if self._is_over:
+            self._inner.cancel()  # frees what the engine still holds for an answer that was cut short
+        return shown
+
+    async def _first_sign(self) -> list[Delta]:
+        """Says that answers have begun, and no more: whoever reads them can be kept from giving up."""
+        self._has_begun = True
+        deltas = await anext(self._inner)
+        self._push(deltas)
+        return [Delta(delta.index, "") for delta in deltas]
+
+    async def _read_all(self) -> list[Delta]:
+        while not self._is_over:
+            self._push(await anext(self._inner))
+        return [_merged(deltas) for deltas in self._seen]
+
+    async def _decided(self, deltas: list[Delta]) -> list[Delta]:
+        """Whole answers, less those that a review refuses."""
+        self._has_reviewed = True
+        shown = []
+        for delta in deltas:
+            is_refused = False
+            for rule in self._deciding:
+                is_refused = await reviewed(self._case, rule, _subject(delta), "output") is not None
+                if is_refused:
+                    break
+            shown.append(self._choices[delta.index].refused() if is_refused else delta)
+        return shown
+
+    def _finish(self) -> None:
+        watching, self._watching = self._watching, ()
+        if watching:
+            subjects = [_subject(_merged(deltas)) for deltas in self._seen if deltas]
+            self._run_later(watch(self._case, watching, subjects, "output"))
+
+
+def _merged(deltas: list[Delta]) -> Delta:
+    """All deltas of one answer, as one."""
+    calls: dict[int, ToolCallDelta] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls):
+        known = calls.get(call.index)
+        calls[call.index] = (
+            call
+            if known is None
+            else msgspec.structs.replace(known, arguments=known.arguments + call.arguments)
+        )
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(calls.values()),
+        details=tuple(detail for delta in deltas for detail in delta.details),
+    )
+
+
+def _subject(delta: Delta) -> Subject:
+    arguments = (call.arguments for call in delta.tool_calls)
+    text = "\n\n".join(filter(None, (delta.reasoning, delta.text, *arguments)))
+    return Subject(text=text, untrusted=text)

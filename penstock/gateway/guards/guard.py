@@ -1,0 +1,60 @@
+"""What a guard is. Knows no policy: a guard finds, and the rule that holds it says what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.gateway.guards.detector import Detector
+
+
+class GuardFailed(Exception):
+    """A guard could not tell: it broke, took too long, or got an answer that it cannot read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A text to be reviewed as a whole. `untrusted` is the part of it that no operator wrote: what users said and
+    what tools brought in."""
+
+    text: str
+    untrusted: str
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """What a guard holds against a text. `reason` is for logs, and quotes nothing of the text."""
+
+    label: str
+    reason: str
+    score: float = 1.0
+
+
+class Guard(Protocol):
+    """Finds things in passing text, or reviews a text as a whole; most do one of the two.
+
+    A guard with detectors never makes a reader wait for more than the longest of their matches. One that reviews
+    makes the reader wait for the whole answer, unless its rule only flags.
+    """
+
+    @property
+    def detectors(self) -> tuple[Detector, ...]: ...
+
+    @property
+    def reviews(self) -> bool: ...
+
+    async def review(self, subject: Subject) -> Review | None:
+        """None when there is nothing to say against it. Raises GuardFailed when it cannot tell."""
+        ...
+
+
+class PatternGuard:
+    """A guard that is nothing but detectors."""
+
+    reviews = False
+
+    def __init__(self, detectors: tuple[Detector, ...]) -> None:
+        self.detectors = detectors
+
+    async def review(self, subject: Subject) -> Review | None:
+        return None

@@ -1,0 +1,58 @@
+"""Keeps the policies of all workspaces, and puts requests and answers through them.
+
+Settings change at once and as a whole: a request keeps the policy that it began with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from penstock.core.identity import Principal
+from penstock.gateway.guards.answer import GuardedAnswer
+from penstock.gateway.guards.inputs import Decode, check_input
+from penstock.gateway.guards.judge import JUDGE_PRINCIPAL, Submit
+from penstock.gateway.guards.policy import Policy, compile_policy
+from penstock.gateway.guards.reports import Case, GuardMetrics
+from penstock.gateway.guards.settings import NO_POLICY, GuardSettings, check_guard_settings
+from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.stream import AnswerStream
+
+
+class GuardKeeper:
+    def __init__(self, submit: Submit) -> None:
+        """`submit` is the gateway's own door, through which judges ask."""
+        self._submit = submit
+        self._settings = GuardSettings()
+        self._policies: dict[str, Policy] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self.metrics = GuardMetrics()
+
+    def apply(self, settings: GuardSettings) -> None:
+        """Raises ConfigError, and changes nothing, when they cannot be used."""
+        check_guard_settings(settings)
+        policies = {
+            name: compile_policy(name, policy, self._submit) for name, policy in settings.policies.items()
+        }
+        self._settings, self._policies = settings, policies
+
+    def policy_for(self, principal: Principal) -> Policy | None:
+        if not self._policies or principal == JUDGE_PRINCIPAL:
+            return None
+        name = self._settings.workspaces.get(principal.workspace_id, self._settings.default_policy)
+        return None if name is None or name == NO_POLICY else self._policies[name]
+
+    def case(self, policy: Policy, wish: GenerationRequest) -> Case:
+        return Case(policy, self.metrics, wish.request_id, wish.principal.workspace_id)
+
+    async def check(self, case: Case, wish: GenerationRequest, decode: Decode) -> GenerationRequest:
+        return await check_input(case, wish, decode, self._run_later)
+
+    def wrap(self, case: Case, answer: AnswerStream) -> AnswerStream:
+        return GuardedAnswer(answer, case, self._run_later) if case.policy.output.rules else answer
+
+    def _run_later(self, review: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(review)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

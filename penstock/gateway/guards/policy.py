@@ -1,0 +1,147 @@
+"""A policy that is ready to run: each rule with its guard, sorted by what passes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from penstock.gateway.guards.blocklist import blocklist_detectors
+from penstock.gateway.guards.detector import Detector
+from penstock.gateway.guards.guard import Guard, PatternGuard
+from penstock.gateway.guards.injection import InjectionGuard
+from penstock.gateway.guards.judge import JudgeGuard, Submit
+from penstock.gateway.guards.pii import pii_detectors
+from penstock.gateway.guards.scanner import Scanner
+from penstock.gateway.guards.settings import (
+    Action,
+    BlocklistRule,
+    InjectionRule,
+    JudgeRule,
+    PiiRule,
+    PolicySettings,
+    Rule,
+)
+
+Direction = Literal["input", "output"]
+
+
+@dataclass(frozen=True)
+class PolicyRule:
+    name: str
+    action: Action
+    guard: Guard
+    directions: tuple[Direction, ...]
+    fails_open: bool
+    route_to: str | None = None
+
+    @property
+    def decides(self) -> bool:
+        """Whether what it finds changes anything, so that someone must wait for it."""
+        return self.action not in (Action.ALLOW, Action.FLAG)
+
+
+@dataclass(frozen=True)
+class DirectionRules:
+    """What one direction of a policy does."""
+
+    rules: tuple[PolicyRule, ...]
+
+    @cached_property
+    def rule_of(self) -> dict[int, PolicyRule]:
+        """By the identity of a detector."""
+        return {id(detector): rule for rule in self.rules for detector in rule.guard.detectors}
+
+    @cached_property
+    def reviews(self) -> tuple[PolicyRule, ...]:
+        return tuple(rule for rule in self.rules if rule.guard.reviews)
+
+    @property
+    def has_detectors(self) -> bool:
+        return bool(self.rule_of)
+
+    @cached_property
+    def hides_text(self) -> bool:
+        """Whether a reader may see less than the model wrote."""
+        return any(rule.action in (Action.REDACT, Action.REFUSE) for rule in self.rules)
+
+    @cached_property
+    def _detectors(self) -> tuple[tuple[Detector, ...], tuple[Detector, ...], tuple[Detector, ...]]:
+        def of(*actions: Action) -> tuple[Detector, ...]:
+            return tuple(
+                detector for rule in self.rules if rule.action in actions for detector in rule.guard.detectors
+            )
+
+        return of(Action.REDACT), of(Action.REFUSE), of(Action.ALLOW, Action.FLAG, Action.ROUTE)
+
+    def scanner(self) -> Scanner:
+        hides, stops, notes = self._detectors
+        return Scanner(hides, stops, notes)
+
+    @property
+    def max_held_chars(self) -> int:
+        """The most text that a reader can wait for, while no rule reviews whole answers."""
+        hides, stops, _ = self._detectors
+        return max((detector.shape.max_chars or 0 for detector in (*hides, *stops)), default=0)
+
+
+@dataclass(frozen=True)
+class Policy:
+    name: str
+    input: DirectionRules
+    output: DirectionRules
+    scan_timeout_s: float
+    log_text: bool
+
+
+def compile_policy(name: str, settings: PolicySettings, submit: Submit) -> Policy:
+    """Raises ConfigError for a pattern that cannot be used."""
+    rules = [_compile_rule(rule, settings, submit) for rule in settings.rules]
+    for rule in rules:
+        if "output" in rule.directions:
+            for detector in rule.guard.detectors:
+                detector.check_streamable()
+    return Policy(
+        name=name,
+        input=DirectionRules(_in_direction(rules, "input")),
+        output=DirectionRules(_in_direction(rules, "output")),
+        scan_timeout_s=settings.scan_timeout_s,
+        log_text=settings.log_text,
+    )
+
+
+def _in_direction(rules: Sequence[PolicyRule], direction: Direction) -> tuple[PolicyRule, ...]:
+    return tuple(rule for rule in rules if direction in rule.directions)
+
+
+def _compile_rule(rule: Rule, policy: PolicySettings, submit: Submit) -> PolicyRule:
+    name = rule.name or str(type(rule).__struct_config__.tag)
+    return PolicyRule(
+        name=name,
+        action=rule.action,
+        guard=_guard(rule, name, submit),
+        directions=("input", "output") if rule.stage == "both" else (rule.stage,),
+        fails_open=(rule.on_failure or policy.on_failure) == "open",
+        route_to=rule.route_to,
+    )
+
+
+def _guard(rule: Rule, name: str, submit: Submit) -> Guard:
+    match rule:
+        case BlocklistRule():
+            return PatternGuard(
+                blocklist_detectors(
+                    name.upper(),
+                    rule.terms,
+                    rule.patterns,
+                    ignore_case=rule.ignore_case,
+                    whole_words=rule.whole_words,
+                )
+            )
+        case PiiRule():
+            return PatternGuard(pii_detectors(rule.kinds, rule.national_ids))
+        case InjectionRule():
+            return InjectionGuard(rule.threshold)
+        case JudgeRule():
+            return JudgeGuard(rule, submit)

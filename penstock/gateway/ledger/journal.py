@@ -1,0 +1,237 @@
+"""The write-ahead files of the usage ledger: appended to by one process, read back by its flusher or, after a crash,
+by whoever comes next.
+
+Each process has a folder of numbered segments, and holds a lock in it for as long as it lives. A line is a checksum
+and one JSON entry, written by a single `write` to a file opened for appending: the kernel has it when the call
+returns, so it outlives the process. Only the loss of power can take lines that were not yet synced.
+
+Knows no database and no price.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from penstock.gateway.ledger.rows import JournalEntry
+
+SEGMENT_BYTES = 16 << 20
+MAX_BYTES = 1 << 30
+
+_OWNER_LOCK = "owner.lock"
+_CLAIM_LOCK = "claim.lock"
+_SUFFIX = ".journal"
+_READ_BYTES = 1 << 20
+
+_encode = msgspec.json.Encoder().encode
+_decode: Callable[[bytes], JournalEntry] = msgspec.json.Decoder(JournalEntry).decode
+
+
+class JournalFull(OSError):
+    """The journal holds as much as it may, because the database has been away for long."""
+
+
+def encode_line(entry: JournalEntry) -> bytes:
+    payload = _encode(entry)
+    return b"%08x %b\n" % (zlib.crc32(payload), payload)
+
+
+def decode_line(line: bytes) -> JournalEntry | None:
+    """None for a line that was torn or damaged."""
+    checksum, _, payload = line.rstrip(b"\n").partition(b" ")
+    try:
+        if int(checksum, 16) != zlib.crc32(payload):
+            return None
+        return _decode(payload)
+    except (ValueError, msgspec.DecodeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the journal: how far into which segment."""
+
+    segment: int
+    num_bytes: int
+
+
+class Journal:
+    """One process's own journal. One thread changes it; `read` and `sync` may be called from another."""
+
+    def __init__(self, root: Path, *, segment_bytes: int = SEGMENT_BYTES, max_bytes: int = MAX_BYTES) -> None:
+        self._segment_bytes = segment_bytes
+        self._max_bytes = max_bytes
+        self.folder, self._lock = _make_folder(root)
+        self.num_bytes = 0  # in all segments
+        self._sizes: dict[int, int] = {}  # of the segments that still exist, by number
+        self._number = 0
+        self._file = -1
+        self._ends_torn = False
+        self._open_segment()
+
+    @property
+    def end(self) -> Position:
+        return Position(self._number, self._sizes[self._number])
+
+    @property
+    def is_due_to_rotate(self) -> bool:
+        return self._sizes[self._number] >= self._segment_bytes
+
+    def append(self, line: bytes) -> None:
+        """Raises OSError, and the line is then not in the journal."""
+        if self.num_bytes >= self._max_bytes:
+            raise JournalFull(f"the usage journal is over its limit of {self._max_bytes} bytes")
+        if self._ends_torn:
+            line = b"\n" + line  # what is left of a line that did not fit ends here
+        written = os.write(self._file, line)
+        self._sizes[self._number] += written
+        self.num_bytes += written
+        self._ends_torn = written < len(line)
+        if self._ends_torn:
+            raise OSError(f"only {written} of {len(line)} bytes could be written")
+
+    def rotate(self, carried: Iterable[bytes]) -> None:
+        """Begin a new segment with the lines that must outlive the old one. Raises OSError, and the old one stays."""
+        head = b"".join(carried)
+        previous = self._file, self._number, self._ends_torn
+        self._open_segment()
+        try:
+            if head:
+                self.append(head)
+        except OSError:
+            # Half a head is no harm: its lines are in the old segment too, which is not deleted before the new one.
+            os.close(self._file)
+            (self.folder / _segment_name(self._number)).unlink(missing_ok=True)
+            self.num_bytes -= self._sizes.pop(self._number)
+            self._file, self._number, self._ends_torn = previous
+            raise
+        os.close(previous[0])
+
+    def read(
+        self, start: Position, end: Position, max_bytes: int = _READ_BYTES
+    ) -> tuple[list[bytes], Position]:
+        """The next whole lines from `start` on, of one segment, up to `end`; and where the next read begins."""
+        limit = end.num_bytes if start.segment == end.segment else self._sizes[start.segment]
+        with (self.folder / _segment_name(start.segment)).open("rb") as file:
+            file.seek(start.num_bytes)
+            data = file.read(min(max_bytes, limit - start.num_bytes))
+            if not data.endswith(b"\n") and start.num_bytes + len(data) < limit:
+                data += file.readline()
+        # Without data the file was cut by somebody else; what is gone is not waited for.
+        reached = Position(start.segment, start.num_bytes + len(data) if data else limit)
+        if reached.num_bytes >= limit and start.segment < end.segment:
+            reached = Position(start.segment + 1, 0)
+        return data.splitlines(keepends=True), reached
+
+    def forget(self, before: Position) -> list[Path]:
+        """Give up the segments that lie wholly before a position. The caller deletes the files, off this thread."""
+        numbers = [number for number in self._sizes if number < before.segment]
+        for number in numbers:
+            self.num_bytes -= self._sizes.pop(number)
+        return [self.folder / _segment_name(number) for number in numbers]
+
+    def sync(self) -> None:
+        """Have the kernel put everything so far on the disk."""
+        descriptor = os.dup(self._file)  # a rotation may close the file meanwhile
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self, *, delete: bool) -> None:
+        """Let go of the lock. What is not deleted is recovered by whoever looks next."""
+        os.close(self._file)
+        if delete:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def _open_segment(self) -> None:
+        number = self._number + 1
+        path = self.folder / _segment_name(number)
+        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
+        self._number = number
+        self._sizes[number] = 0
+        self._ends_torn = False
+
+
+class OrphanedJournal:
+    """What a dead process left behind, claimed by this one: nobody else reads it meanwhile."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self._lock = lock
+        self.num_damaged_lines = 0
+
+    def entries(self) -> Iterator[JournalEntry]:
+        """In the order they were written. A last line without an end was being written when the process died."""
+        self.num_damaged_lines = 0
+        for segment in sorted(self.folder.glob(f"*{_SUFFIX}")):
+            with segment.open("rb") as file:
+                for line in file:
+                    entry = decode_line(line) if line.endswith(b"\n") else None
+                    if entry is not None:
+                        yield entry
+                    elif line.endswith(b"\n") and line != b"\n":
+                        self.num_damaged_lines += 1
+
+    def release(self, *, delete: bool) -> None:
+        if delete:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def claim_orphans(root: Path) -> list[OrphanedJournal]:
+    """Every journal whose process has died. Release each of them."""
+    if not root.is_dir():
+        return []
+    orphans = []
+    with _claiming(root):
+        for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+            try:
+                lock = os.open(folder / _OWNER_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+            except OSError:
+                continue  # it was just deleted, or belongs to another user
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)  # its owner lives
+            else:
+                orphans.append(OrphanedJournal(folder, lock))
+    return orphans
+
+
+def _make_folder(root: Path) -> tuple[Path, int]:
+    """A folder of our own, locked before anybody can take it for an orphan."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name = f"{time.time_ns() // 1_000_000:014d}-{os.getpid()}-{secrets.token_hex(4)}"
+    with _claiming(root):
+        folder = root / name
+        folder.mkdir(mode=0o700)
+        lock = os.open(folder / _OWNER_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+@contextlib.contextmanager
+def _claiming(root: Path) -> Iterator[None]:
+    """Journals are made and claimed by one process at a time; never held for longer than that takes."""
+    lock = os.open(root / _CLAIM_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _segment_name(number: int) -> str:
+    return f"{number:08d}{_SUFFIX}"

@@ -1,0 +1,314 @@
+"""The usage ledger: every admitted request becomes one row, whatever happens to it or to this process.
+
+`begin` and `settle` append a line to the journal (a few microseconds, no lock, no sync) and return. A background task
+reads the journal back and inserts the rows in batches; a row that is there already is left alone, so that repeating
+a batch after a crash changes nothing. On start, and every so often, journals of processes that died are recovered.
+
+When the journal cannot be written (a full disk, or a database that has been away until the journal is full), the
+policy decides: `serve` keeps the row in memory and goes on, `refuse` lets no new request begin. Both count it and say
+so in the log. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DataError, IntegrityError
+
+from penstock.core.errors import PenstockError, StoreUnavailable
+from penstock.gateway.accounts import Claim, Outcome
+from penstock.gateway.ledger.journal import (
+    Journal,
+    OrphanedJournal,
+    Position,
+    claim_orphans,
+    decode_line,
+    encode_line,
+)
+from penstock.gateway.ledger.metrics import LedgerMetrics
+from penstock.gateway.ledger.prices import PriceTable
+from penstock.gateway.ledger.rows import (
+    BegunRequest,
+    JournalEntry,
+    UsageRow,
+    begun_request,
+    interrupted_row,
+    usage_row,
+)
+from penstock.gateway.ledger.spend import LedgerSpendBook, SpendReader
+from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_rows, usage_totals
+from penstock.gateway.store.database import Database
+
+log = logging.getLogger(__name__)
+
+WhenUnrecorded: TypeAlias = Literal["serve", "refuse"]
+
+JOURNAL_FOLDER = "usage-journal"
+FLUSH_INTERVAL_S = 1.0
+RECOVERY_INTERVAL_S = 60.0
+SPEND_INTERVAL_S = 10.0  # how late one gateway may learn what another's requests cost
+MAX_ROWS_IN_MEMORY = 100_000
+_BATCH_ROWS = 2_000
+
+
+class UsageLedger:
+    """Implements `Ledger`. `begin` and `settle` belong to the event loop; `start` first, `close` last."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        database: Database,
+        book: LedgerSpendBook,
+        *,
+        when_unrecorded: WhenUnrecorded = "serve",
+        sync_interval_s: float | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.metrics = LedgerMetrics(journal, book, wall_clock)
+        self.book = book
+        self._journal = journal
+        self._database = database
+        self._refuses = when_unrecorded == "refuse"
+        self._sync_interval_s = sync_interval_s
+        self._wall_clock = wall_clock
+        self._open: dict[str, tuple[float, bytes]] = {}  # when it began, and its line, by request id
+        self._unwritten: list[UsageRow] = []  # settled, but the journal would not take them
+        self._flushed_to = Position(1, 0)
+        self._flushing = asyncio.Lock()
+        self._spend_reader = SpendReader()
+        self._read_spend_at = 0.0  # on the event loop's clock
+        self._is_failing = False
+        self._database_is_away = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def set_prices(self, prices: PriceTable) -> None:
+        """For requests that settle from now on."""
+        self.book.prices = prices
+
+    def begin(self, claim: Claim) -> None:
+        started_at = self._wall_clock()
+        line = encode_line(begun_request(claim, started_at))
+        if not self._append(line) and self._refuses:
+            raise StoreUnavailable(
+                "The server cannot record usage at the moment, and serves nothing that it cannot record.",
+                retry_after_s=5.0,
+            )
+        self._open[claim.request_id] = started_at, line
+
+    def settle(self, claim: Claim, outcome: Outcome) -> None:
+        started_at, _ = self._open.pop(claim.request_id, (self._wall_clock() - outcome.duration_s, b""))
+        cost = (
+            0 if outcome.is_cached else self.book.prices.rates(claim.model, claim.tier).cost_of(outcome.usage)
+        )
+        row = usage_row(claim, outcome, started_at, cost)
+        if not self._append(encode_line(row)):
+            self._keep_in_memory(row)
+        self.book.add(row)
+        self.metrics.count(row)
+
+    async def start(self) -> None:
+        """Recover what dead processes left and learn what was spent, then keep the database up to date."""
+        try:
+            await self.recover()
+            await self.flush()
+        except (StoreUnavailable, OSError) as error:
+            if self._refuses:
+                raise
+            self._note_database_away(error)
+        self._tasks = [
+            asyncio.create_task(_repeat(self._flush_quietly, FLUSH_INTERVAL_S)),
+            asyncio.create_task(_repeat(self._recover_quietly, RECOVERY_INTERVAL_S)),
+        ]
+        if self._sync_interval_s is not None:
+            self._tasks.append(asyncio.create_task(_repeat(self._sync, self._sync_interval_s)))
+
+    async def close(self) -> None:
+        """Write everything. What the database does not take stays in the journal, for the next start."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._flush_quietly()
+        is_written = self._flushed_to == self._journal.end and not self._open and not self._unwritten
+        self._journal.close(delete=is_written)
+        if self._unwritten:
+            log.error("%d usage rows were lost: neither disk nor database took them", len(self._unwritten))
+
+    async def totals(self, query: UsageQuery) -> list[UsageTotal]:
+        """Includes every request that this process has settled, as long as the database takes rows."""
+        await self._flush_quietly()
+        return await self._database.run(lambda connection: usage_totals(connection, query), reads_only=True)
+
+    async def flush(self) -> None:
+        """Put everything settled until now into the database, and now and then read back what everyone spent. Raises
+        StoreUnavailable; then the rest is tried again next time."""
+        async with self._flushing:
+            end, unwritten = self._journal.end, self._unwritten[:]
+            self.book.begin_flush()
+            while self._flushed_to != end:
+                rows, reached = await asyncio.to_thread(_read_rows, self._journal, self._flushed_to, end)
+                await self._insert(rows)
+                self._flushed_to = reached
+            await self._insert(unwritten)
+            del self._unwritten[: len(unwritten)]
+            if gone := self._journal.forget(self._flushed_to):
+                await asyncio.to_thread(_delete, gone)
+            now = asyncio.get_running_loop().time()
+            if now >= self._read_spend_at:
+                today = self.book.today()
+                spend = await self._database.run(
+                    lambda connection: self._spend_reader.read(connection, today), reads_only=True
+                )
+                self.book.end_flush(spend)
+                self._read_spend_at = now + SPEND_INTERVAL_S
+
+    async def recover(self) -> int:
+        """Bring the journals of dead processes into the database; returns how many rows that gave."""
+        root = self._journal.folder.parent
+        num_rows = 0
+        orphans = await asyncio.to_thread(claim_orphans, root)
+        try:
+            while orphans:
+                num_rows += await self._recover_one(orphans[-1])
+                await asyncio.to_thread(orphans.pop().release, delete=True)
+        finally:
+            for orphan in orphans:  # somebody's next time
+                orphan.release(delete=False)
+        return num_rows
+
+    async def _recover_one(self, orphan: OrphanedJournal) -> int:
+        num_rows = num_interrupted = 0
+        rows = recovered_rows(orphan.entries())
+        while batch := await asyncio.to_thread(lambda: list(islice(rows, _BATCH_ROWS))):
+            num_rows += await self._insert(batch)
+            num_interrupted += sum(row.status == "interrupted" for row in batch)
+        self.metrics.recovered_rows += num_rows
+        if num_rows or orphan.num_damaged_lines:
+            log.warning(
+                "recovered %d usage rows that a stopped gateway left behind (%d requests were interrupted, %d lines "
+                "were damaged)",
+                num_rows,
+                num_interrupted,
+                orphan.num_damaged_lines,
+            )
+        return num_rows
+
+    async def _insert(self, rows: Sequence[UsageRow]) -> int:
+        if not rows:
+            return 0
+        num_inserted, refused = await self._database.run(lambda connection: _insert_all(connection, rows))
+        for request_id in refused:
+            self.metrics.refused_rows += 1
+            log.error("the database refused the usage row of request %s, which is dropped", request_id)
+        return num_inserted
+
+    def _append(self, line: bytes) -> bool:
+        try:
+            if self._journal.is_due_to_rotate:
+                self._rotate()
+            self._journal.append(line)
+        except OSError as error:
+            self.metrics.journal_failures += 1
+            if not self._is_failing:
+                policy = "requests are refused" if self._refuses else "rows are kept in memory"
+                log.error("the usage journal cannot be written, so %s: %s", policy, error)
+            self._is_failing = True
+            return False
+        if self._is_failing:
+            self._is_failing = False
+            log.warning("the usage journal can be written again")
+        return True
+
+    def _rotate(self) -> None:
+        # A segment that stays too long is no reason to fail a request.
+        with contextlib.suppress(OSError):
+            self._journal.rotate(line for _, line in self._open.values())
+
+    def _keep_in_memory(self, row: UsageRow) -> None:
+        if len(self._unwritten) < MAX_ROWS_IN_MEMORY:
+            self._unwritten.append(row)
+            return
+        self.metrics.lost_rows += 1
+        log.error("the usage row of request %s is lost: no disk, no database, no memory", row.request_id)
+
+    async def _flush_quietly(self) -> None:
+        try:
+            await self.flush()
+        except (PenstockError, OSError) as error:
+            self._note_database_away(error)
+        else:
+            if self._database_is_away:
+                self._database_is_away = False
+                log.warning("usage reaches the database again")
+
+    async def _recover_quietly(self) -> None:
+        # A database that is away is the flush's to report.
+        with contextlib.suppress(PenstockError, OSError):
+            await self.recover()
+
+    async def _sync(self) -> None:
+        try:
+            await asyncio.to_thread(self._journal.sync)
+        except OSError as error:
+            self.metrics.journal_failures += 1
+            log.error("the usage journal cannot be synced to the disk: %s", error)
+
+    def _note_database_away(self, error: Exception) -> None:
+        self.metrics.flush_failures += 1
+        if not self._database_is_away:
+            self._database_is_away = True
+            log.error("usage stays in the journal for now: %s", error)
+
+
+def recovered_rows(entries: Iterator[JournalEntry]) -> Iterator[UsageRow]:
+    """What a dead process's journal says: a row for each settled request, and one for each that only began."""
+    begun: dict[str, BegunRequest] = {}
+    for entry in entries:
+        if isinstance(entry, BegunRequest):
+            begun[entry.request_id] = entry
+        else:
+            begun.pop(entry.request_id, None)
+            yield entry
+    yield from map(interrupted_row, begun.values())
+
+
+def _read_rows(journal: Journal, start: Position, end: Position) -> tuple[list[UsageRow], Position]:
+    """Some of what was settled between two positions, and where to go on."""
+    lines, reached = journal.read(start, end)
+    return [row for line in lines if isinstance(row := decode_line(line), UsageRow)], reached
+
+
+def _insert_all(connection: Connection, rows: Sequence[UsageRow]) -> tuple[int, list[str]]:
+    """How many rows were new, and the requests whose row the database will never take."""
+    try:
+        with connection.begin_nested():
+            return insert_rows(connection, rows), []
+    except (DataError, IntegrityError):
+        if len(rows) == 1:
+            return 0, [rows[0].request_id]
+    # One bad row must not hold up the others: halve until it stands alone.
+    middle = len(rows) // 2
+    first, first_refused = _insert_all(connection, rows[:middle])
+    second, second_refused = _insert_all(connection, rows[middle:])
+    return first + second, first_refused + second_refused
+
+
+def _delete(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+async def _repeat(work: Callable[[], Awaitable[None]], interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await work()
+        except Exception:
+            log.exception("the usage ledger's background work failed; it is tried again")

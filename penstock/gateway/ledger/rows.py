@@ -1,0 +1,127 @@
+"""One request in the books, and how a claim and an outcome become it. Knows neither files nor tables."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from penstock.gateway.accounts import Claim, Outcome
+
+SECONDS_PER_DAY = 86_400
+MAX_NAME_CHARS = 256
+
+# "interrupted": the gateway died between the beginning and the end; what was used is unknown and not charged.
+RowStatus: TypeAlias = Literal["completed", "cancelled", "failed", "interrupted"]
+
+
+class BegunRequest(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """A request that runs. Enough to write a row if nothing more is ever heard of it."""
+
+    request_id: str
+    started_at: float  # Unix seconds
+    organization_id: str
+    workspace_id: str
+    key_id: str
+    model: str
+    endpoint: str
+    tier: str
+    user: str | None
+
+
+class UsageRow(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
+    """A request that is over. Written once; field names are the columns of the table `usage`."""
+
+    request_id: str
+    started_at: float  # Unix seconds
+    organization_id: str
+    workspace_id: str
+    key_id: str
+    model: str
+    endpoint: str
+    tier: str
+    user: str | None
+    status: RowStatus
+    error_code: str | None = None
+    is_cached: bool = False  # answered from the response cache or an idempotency key: no engine tokens
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_write_5m_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    reasoning_tokens: int = 0
+    cost_picodollars: int = 0
+    duration_s: float = 0.0
+    first_token_s: float | None = None
+
+    @property
+    def day(self) -> int:
+        """Days since the epoch, in UTC."""
+        return int(self.started_at // SECONDS_PER_DAY)
+
+
+JournalEntry: TypeAlias = BegunRequest | UsageRow
+
+
+def begun_request(claim: Claim, started_at: float) -> BegunRequest:
+    principal = claim.principal
+    return BegunRequest(
+        claim.request_id,
+        started_at,
+        principal.organization_id,
+        principal.workspace_id,
+        _bounded(principal.key_id),
+        claim.model,
+        claim.endpoint,
+        claim.tier.value,
+        None if claim.user is None else _bounded(claim.user),
+    )
+
+
+def usage_row(claim: Claim, outcome: Outcome, started_at: float, cost_picodollars: int) -> UsageRow:
+    principal, usage = claim.principal, outcome.usage
+    return UsageRow(
+        claim.request_id,
+        started_at,
+        principal.organization_id,
+        principal.workspace_id,
+        _bounded(principal.key_id),
+        claim.model,
+        claim.endpoint,
+        claim.tier.value,
+        None if claim.user is None else _bounded(claim.user),
+        outcome.status,
+        outcome.error_code,
+        outcome.is_cached,
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.cache_read_tokens,
+        usage.cache_write_5m_tokens,
+        usage.cache_write_1h_tokens,
+        usage.reasoning_tokens,
+        cost_picodollars,
+        outcome.duration_s,
+        outcome.first_token_s,
+    )
+
+
+def interrupted_row(begun: BegunRequest) -> UsageRow:
+    return UsageRow(
+        begun.request_id,
+        begun.started_at,
+        begun.organization_id,
+        begun.workspace_id,
+        begun.key_id,
+        begun.model,
+        begun.endpoint,
+        begun.tier,
+        begun.user,
+        "interrupted",
+    )
+
+
+def _bounded(name: str) -> str:
+    """A client may call its user anything, and a token its subject; a column may not hold that."""
+    return name[:MAX_NAME_CHARS].replace("\0", "")

@@ -1,0 +1,194 @@
+"""The usage table: rows go in once, totals come out. Plain functions of a database connection."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import Connection
+from sqlalchemy.dialects import postgresql, sqlite
+
+from penstock.gateway.ledger.prices import PICODOLLARS_PER_MICRODOLLAR
+from penstock.gateway.ledger.rows import SECONDS_PER_DAY, RowStatus, UsageRow
+from penstock.gateway.store.tables import usage, usage_spend
+
+GroupName: TypeAlias = Literal[
+    "day", "organization", "workspace", "key", "model", "endpoint", "tier", "status", "user"
+]
+GROUP_NAMES: tuple[GroupName, ...] = get_args(GroupName)
+STATUSES: tuple[RowStatus, ...] = get_args(RowStatus)
+TOKEN_COLUMNS = (
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "cache_read_tokens",
+    "cache_write_5m_tokens",
+    "cache_write_1h_tokens",
+    "reasoning_tokens",
+)
+
+# (day, workspace, key, model, picodollars)
+SpendRecord: TypeAlias = tuple[int, str, str, str, int]
+
+_GROUP_COLUMNS: Mapping[GroupName, sa.ColumnElement[Any]] = {
+    "day": usage.c.day,
+    "organization": usage.c.organization_id,
+    "workspace": usage.c.workspace_id,
+    "key": usage.c.key_id,
+    "model": usage.c.model,
+    "endpoint": usage.c.endpoint,
+    "tier": usage.c.tier,
+    "status": usage.c.status,
+    "user": sa.func.coalesce(usage.c.user, ""),
+}
+
+
+class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rows to add up, and how. `after` is the last group of the page before."""
+
+    group_by: tuple[GroupName, ...] = ("day",)
+    start: float | None = None  # Unix seconds, included
+    end: float | None = None  # excluded
+    workspace_id: str | None = None  # None is everybody's
+    key_id: str | None = None
+    model: str | None = None
+    endpoint: str | None = None
+    after: tuple[str | int, ...] | None = None
+    limit: int = 100
+
+
+class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
+    """What one group used."""
+
+    group: dict[GroupName, str | int]  # `day` counts days since the epoch
+    requests: int
+    by_status: dict[RowStatus, int]
+    cached_answers: int
+    tokens: dict[str, int]
+    cost_picodollars: int
+
+
+def insert_rows(connection: Connection, rows: Sequence[UsageRow]) -> int:
+    """Write the rows that are not there yet, and return how many those were. A row that only knows of a request that
+    it was interrupted gives way to one that knows how it ended: the line of a batch is run again under its id."""
+    if not rows:
+        return 0
+    rows = _one_for_each_request(rows)
+    values = [msgspec.structs.asdict(row) | {"day": row.day} for row in rows]
+    statement = _insert(connection, usage)
+    statement = statement.on_conflict_do_update(
+        index_elements=["request_id"],
+        set_={column.name: column for column in statement.excluded if not column.primary_key},
+        where=sa.and_(usage.c.status == "interrupted", statement.excluded.status != "interrupted"),
+    )
+    written = connection.execute(statement.returning(usage.c.request_id), values).scalars().all()
+    _add_spend(connection, rows, frozenset(written))
+    return len(written)
+
+
+def _one_for_each_request(rows: Sequence[UsageRow]) -> Sequence[UsageRow]:
+    """The first that knows how its request ended, or else the first."""
+    kept: dict[str, UsageRow] = {}
+    for row in rows:
+        if row.request_id not in kept or kept[row.request_id].status == "interrupted":
+            kept[row.request_id] = row
+    return list(kept.values())
+
+
+def _add_spend(connection: Connection, rows: Sequence[UsageRow], inserted: frozenset[str]) -> None:
+    spent: dict[tuple[int, str, str, str], int] = defaultdict(int)
+    for row in rows:
+        if row.cost_picodollars and row.request_id in inserted:
+            spent[row.day, row.workspace_id, row.key_id, row.model] += row.cost_picodollars
+    if not spent:
+        return
+    statement = _insert(connection, usage_spend)
+    total = usage_spend.c.cost_picodollars + statement.excluded.cost_picodollars
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=list(usage_spend.primary_key.columns), set_={"cost_picodollars": total}
+        ),
+        [
+            {"day": day, "workspace_id": workspace, "key_id": key, "model": model, "cost_picodollars": cost}
+            # In one order in every process, so that two of them never wait for each other's row locks.
+            for (day, workspace, key, model), cost in sorted(spent.items())
+        ],
+    )
+
+
+def _insert(connection: Connection, table: sa.Table) -> Any:
+    """SQLAlchemy has no `ON CONFLICT` that is common to both."""
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+
+
+def usage_totals(connection: Connection, query: UsageQuery) -> list[UsageTotal]:
+    """In the order of the group's values. Without groups, one total of everything."""
+    groups = [_GROUP_COLUMNS[name] for name in query.group_by]
+    cost = usage.c.cost_picodollars
+    sums: list[sa.ColumnElement[Any]] = [
+        sa.func.count(),
+        *(_count_where(usage.c.status == status) for status in STATUSES),
+        _count_where(usage.c.is_cached),
+        *(sa.func.sum(usage.c[name]) for name in TOKEN_COLUMNS),
+        # In two parts: a sum of picodollars would leave 64 bits at nine million dollars.
+        sa.func.sum(cost // PICODOLLARS_PER_MICRODOLLAR),
+        sa.func.sum(cost % PICODOLLARS_PER_MICRODOLLAR),
+    ]
+    select = sa.select(*groups, *sums).where(*_conditions(query))
+    if groups:
+        select = select.group_by(*groups).order_by(*groups)
+    if query.after is not None:
+        select = select.where(sa.tuple_(*groups) > sa.tuple_(*map(sa.literal, query.after)))
+    return [_total(query, tuple(record)) for record in connection.execute(select.limit(query.limit))]
+
+
+def spent_between(connection: Connection, first_day: int, end_day: int) -> list[SpendRecord]:
+    """From a day on, up to but without another."""
+    columns = usage_spend.c
+    select = sa.select(
+        columns.day, columns.workspace_id, columns.key_id, columns.model, columns.cost_picodollars
+    ).where(columns.day >= first_day, columns.day < end_day)
+    return [
+        (day, workspace, key, model, cost) for day, workspace, key, model, cost in connection.execute(select)
+    ]
+
+
+def _conditions(query: UsageQuery) -> list[sa.ColumnElement[bool]]:
+    columns = usage.c
+    conditions: list[sa.ColumnElement[bool]] = [
+        column == value
+        for column, value in (
+            (columns.workspace_id, query.workspace_id),
+            (columns.key_id, query.key_id),
+            (columns.model, query.model),
+            (columns.endpoint, query.endpoint),
+        )
+        if value is not None
+    ]
+    # The day is what the indexes know.
+    if query.start is not None:
+        conditions += [columns.day >= int(query.start // SECONDS_PER_DAY), columns.started_at >= query.start]
+    if query.end is not None:
+        conditions += [columns.day <= int(query.end // SECONDS_PER_DAY), columns.started_at < query.end]
+    return conditions
+
+
+def _count_where(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
+    return sa.func.sum(sa.case((condition, 1), else_=0))
+
+
+def _total(query: UsageQuery, record: tuple[Any, ...]) -> UsageTotal:
+    num_groups = len(query.group_by)
+    group = dict(zip(query.group_by, record[:num_groups], strict=True))
+    sums = iter([int(value or 0) for value in record[num_groups:]])
+    return UsageTotal(
+        group=group,
+        requests=next(sums),
+        by_status={status: next(sums) for status in STATUSES},
+        cached_answers=next(sums),
+        tokens={name: next(sums) for name in TOKEN_COLUMNS},
+        cost_picodollars=next(sums) * PICODOLLARS_PER_MICRODOLLAR + next(sums),
+    )

@@ -1,0 +1,128 @@
+"""Limits kept in this process. A decision is made without awaiting anything, so it needs no lock.
+
+A request is admitted by every limit that applies to it, or by none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from penstock.core.clock import Clock, SystemClock
+from penstock.core.errors import RateLimited
+from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
+from penstock.gateway.ratelimits.demand import Demand, demand_of, used_by
+from penstock.gateway.ratelimits.meters import CallerMeters, Meters
+from penstock.gateway.ratelimits.metrics import LimiterMetrics
+from penstock.gateway.ratelimits.refusals import Figure, Refusal, SlotTimes, error_for
+from penstock.gateway.ratelimits.settings import CallerLimits, LimitSettings, Subject
+from penstock.gateway.ratelimits.spend import FreeOfCharge, Spend, SpendBook, budgets_of
+
+_NO_LIMITS = NoLimits()
+
+
+class LocalLease:
+    __slots__ = ("_claim", "_limiter", "_meters", "_reserved", "rate_limits")
+
+    def __init__(self, limiter: LocalLimiter, claim: Claim, meters: CallerMeters, reserved: Demand) -> None:
+        self._limiter = limiter
+        self._claim = claim
+        self._meters = meters
+        self._reserved = reserved
+        self.rate_limits = meters.rate_limits()
+
+    def give_back_cached(self, num_tokens: int) -> None:
+        given, self._reserved = self._reserved.without_input(num_tokens)
+        self._meters.give_back_input(given, self._limiter.now())
+
+    def settle(self, outcome: Outcome) -> None:
+        limiter = self._limiter
+        used = used_by(self._claim, outcome, self._meters.limits, limiter.book)
+        self._meters.settle(self._reserved, used, limiter.now())
+        limiter.slot_times.observe(outcome.duration_s)
+
+
+class LocalLimiter:
+    """`share` is the part of every limit that this process grants: 1/N in each of N processes that serve one port.
+    Budgets are not divided, because the book knows what all of them spent."""
+
+    def __init__(
+        self,
+        settings: LimitSettings,
+        clock: Clock | None = None,
+        *,
+        book: SpendBook | None = None,
+        share: float = 1.0,
+        wall_clock: Callable[[], float] = time.time,
+        metrics: LimiterMetrics | None = None,
+    ) -> None:
+        self.now = (clock or SystemClock()).now
+        self.book: SpendBook = book or FreeOfCharge()
+        self.metrics = metrics or LimiterMetrics()
+        self.slot_times = SlotTimes()
+        self._wall_clock = wall_clock
+        self._meters = Meters(settings, share)
+        self.metrics.subjects = self._meters
+
+    async def start(self) -> None:
+        """Nothing to do: like `close`, for whoever does not know which limiter it has."""
+
+    async def close(self) -> None:
+        pass
+
+    def apply(self, settings: LimitSettings) -> None:
+        """Take over new limits. What callers have used, run and owe stays."""
+        self._meters.apply(settings, self.now())
+
+    async def reserve(self, claim: Claim) -> Lease:
+        now = self.now()
+        meters = self._meters.of_caller(claim.principal, claim.model, now)
+        if not meters.meters:
+            self.metrics.admitted += 1
+            return _NO_LIMITS
+        over_budget: list[Refusal] = []
+        demand = demand_of(claim, meters.limits, self.book)
+        if meters.limits.has_budget:
+            spends = await self._spends(meters.limits)
+            # Time has passed: the meters may have been swept, and the limits changed.
+            now = self.now()
+            meters = self._meters.of_caller(claim.principal, claim.model, now)
+            over_budget = self._over_budget(meters, spends, demand)
+        if over_budget or not meters.fits(demand, now):
+            raise self._refuse(meters, over_budget, demand, now)
+        meters.take(demand, now)
+        self.metrics.admitted += 1
+        return LocalLease(self, claim, meters, demand)
+
+    async def _spends(self, limits: CallerLimits) -> dict[Subject, Spend]:
+        budgeted = [subject for subject, resolved in limits.applying if resolved.has_budget]
+        return {subject: await self.book.spent(subject) for subject in budgeted}
+
+    def _over_budget(
+        self, meters: CallerMeters, spends: dict[Subject, Spend], demand: Demand
+    ) -> list[Refusal]:
+        wall_s = self._wall_clock()
+        found = []
+        for meter in meters.meters:
+            spend = spends.get(meter.subject)
+            if spend is None:
+                continue
+            running = meter.reserved_microdollars + demand.microdollars
+            for budget in budgets_of(meter.limits, spend, wall_s):
+                if budget.spent_microdollars + running > budget.limit_microdollars:
+                    found.append(
+                        Refusal(budget.reset_s, budget.figure, meter.subject, budget.limit_dollars, 0.0)
+                    )
+        return found
+
+    def _refuse(
+        self, meters: CallerMeters, over_budget: list[Refusal], demand: Demand, now: float
+    ) -> RateLimited:
+        found = over_budget + meters.refusals(demand, now)
+        for meter in meters.meters:
+            if meter.max_running is not None and meter.num_running >= meter.max_running:
+                wait_s = self.slot_times.wait_s(meter.num_running)
+                found.append(Refusal(wait_s, Figure.CONCURRENCY, meter.subject, meter.max_running, 1))
+        refusal = max(found)
+        self.metrics.count_refusal(refusal)
+        return error_for(refusal, meters.rate_limits())

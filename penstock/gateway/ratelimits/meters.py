@@ -1,0 +1,210 @@
+"""What subjects have left and run, kept in this process. Knows no errors, no settings files and no Redis.
+
+Memory is bounded by the subjects that were active within the last minute or are in debt: whoever's buckets are full
+and runs nothing is forgotten, which changes no decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.core.identity import Principal
+from penstock.core.limits import LimitState, RateLimits
+from penstock.gateway.ratelimits.buckets import TokenBucket
+from penstock.gateway.ratelimits.demand import Demand
+from penstock.gateway.ratelimits.refusals import Figure, Refusal
+from penstock.gateway.ratelimits.settings import (
+    CallerLimits,
+    LimitResolver,
+    LimitSettings,
+    ResolvedLimits,
+    Subject,
+)
+
+_MIN_SWEEP_SIZE = 1024
+_MAX_CACHED_CALLERS = 65_536
+
+
+class Meter:
+    """One subject: its buckets (None where it has no such limit) and what it runs."""
+
+    __slots__ = (
+        "input_tokens",
+        "limits",
+        "max_running",
+        "num_running",
+        "output_tokens",
+        "requests",
+        "reserved_microdollars",
+        "subject",
+    )
+
+    def __init__(self, subject: Subject, limits: ResolvedLimits, now: float, share: float) -> None:
+        self.subject = subject
+        self.num_running = 0
+        self.reserved_microdollars = 0.0
+        self.requests: TokenBucket | None = None
+        self.input_tokens: TokenBucket | None = None
+        self.output_tokens: TokenBucket | None = None
+        self.limit_to(limits, now, share)
+
+    def limit_to(self, limits: ResolvedLimits, now: float, share: float) -> None:
+        self.limits = limits
+        self.requests = _resized(self.requests, limits.requests_per_minute, now, share)
+        self.input_tokens = _resized(self.input_tokens, limits.input_tokens_per_minute, now, share)
+        self.output_tokens = _resized(self.output_tokens, limits.output_tokens_per_minute, now, share)
+        most = limits.concurrent_requests
+        self.max_running = None if most is None else max(1, int(most * share))
+
+    def is_whole(self, now: float) -> bool:
+        """Whether a new meter would decide the same."""
+        if self.num_running:
+            return False
+        buckets = _present((self.requests, self.input_tokens, self.output_tokens))
+        for bucket in buckets:
+            bucket.refill(now)
+        return all(bucket.is_full for bucket in buckets)
+
+
+class CallerMeters:
+    """The meters of one caller of one model, with their buckets sorted by kind so that a decision is a few loops."""
+
+    __slots__ = ("_inputs", "_outputs", "_requests", "limits", "meters")
+
+    def __init__(self, limits: CallerLimits, meters: tuple[Meter, ...]) -> None:
+        self.limits = limits
+        self.meters = meters
+        self._requests = _present(meter.requests for meter in meters)
+        self._inputs = _present(meter.input_tokens for meter in meters)
+        self._outputs = _present(meter.output_tokens for meter in meters)
+
+    def fits(self, demand: Demand, now: float) -> bool:
+        """Whether every bucket and every concurrency limit allows it."""
+        for bucket in self._requests:
+            if not bucket.fits(1, now):
+                return False
+        for bucket in self._inputs:
+            if not bucket.fits(demand.input_tokens, now):
+                return False
+        for bucket in self._outputs:
+            if not bucket.fits(demand.output_tokens, now):
+                return False
+        for meter in self.meters:
+            if meter.max_running is not None and meter.num_running >= meter.max_running:
+                return False
+        return True
+
+    def take(self, demand: Demand, now: float) -> None:
+        for bucket in self._requests:
+            bucket.take(1, now)
+        for bucket in self._inputs:
+            bucket.take(demand.input_tokens, now)
+        for bucket in self._outputs:
+            bucket.take(demand.output_tokens, now)
+        for meter in self.meters:
+            meter.num_running += 1
+            meter.reserved_microdollars += demand.microdollars
+
+    def give_back_input(self, num_tokens: int, now: float) -> None:
+        for bucket in self._inputs:
+            bucket.take(-num_tokens, now)
+
+    def settle(self, reserved: Demand, used: Demand, now: float) -> None:
+        for bucket in self._inputs:
+            bucket.take(used.input_tokens - reserved.input_tokens, now)
+        for bucket in self._outputs:
+            bucket.take(used.output_tokens - reserved.output_tokens, now)
+        for meter in self.meters:
+            meter.num_running -= 1
+            # Rounding must not leave a trace of money that nobody reserves.
+            left = meter.reserved_microdollars - reserved.microdollars if meter.num_running else 0.0
+            meter.reserved_microdollars = left
+
+    def refusals(self, demand: Demand, now: float) -> list[Refusal]:
+        """Why the buckets do not allow it."""
+        found = []
+        for meter in self.meters:
+            for figure, bucket, amount in (
+                (Figure.REQUESTS, meter.requests, 1),
+                (Figure.INPUT_TOKENS, meter.input_tokens, demand.input_tokens),
+                (Figure.OUTPUT_TOKENS, meter.output_tokens, demand.output_tokens),
+            ):
+                if bucket is not None and not bucket.fits(amount, now):
+                    found.append(
+                        Refusal(bucket.wait_s(amount, now), figure, meter.subject, bucket.limit, amount)
+                    )
+        return found
+
+    def rate_limits(self) -> RateLimits:
+        """At the moment of the last decision."""
+        return RateLimits(_tightest(self._requests), _tightest(self._inputs), _tightest(self._outputs))
+
+
+class Meters:
+    """All meters of this process."""
+
+    def __init__(self, settings: LimitSettings, share: float) -> None:
+        self._share = share
+        self._resolver = LimitResolver(settings)
+        self._meters: dict[Subject, Meter] = {}
+        self._callers: dict[tuple[str, str, str], CallerMeters] = {}
+        self._sweep_size = _MIN_SWEEP_SIZE
+
+    def __len__(self) -> int:
+        return len(self._meters)
+
+    def apply(self, settings: LimitSettings, now: float) -> None:
+        """Take over new limits. What callers have used, run and owe stays."""
+        self._resolver = LimitResolver(settings)
+        self._callers.clear()
+        for meter in self._meters.values():
+            meter.limit_to(self._resolver.limits_of(meter.subject), now, self._share)
+
+    def of_caller(self, principal: Principal, model: str, now: float) -> CallerMeters:
+        caller = (principal.key_id, principal.workspace_id, model)
+        found = self._callers.get(caller)
+        if found is None:
+            if len(self._meters) >= self._sweep_size or len(self._callers) >= _MAX_CACHED_CALLERS:
+                self._sweep(now)
+            limits = self._resolver.limits_of_caller(principal, model)
+            meters = tuple(self._meter(subject, resolved, now) for subject, resolved in limits.applying)
+            found = self._callers[caller] = CallerMeters(limits, meters)
+        return found
+
+    def _meter(self, subject: Subject, limits: ResolvedLimits, now: float) -> Meter:
+        meter = self._meters.get(subject)
+        if meter is None:
+            meter = self._meters[subject] = Meter(subject, limits, now, self._share)
+        return meter
+
+    def _sweep(self, now: float) -> None:
+        """Forget whoever is whole. Doubling what is left keeps this rare: a constant cost per new subject."""
+        kept = {subject: meter for subject, meter in self._meters.items() if not meter.is_whole(now)}
+        self._meters = kept
+        self._callers.clear()
+        self._sweep_size = max(_MIN_SWEEP_SIZE, 2 * len(kept))
+
+
+def _present(buckets: Iterable[TokenBucket | None]) -> tuple[TokenBucket, ...]:
+    return tuple(bucket for bucket in buckets if bucket is not None)
+
+
+def _resized(bucket: TokenBucket | None, limit: int | None, now: float, share: float) -> TokenBucket | None:
+    """The same bucket under another limit; a new one is full."""
+    if limit is None:
+        return None
+    if bucket is None:
+        return TokenBucket(limit, now, share)
+    if bucket.limit != limit:
+        bucket.resize(limit, now)
+    return bucket
+
+
+def _tightest(buckets: tuple[TokenBucket, ...]) -> LimitState | None:
+    if not buckets:
+        return None
+    tightest = buckets[0]
+    for bucket in buckets[1:]:
+        if bucket.level < tightest.level:
+            tightest = bucket
+    return LimitState(tightest.limit, tightest.remaining, tightest.reset_s)

@@ -1,0 +1,103 @@
+"""Why a request was refused, as the error its client gets. Knows neither buckets nor Redis."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import NamedTuple
+
+from penstock.core.errors import QuotaExceeded, RateLimited, RequestExceedsLimit
+from penstock.core.limits import RateLimits
+from penstock.gateway.ratelimits.settings import LimitScope, Subject
+
+# Bounds for the wait that a full concurrency limit suggests, which is only an estimate.
+MIN_SLOT_WAIT_S = 0.1
+MAX_SLOT_WAIT_S = 60.0
+
+
+class Figure(enum.StrEnum):
+    """Which of a subject's limits. The value is its name in the settings."""
+
+    REQUESTS = "requests_per_minute"
+    INPUT_TOKENS = "input_tokens_per_minute"
+    OUTPUT_TOKENS = "output_tokens_per_minute"
+    CONCURRENCY = "concurrent_requests"
+    DAY_BUDGET = "dollars_per_day"
+    MONTH_BUDGET = "dollars_per_month"
+
+
+_SUBJECTS = {
+    LimitScope.KEY: "this key",
+    LimitScope.WORKSPACE: "this workspace",
+    LimitScope.MODEL: "this model",
+    LimitScope.KEY_MODEL: "this key and model",
+    LimitScope.WORKSPACE_MODEL: "this workspace and model",
+}
+
+
+class Refusal(NamedTuple):
+    """The limit that must be waited for longest; infinity where waiting does not help."""
+
+    wait_s: float
+    figure: Figure
+    subject: Subject
+    limit: float
+    amount: float  # what the request needed of it
+
+
+def error_for(refusal: Refusal, rate_limits: RateLimits) -> RateLimited:
+    error = _error_for(refusal)
+    error.rate_limits = rate_limits
+    return error
+
+
+def _error_for(refusal: Refusal) -> RateLimited:
+    whose = _SUBJECTS[refusal.subject.scope]
+    match refusal.figure:
+        case Figure.DAY_BUDGET | Figure.MONTH_BUDGET:
+            period = "daily" if refusal.figure is Figure.DAY_BUDGET else "monthly"
+            return QuotaExceeded(
+                f"The {period} budget of ${refusal.limit:,.2f} for {whose} is used up, running requests included.",
+                retry_after_s=refusal.wait_s,
+            )
+        case Figure.CONCURRENCY:
+            return RateLimited(
+                f"{_number(refusal.limit)} requests at once are allowed for {whose}, and as many are running.",
+                retry_after_s=refusal.wait_s,
+            )
+    what = refusal.figure.removesuffix("_per_minute").replace("_", " ")
+    if math.isinf(refusal.wait_s):
+        return RequestExceedsLimit(
+            f"The request needs {_number(refusal.amount)} {what}, more than the {_number(refusal.limit)} per minute "
+            f"that {whose} may use."
+        )
+    return RateLimited(
+        f"The limit of {_number(refusal.limit)} {what} per minute for {whose} is reached.",
+        retry_after_s=refusal.wait_s,
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+class SlotTimes:
+    """How long a place under a concurrency limit is held, so that a refusal can say when one may come free."""
+
+    __slots__ = ("_mean_s",)
+
+    _WEIGHT_OF_NEWEST = 0.1
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None
+
+    def observe(self, duration_s: float) -> None:
+        if self._mean_s is None:
+            self._mean_s = duration_s
+        else:
+            self._mean_s += self._WEIGHT_OF_NEWEST * (duration_s - self._mean_s)
+
+    def wait_s(self, num_running: int) -> float:
+        """Until the first of `num_running`, begun at random moments, may be expected to end."""
+        mean_s = 1.0 if self._mean_s is None else self._mean_s
+        return min(MAX_SLOT_WAIT_S, max(MIN_SLOT_WAIT_S, mean_s / max(1, num_running)))

@@ -1,0 +1,341 @@
+"""Limits shared by several gateways through Redis: the decisions of `local.py`, made by one atomic script each.
+
+Redis keeps the time, the levels and the leases. A lease whose gateway dies stops counting when it expires. While
+Redis is gone, requests are decided by local buckets (policy "open") or refused (policy "closed"), at once and without
+waiting for it; requests that end meanwhile are settled when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
+
+import msgspec
+from redis.asyncio import Redis
+
+from penstock.core.config import RedisPolicy
+from penstock.core.errors import ConfigError, LimitsUnavailable, RateLimited
+from penstock.core.limits import LimitState, RateLimits
+from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
+from penstock.gateway.ratelimits.buckets import SECONDS_PER_LIMIT, TOLERANCE
+from penstock.gateway.ratelimits.demand import Demand, demand_of, used_by
+from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.ratelimits.refusals import Figure, Refusal, error_for
+from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe
+from penstock.gateway.ratelimits.settings import CallerLimits, LimitResolver, LimitSettings, ResolvedLimits
+from penstock.gateway.ratelimits.spend import NOTHING_SPENT, Spend, budgets_of, day_of
+
+REDIS_TIMEOUT_S = 1.0
+LEASE_TTL_S = 30.0
+CLOSE_TIMEOUT_S = 2.0
+# In braces, so that a Redis cluster keeps all keys in one place, where a script can reach them.
+KEY_PREFIX = "{penstock:limits}"
+
+_MAX_CACHED_CALLERS = 65_536
+_RENEWED_AT_ONCE = 256
+_NO_LIMITS = NoLimits()
+_NOTHING_USED = Demand(0, 0, 0.0)
+
+
+class _Spent(msgspec.Struct):
+    day: float
+    month: float
+
+
+class _SubjectAsk(msgspec.Struct, omit_defaults=True):
+    """A subject's limits, as the scripts read them."""
+
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    dollars_per_day: float | None = None
+    dollars_per_month: float | None = None
+    spent: _Spent | None = None
+
+
+class _Ask(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+    microdollars: float
+    day: int
+    month: int
+    subjects: tuple[_SubjectAsk, ...] = ()
+
+
+class _Levels(msgspec.Struct):
+    requests: float | None = None
+    input_tokens: float | None = None
+    output_tokens: float | None = None
+
+
+class _Decision(msgspec.Struct):
+    levels: list[_Levels]
+    refusals: list[tuple[int, Figure, float]] = []  # subject, figure, seconds to wait or number running
+
+
+class _Caller:
+    """What is the same in all requests of one caller of one model."""
+
+    __slots__ = ("asks", "keys", "limits")
+
+    def __init__(self, limits: CallerLimits) -> None:
+        self.limits = limits
+        names = [f"{KEY_PREFIX}:{subject.scope}:{subject.name}" for subject, _ in limits.applying]
+        self.keys = tuple(key for name in names for key in (name, f"{name}:leases"))
+        self.asks = tuple(_SubjectAsk(**msgspec.structs.asdict(resolved)) for _, resolved in limits.applying)
+
+
+class RedisLease:
+    __slots__ = ("_caller", "_claim", "_limiter", "_reserved", "name", "rate_limits")
+
+    def __init__(
+        self, limiter: RedisLimiter, claim: Claim, caller: _Caller, reserved: Demand, name: str
+    ) -> None:
+        self._limiter = limiter
+        self._claim = claim
+        self._caller = caller
+        self._reserved = reserved
+        self.name = name
+        self.rate_limits = RateLimits()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self._caller.keys
+
+    def give_back_cached(self, num_tokens: int) -> None:
+        given, self._reserved = self._reserved.without_input(num_tokens)
+        self._limiter.give_back_input(self, given)
+
+    def settle(self, outcome: Outcome) -> None:
+        limiter = self._limiter
+        used = used_by(self._claim, outcome, self._caller.limits, limiter.local.book)
+        limiter.release(self, self._reserved, used)
+        limiter.local.slot_times.observe(outcome.duration_s)
+
+
+class RedisLimiter:
+    """`local` decides while Redis is gone, and lends its book, metrics and settings. Call `start` before the first
+    request and `close` after the last."""
+
+    def __init__(
+        self,
+        client: Redis,
+        settings: LimitSettings,
+        local: LocalLimiter,
+        *,
+        policy: RedisPolicy = "open",
+        lease_ttl_s: float = LEASE_TTL_S,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.local = local
+        self.metrics = local.metrics
+        self._policy = policy
+        self._lease_ttl_s = lease_ttl_s
+        self._wall_clock = wall_clock
+        self._resolver = LimitResolver(settings)
+        self._callers: dict[tuple[str, str, str], _Caller] = {}
+        self._live: dict[str, RedisLease] = {}
+        self._pipe = ScriptPipe(client, read_scripts(), REDIS_TIMEOUT_S, local.metrics)
+        self._renewing: asyncio.Task[None] | None = None
+        self._encode = msgspec.json.Encoder().encode
+        self._decode = msgspec.json.Decoder(_Decision).decode
+
+    @classmethod
+    def at(
+        cls, url: str, settings: LimitSettings, local: LocalLimiter, *, policy: RedisPolicy = "open"
+    ) -> RedisLimiter:
+        try:
+            client = Redis.from_url(
+                url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+            )
+        except ValueError:  # not shown: it may quote a password
+            raise ConfigError(
+                "The Redis URL cannot be read.", hint="It looks like redis://HOST:6379/0."
+            ) from None
+        return cls(client, settings, local, policy=policy)
+
+    async def start(self) -> None:
+        await self._pipe.start()
+        self._renewing = asyncio.create_task(self._renew_forever(), name="limits-lease-renewal")
+
+    async def close(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._renewing
+        await self._pipe.close(CLOSE_TIMEOUT_S)
+
+    def apply(self, settings: LimitSettings) -> None:
+        """Take over new limits. What callers have used, run and owe stays."""
+        self._resolver = LimitResolver(settings)
+        self._callers.clear()
+        self.local.apply(settings)
+
+    async def reserve(self, claim: Claim) -> Lease:
+        caller = self._caller(claim)
+        if not caller.limits.applying:
+            self.metrics.admitted += 1
+            return _NO_LIMITS
+        demand = demand_of(claim, caller.limits, self.local.book)
+        spends = await self._spends(caller.limits)
+        lease = RedisLease(self, claim, caller, demand, f"{uuid.uuid4().hex}:{demand.microdollars!r}")
+        try:
+            decision = await self._decide(lease, caller, demand, spends)
+        except RedisGone as gone:
+            if gone.may_have_run:
+                self.release(lease, demand, _NOTHING_USED)
+            return await self._reserve_without_redis(claim)
+        except asyncio.CancelledError:
+            self.release(lease, demand, _NOTHING_USED)
+            raise
+        lease.rate_limits = _rate_limits(caller, decision)
+        if decision.refusals:
+            raise self._refuse(caller, demand, decision, lease.rate_limits)
+        self._live[lease.name] = lease
+        self.metrics.admitted += 1
+        return lease
+
+    def give_back_input(self, lease: RedisLease, num_tokens: int) -> None:
+        """At most once: should it be lost, the refill makes up for it within a minute."""
+        self._pipe.try_post("give_back", lease.keys, (lease.name, num_tokens))
+
+    def release(self, lease: RedisLease, reserved: Demand, used: Demand) -> None:
+        """Settle in Redis, as soon as it can be reached."""
+        self._live.pop(lease.name, None)
+        day = day_of(self._wall_clock())
+        correction = _Ask(
+            used.input_tokens - reserved.input_tokens,
+            used.output_tokens - reserved.output_tokens,
+            used.microdollars,
+            day,
+            day // 100,
+        )
+        self._pipe.post("settle", lease.keys, (lease.name, self._encode(correction)))
+
+    def _caller(self, claim: Claim) -> _Caller:
+        name = (claim.principal.key_id, claim.principal.workspace_id, claim.model)
+        caller = self._callers.get(name)
+        if caller is None:
+            if len(self._callers) >= _MAX_CACHED_CALLERS:
+                self._callers.clear()
+            limits = self._resolver.limits_of_caller(claim.principal, claim.model)
+            caller = self._callers[name] = _Caller(limits)
+        return caller
+
+    async def _spends(self, limits: CallerLimits) -> list[Spend]:
+        """Of each subject that applies, in order."""
+        return [
+            await self.local.book.spent(subject) if resolved.has_budget else NOTHING_SPENT
+            for subject, resolved in limits.applying
+        ]
+
+    async def _decide(
+        self, lease: RedisLease, caller: _Caller, demand: Demand, spends: list[Spend]
+    ) -> _Decision:
+        asks = caller.asks
+        if caller.limits.has_budget:
+            asks = tuple(
+                msgspec.structs.replace(ask, spent=_Spent(spend.today_microdollars, spend.month_microdollars))
+                for ask, spend in zip(asks, spends, strict=True)
+            )
+        day = day_of(self._wall_clock())
+        ask = _Ask(demand.input_tokens, demand.output_tokens, demand.microdollars, day, day // 100, asks)
+        arguments = (lease.name, self._lease_ttl_s, self._encode(ask))
+        return self._decode(await self._pipe.call("reserve", caller.keys, arguments))
+
+    async def _reserve_without_redis(self, claim: Claim) -> Lease:
+        if self._policy == "closed":
+            self.metrics.closed_refusals += 1
+            raise LimitsUnavailable("Limits cannot be checked at the moment.", retry_after_s=PROBE_INTERVAL_S)
+        self.metrics.local_decisions += 1
+        return await self.local.reserve(claim)
+
+    def _refuse(
+        self, caller: _Caller, demand: Demand, decision: _Decision, rate_limits: RateLimits
+    ) -> RateLimited:
+        found = []
+        for index, figure, detail in decision.refusals:
+            subject, limits = caller.limits.applying[index]
+            limit = getattr(limits, figure)
+            amount = _amount(figure, demand)
+            wait_s = math.inf if amount > limit else self._wait_s(figure, detail, limits)
+            found.append(Refusal(wait_s, figure, subject, limit, amount))
+        refusal = max(found)
+        self.metrics.count_refusal(refusal)
+        return error_for(refusal, rate_limits)
+
+    def _wait_s(self, figure: Figure, detail: float, limits: ResolvedLimits) -> float:
+        if figure is Figure.CONCURRENCY:
+            return self.local.slot_times.wait_s(int(detail))
+        for budget in budgets_of(limits, NOTHING_SPENT, self._wall_clock()):
+            if budget.figure is figure:
+                return budget.reset_s
+        return detail
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_ttl_s / 3)
+            leases_of: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+            for lease in self._live.values():
+                for hash_key, leases_key in zip(lease.keys[::2], lease.keys[1::2], strict=True):
+                    leases_of[hash_key, leases_key].append(lease.name)
+            with contextlib.suppress(RedisGone):
+                await self._renew(leases_of)
+
+    async def _renew(self, leases_of: Mapping[tuple[str, str], list[str]]) -> None:
+        subjects = list(leases_of)
+        for start in range(0, len(subjects), _RENEWED_AT_ONCE):
+            chunk = subjects[start : start + _RENEWED_AT_ONCE]
+            names = self._encode([leases_of[subject] for subject in chunk])
+            keys = [key for subject in chunk for key in subject]
+            await self._pipe.call("renew", keys, (self._lease_ttl_s, names))
+
+
+def _amount(figure: Figure, demand: Demand) -> int:
+    """What a request needs of a limit; of money, nothing that could never fit."""
+    match figure:
+        case Figure.INPUT_TOKENS:
+            return demand.input_tokens
+        case Figure.OUTPUT_TOKENS:
+            return demand.output_tokens
+        case Figure.REQUESTS | Figure.CONCURRENCY:
+            return 1
+        case Figure.DAY_BUDGET | Figure.MONTH_BUDGET:
+            return 0
+
+
+def _rate_limits(caller: _Caller, decision: _Decision) -> RateLimits:
+    return RateLimits(
+        *(
+            _tightest(
+                (getattr(levels, kind), getattr(resolved, f"{kind}_per_minute"))
+                for levels, (_, resolved) in zip(decision.levels, caller.limits.applying, strict=True)
+            )
+            for kind in ("requests", "input_tokens", "output_tokens")
+        )
+    )
+
+
+def _tightest(buckets: Iterable[tuple[float, int | None]]) -> LimitState | None:
+    present = [(level, limit) for level, limit in buckets if limit is not None]
+    if not present:
+        return None
+    level, limit = min(present)
+    reset_s = (limit - level) * SECONDS_PER_LIMIT / limit
+    return LimitState(limit, max(0, int(level + TOLERANCE)), reset_s)
+
+
+def read_scripts() -> dict[str, str]:
+    folder = resources.files("penstock.gateway.ratelimits") / "lua"
+    common = (folder / "common.lua").read_text("utf-8")
+    return {
+        name: common + (folder / f"{name}.lua").read_text("utf-8")
+        for name in ("reserve", "give_back", "settle", "renew")
+    }

@@ -1,0 +1,91 @@
+"""What the spend budgets need of the ledger: how much was spent, and what a request would cost.
+
+The limiter adds what running requests are expected to cost, so that a budget is not overrun by requests that all
+start before the first of them is in the books. Knows no prices and no database. Money is in micro-dollars; days and
+months are UTC.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from penstock.gateway.accounts import Claim
+from penstock.gateway.prompts import Usage
+from penstock.gateway.ratelimits.refusals import Figure
+from penstock.gateway.ratelimits.settings import ResolvedLimits, Subject
+
+MICRODOLLARS_PER_DOLLAR = 1_000_000
+
+
+class Spend(msgspec.Struct, frozen=True):
+    today_microdollars: float = 0.0
+    month_microdollars: float = 0.0
+
+
+NOTHING_SPENT = Spend()
+
+
+class SpendBook(Protocol):
+    async def spent(self, subject: Subject) -> Spend:
+        """What a subject's settled requests cost today and this month. Usually answers from memory, without
+        suspending; the ledger settles a request in the same turn of the event loop in which the limiter does."""
+        ...
+
+    def cost_microdollars(self, claim: Claim, usage: Usage) -> float:
+        """What `usage` of the claim's model and tier costs."""
+        ...
+
+
+class FreeOfCharge:
+    """The book of a gateway without a ledger: budgets never bind."""
+
+    async def spent(self, subject: Subject) -> Spend:
+        return NOTHING_SPENT
+
+    def cost_microdollars(self, claim: Claim, usage: Usage) -> float:
+        return 0.0
+
+
+class Budget(NamedTuple):
+    """One budget of a subject as it stands."""
+
+    figure: Figure
+    limit_dollars: float
+    spent_microdollars: float
+    reset_s: float  # until its day or month is over
+
+    @property
+    def limit_microdollars(self) -> float:
+        return self.limit_dollars * MICRODOLLARS_PER_DOLLAR
+
+
+def budgets_of(limits: ResolvedLimits, spend: Spend, wall_s: float) -> list[Budget]:
+    budgets = []
+    if limits.dollars_per_day is not None:
+        reset_s = seconds_until_tomorrow(wall_s)
+        budgets.append(Budget(Figure.DAY_BUDGET, limits.dollars_per_day, spend.today_microdollars, reset_s))
+    if limits.dollars_per_month is not None:
+        reset_s = seconds_until_next_month(wall_s)
+        budgets.append(
+            Budget(Figure.MONTH_BUDGET, limits.dollars_per_month, spend.month_microdollars, reset_s)
+        )
+    return budgets
+
+
+def day_of(wall_s: float) -> int:
+    """The UTC day as a number that grows, such as 20260131."""
+    moment = datetime.fromtimestamp(wall_s, UTC)
+    return moment.year * 10_000 + moment.month * 100 + moment.day
+
+
+def seconds_until_tomorrow(wall_s: float) -> float:
+    return 86_400.0 - wall_s % 86_400.0
+
+
+def seconds_until_next_month(wall_s: float) -> float:
+    moment = datetime.fromtimestamp(wall_s, UTC)
+    year, month = divmod(moment.year * 12 + moment.month, 12)
+    return datetime(year, month + 1, 1, tzinfo=UTC).timestamp() - wall_s

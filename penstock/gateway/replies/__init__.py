@@ -1,0 +1,1 @@
+"""Answers given before, given again: the response cache and idempotency keys."""

@@ -1,0 +1,194 @@
+"""Idempotency keys: the same key with the same request gives the same answer, which is made once.
+
+A repeat of a running request reads along; a repeat of a finished one gets its answer again, for a day. A request that
+fails frees its key. Keys belong to a workspace. With a database, all of this holds across restarts and gateways;
+while the database is away, it holds within this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+from weakref import WeakValueDictionary
+
+from penstock.core.errors import Conflict, InvalidRequest, StoreUnavailable
+from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.replies import idempotency_store as store
+from penstock.gateway.replies.cache import AnswerCache
+from penstock.gateway.replies.idempotency_store import Answered, Claimed, KeyClaim
+from penstock.gateway.replies.recording import decode_answer
+from penstock.gateway.replies.replay import ReplayedAnswer
+from penstock.gateway.replies.settings import IdempotencySettings
+from penstock.gateway.replies.shared import SharedAnswer
+from penstock.gateway.replies.source import AnswerSource
+from penstock.gateway.store.database import Database
+from penstock.gateway.stream import AnswerStream
+
+log = logging.getLogger(__name__)
+
+MAX_KEY_CHARS = 255
+LEASE_S = 30.0
+RENEWAL_S = 10.0
+SWEEP_S = 600.0
+POLL_S = 0.25  # how often a repeat looks for an answer that another gateway is making
+MAX_WAIT_S = 600.0
+CLOSE_TIMEOUT_S = 5.0
+_FINGERPRINT_BYTES = 32
+
+_Key: TypeAlias = tuple[str, str]  # workspace and idempotency key
+
+
+class IdempotentAnswers:
+    """Used from the event loop only. With a database, `run` must run beside it."""
+
+    def __init__(
+        self,
+        settings: IdempotencySettings,
+        database: Database | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.settings = settings
+        self.num_replayed = 0
+        self.num_conflicts = 0
+        self._database = database
+        self._wall_clock = wall_clock
+        self._running: dict[_Key, SharedAnswer] = {}
+        self._claims: dict[_Key, KeyClaim] = {}  # of running requests, where a database holds them
+        self._fingerprints: dict[_Key, bytes] = {}  # of running requests
+        self._finished = AnswerCache(settings.max_bytes)  # fingerprint and answer
+        self._turns: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
+
+    def apply(self, settings: IdempotencySettings) -> None:
+        self.settings = settings
+        self._finished.shrink_to(settings.max_bytes)
+
+    async def answer(self, wish: GenerationRequest, fingerprint: bytes, source: AnswerSource) -> AnswerStream:
+        if not wish.idempotency_key or len(wish.idempotency_key) > MAX_KEY_CHARS:
+            raise InvalidRequest(f"An idempotency key has 1 to {MAX_KEY_CHARS} characters.")
+        key = wish.principal.workspace_id, wish.idempotency_key
+        # One at a time per key, until it is clear who runs the request. Whoever waits keeps the lock alive.
+        turn = self._turns.setdefault(key, asyncio.Lock())
+        async with turn:
+            if (shared := self._running.get(key)) is not None:
+                self._check_same(self._fingerprints[key], fingerprint)
+                self.num_replayed += 1
+                return shared.reader(await source.open_account())
+            data = self._finished.get(key[0], key[1].encode(), self._wall_clock(), self.settings.ttl_s)
+            if data is not None:
+                return await self._replay(
+                    data[:_FINGERPRINT_BYTES], data[_FINGERPRINT_BYTES:], fingerprint, source
+                )
+            claim = KeyClaim(
+                workspace_id=key[0],
+                idempotency_key=key[1],
+                fingerprint=fingerprint,
+                owner=secrets.token_hex(16),
+            )
+            if (found := await self._claim(claim)) is not None:
+                return await self._replay(found.fingerprint, found.answer, fingerprint, source)
+            return await self._start(key, claim, source)
+
+    async def run(self) -> None:
+        """Renews leases and deletes what is too old, until cancelled."""
+        sweep_at = 0.0
+        while self._database is not None:
+            now = self._wall_clock()
+            with contextlib.suppress(StoreUnavailable):
+                if self._claims:
+                    claims = list(self._claims.values())
+                    await self._database.run(
+                        partial(store.renew_leases, claims=claims, lease_until=now + LEASE_S)
+                    )
+                if now >= sweep_at and self._database.exists:
+                    await self._database.run(partial(store.delete_expired, now=now))
+                    sweep_at = now + SWEEP_S
+            await asyncio.sleep(RENEWAL_S)
+
+    async def close(self) -> None:
+        """Let the records of answers that have ended be written. Call it when the gateway has drained."""
+        endings = [asyncio.ensure_future(shared.over()) for shared in self._running.values()]
+        if endings:
+            await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
+
+    async def _start(self, key: _Key, claim: KeyClaim, source: AnswerSource) -> AnswerStream:
+        try:
+            answer = await source.generate()
+        except BaseException:
+            await asyncio.shield(self._release(claim))
+            raise
+        shared = SharedAnswer(answer, self.settings.abandoned_after_s, partial(self._on_over, key, claim))
+        self._running[key] = shared
+        self._fingerprints[key] = claim.fingerprint
+        if self._database is not None:
+            self._claims[key] = claim
+        return shared.reader(None)
+
+    async def _on_over(self, key: _Key, claim: KeyClaim, answer: bytes | None) -> None:
+        del self._running[key], self._fingerprints[key]
+        now = self._wall_clock()
+        if answer is not None and len(answer) <= self.settings.max_entry_bytes:
+            self._finished.put(key[0], key[1].encode(), claim.fingerprint + answer, now, self.settings.ttl_s)
+            await self._keep(claim, answer, now + self.settings.ttl_s)
+        else:
+            await self._release(claim)
+        self._claims.pop(key, None)
+
+    async def _replay(
+        self, known: bytes, answer: bytes, fingerprint: bytes, source: AnswerSource
+    ) -> AnswerStream:
+        self._check_same(known, fingerprint)
+        self.num_replayed += 1
+        recorded = decode_answer(answer)
+        return ReplayedAnswer(recorded, await source.open_account(), answer_id=recorded.id)
+
+    def _check_same(self, known: bytes, fingerprint: bytes) -> None:
+        if known != fingerprint:
+            self.num_conflicts += 1
+            raise Conflict(
+                "This idempotency key was used before, for another request.",
+                hint="Use a new key for each different request.",
+            )
+
+    async def _claim(self, claim: KeyClaim) -> Answered | None:
+        """None when the request is ours to run."""
+        if self._database is None:
+            return None
+        deadline = self._wall_clock() + MAX_WAIT_S
+        while (now := self._wall_clock()) < deadline:
+            attempt = partial(
+                store.claim_key,
+                claim=claim,
+                now=now,
+                lease_until=now + LEASE_S,
+                expires_at=now + self.settings.ttl_s,
+            )
+            try:
+                result = await self._database.run(attempt)
+            except StoreUnavailable as error:
+                log.warning("idempotency keys hold within this process only: %s", error)
+                return None
+            if isinstance(result, Claimed):
+                return None
+            self._check_same(result.fingerprint, claim.fingerprint)
+            if isinstance(result, Answered):
+                return result
+            await asyncio.sleep(POLL_S)
+        raise Conflict("Another request with this idempotency key is still running.", retry_after_s=5.0)
+
+    async def _keep(self, claim: KeyClaim, answer: bytes, expires_at: float) -> None:
+        if self._database is not None:
+            with contextlib.suppress(StoreUnavailable):  # it is in memory, and the lease lapses
+                await self._database.run(
+                    partial(store.keep_answer, claim=claim, answer=answer, expires_at=expires_at)
+                )
+
+    async def _release(self, claim: KeyClaim) -> None:
+        if self._database is not None:
+            with contextlib.suppress(StoreUnavailable):  # the lease lapses by itself
+                await self._database.run(partial(store.release_key, claim=claim))

@@ -1,0 +1,79 @@
+"""An answer as it was given, in the pieces in which it came, small enough to keep. Knows no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from penstock.core.request import FinishReason
+from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.prompts import Usage
+from penstock.gateway.stream import AnswerStream
+
+# A deadline is an accident of the moment; these two would come again.
+_REPEATABLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+
+
+class RecordedAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """A whole answer. `usage` is what the original used; giving it again uses nothing."""
+
+    id: str
+    model: str
+    num_choices: int
+    usage: Usage
+    batches: list[list[Delta]]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RecordedAnswer)
+
+
+def encode_answer(answer: AnswerStream, batches: list[list[Delta]]) -> bytes:
+    return _encoder.encode(RecordedAnswer(answer.id, answer.model, answer.num_choices, answer.usage, batches))
+
+
+def decode_answer(data: bytes) -> RecordedAnswer:
+    return _decoder.decode(data)
+
+
+def is_repeatable(batches: Iterable[Sequence[Delta]]) -> bool:
+    """Whether every answer came to an end of its own."""
+    return all(
+        delta.finish_reason in _REPEATABLE
+        for deltas in batches
+        for delta in deltas
+        if delta.finish_reason is not None
+    )
+
+
+def merged(batches: Iterable[Sequence[Delta]]) -> list[Delta]:
+    """One delta per answer, as `collect` gives them."""
+    by_index: dict[int, list[Delta]] = {}
+    for deltas in batches:
+        for delta in deltas:
+            by_index.setdefault(delta.index, []).append(delta)
+    return [_merged_answer(by_index[index]) for index in sorted(by_index)]
+
+
+def _merged_answer(deltas: Sequence[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        details=tuple(detail for delta in deltas for detail in delta.details),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=_merged_calls(deltas),
+    )
+
+
+def _merged_calls(deltas: Sequence[Delta]) -> tuple[ToolCallDelta, ...]:
+    calls: dict[int, ToolCallDelta] = {}
+    for piece in (call for delta in deltas for call in delta.tool_calls):
+        before = calls.get(piece.index)
+        if before is None:
+            calls[piece.index] = piece
+        else:
+            calls[piece.index] = msgspec.structs.replace(before, arguments=before.arguments + piece.arguments)
+    return tuple(calls[index] for index in sorted(calls))

@@ -1,0 +1,161 @@
+"""A recorded answer, read like a live one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from penstock.core.request import Tier
+from penstock.gateway.accounts import Account, Outcome, RateLimits
+from penstock.gateway.choice import Delta
+from penstock.gateway.prompts import Usage
+from penstock.gateway.replies.recording import RecordedAnswer, encode_answer, is_repeatable, merged
+from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
+
+NOTHING_USED = Usage(0, 0, 0)
+
+
+class ReplayedAnswer:
+    """Gives every recorded batch at once when asked for the next. Settled as cached, with nothing used, before its
+    reader sees the end; `usage` still tells what the original used."""
+
+    cache_status: CacheStatus | None = "hit"
+
+    def __init__(self, recorded: RecordedAnswer, account: Account, *, answer_id: str | None = None) -> None:
+        self._recorded = recorded
+        self._account = account
+        self._id = answer_id or account.claim.request_id
+        self._position = 0
+        self._is_cancelled = False
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def model(self) -> str:
+        return self._recorded.model
+
+    @property
+    def tier(self) -> Tier:
+        return self._account.claim.tier
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self._account.rate_limits
+
+    @property
+    def num_choices(self) -> int:
+        return self._recorded.num_choices
+
+    @property
+    def usage(self) -> Usage:
+        return self._recorded.usage
+
+    def __aiter__(self) -> ReplayedAnswer:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        if self._is_cancelled:
+            raise ReaderGone
+        batches = self._recorded.batches
+        if self._position >= len(batches):
+            raise StopAsyncIteration
+        self._position += 1
+        if self._position == len(batches):
+            self._settle_as("completed")
+        return batches[self._position - 1]
+
+    async def collect(self) -> list[Delta]:
+        if self._is_cancelled:
+            raise ReaderGone
+        rest = self._recorded.batches[self._position :]
+        self._position = len(self._recorded.batches)
+        self._settle_as("completed")
+        return merged(rest)
+
+    def cancel(self) -> None:
+        if self._position < len(self._recorded.batches):
+            self._is_cancelled = True
+        self._settle_as("cancelled")  # nothing, once it is completed
+
+    def _settle_as(self, status: Literal["completed", "cancelled"]) -> None:
+        self._account.settle(Outcome(usage=NOTHING_USED, status=status, is_cached=True))
+
+
+class RecordingAnswer:
+    """A live answer whose batches are kept while they pass, and handed on as a whole after the last one."""
+
+    cache_status: CacheStatus | None = "miss"
+
+    def __init__(self, answer: AnswerStream, max_bytes: int, on_recorded: Callable[[bytes], None]) -> None:
+        self._answer = answer
+        self._max_bytes = max_bytes
+        self._on_recorded = on_recorded
+        self._batches: list[list[Delta]] | None = []  # None once it has grown too large
+        self._num_bytes = 0
+
+    @property
+    def id(self) -> str:
+        return self._answer.id
+
+    @property
+    def model(self) -> str:
+        return self._answer.model
+
+    @property
+    def tier(self) -> Tier:
+        return self._answer.tier
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self._answer.rate_limits
+
+    @property
+    def num_choices(self) -> int:
+        return self._answer.num_choices
+
+    @property
+    def usage(self) -> Usage:
+        return self._answer.usage
+
+    def __aiter__(self) -> RecordingAnswer:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        try:
+            deltas = await anext(self._answer)
+        except StopAsyncIteration:
+            self._hand_on()
+            raise
+        self._keep(deltas)
+        return deltas
+
+    async def collect(self) -> list[Delta]:
+        deltas = await self._answer.collect()
+        self._keep(deltas)
+        self._hand_on()
+        return deltas
+
+    def cancel(self) -> None:
+        self._answer.cancel()
+
+    def _keep(self, deltas: list[Delta]) -> None:
+        if self._batches is None:
+            return
+        # In memory while it runs, so characters do for bytes; the encoded answer is measured exactly.
+        self._num_bytes += sum(_weight(delta) for delta in deltas)
+        if self._num_bytes > self._max_bytes:
+            self._batches = None
+        else:
+            self._batches.append(deltas)
+
+    def _hand_on(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches and is_repeatable(batches):
+            self._on_recorded(encode_answer(self._answer, batches))
+
+
+def _weight(delta: Delta) -> int:
+    calls = sum(len(call.arguments) for call in delta.tool_calls)
+    return len(delta.text) + len(delta.reasoning) + calls + 64 * len(delta.details)

@@ -1,0 +1,113 @@
+"""Responses in the gateway's database, shared by all its processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Connection
+from sqlalchemy.dialects import postgresql, sqlite
+
+from penstock.gateway.responses.store import StoredResponse, refuse_long_history
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import responses
+
+_SWEEP_EVERY_S = 600.0
+
+
+class DatabaseResponses:
+    def __init__(self, database: Database, *, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._now = now
+        self._swept_at = 0.0
+
+    async def add(self, response: StoredResponse) -> None:
+        await self._database.run(lambda connection: self._add(connection, response))
+
+    async def replace(self, response: StoredResponse) -> bool:
+        return await self._database.run(lambda connection: self._replace(connection, response))
+
+    async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None:
+        if not self._database.exists:
+            return None
+        return await self._database.run(
+            lambda connection: self._find(connection, workspace_id, response_id), reads_only=True
+        )
+
+    async def history(
+        self, workspace_id: str, response_id: str, *, keep_until: float
+    ) -> list[StoredResponse] | None:
+        if not self._database.exists:
+            return None
+        return await self._database.run(
+            lambda connection: self._history(connection, workspace_id, response_id, keep_until)
+        )
+
+    async def delete(self, workspace_id: str, response_id: str) -> bool:
+        if not self._database.exists:
+            return False
+        return await self._database.run(
+            lambda connection: self._delete(connection, workspace_id, response_id)
+        )
+
+    def _add(self, connection: Connection, response: StoredResponse) -> None:
+        now = self._now()
+        if now - self._swept_at > _SWEEP_EVERY_S:
+            self._swept_at = now
+            connection.execute(responses.delete().where(responses.c.expires_at <= now))
+        insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+        connection.execute(insert(responses).values(_row(response)).on_conflict_do_nothing())
+
+    def _replace(self, connection: Connection, response: StoredResponse) -> bool:
+        replaced = connection.execute(
+            responses.update()
+            .where(
+                responses.c.id == response.id,
+                responses.c.workspace_id == response.workspace_id,
+                responses.c.is_final.is_(False),
+            )
+            .values(_row(response))
+        )
+        return replaced.rowcount == 1
+
+    def _find(self, connection: Connection, workspace_id: str, response_id: str) -> StoredResponse | None:
+        row = connection.execute(
+            responses.select().where(
+                responses.c.id == response_id,
+                responses.c.workspace_id == workspace_id,
+                responses.c.expires_at > self._now(),
+            )
+        ).first()
+        return None if row is None else StoredResponse(**row._mapping)
+
+    def _history(
+        self, connection: Connection, workspace_id: str, response_id: str, keep_until: float
+    ) -> list[StoredResponse] | None:
+        found: list[StoredResponse] = []
+        next_id: str | None = response_id
+        while next_id is not None:
+            response = self._find(connection, workspace_id, next_id)
+            if response is None:
+                return None
+            found.append(response)
+            refuse_long_history(len(found))
+            next_id = response.previous_id
+        connection.execute(
+            responses.update()
+            .where(
+                responses.c.id.in_([response.id for response in found]), responses.c.expires_at < keep_until
+            )
+            .values(expires_at=keep_until)
+        )
+        return found[::-1]
+
+    def _delete(self, connection: Connection, workspace_id: str, response_id: str) -> bool:
+        exists = self._find(connection, workspace_id, response_id) is not None
+        if exists:
+            connection.execute(responses.delete().where(responses.c.id == response_id))
+        return exists
+
+
+def _row(response: StoredResponse) -> dict[str, Any]:
+    return {name: getattr(response, name) for name in response.__struct_fields__}

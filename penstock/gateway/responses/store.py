@@ -1,0 +1,125 @@
+"""What keeps responses: the noun, the protocol, and a bounded store in memory for servers without a database."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+
+MAX_HISTORY = 1000  # responses in one conversation
+MAX_MEMORY_BYTES = 64 << 20
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`body` is the response as its API shows it, `input_items` what the client sent for it; both JSON."""
+
+    id: str
+    workspace_id: str
+    created_at: float
+    expires_at: float
+    is_final: bool  # False while it runs in the background
+    body: bytes
+    input_items: bytes
+    previous_id: str | None = None
+
+
+class ResponseStore(Protocol):
+    """An id of another workspace is the same as an id that does not exist."""
+
+    async def add(self, response: StoredResponse) -> None:
+        """One that is there already stays: an idempotent request was answered again."""
+        ...
+
+    async def replace(self, response: StoredResponse) -> bool:
+        """Put the outcome in place of a response that ran in the background. False when it has been deleted, or was
+        final already."""
+        ...
+
+    async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None: ...
+
+    async def history(
+        self, workspace_id: str, response_id: str, *, keep_until: float
+    ) -> list[StoredResponse] | None:
+        """A response and all that it continues, oldest first; None when one of them is not there. All of them are
+        kept until `keep_until` at least: a conversation that goes on does not lose its beginning."""
+        ...
+
+    async def delete(self, workspace_id: str, response_id: str) -> bool: ...
+
+
+def refuse_long_history(length: int) -> None:
+    if length > MAX_HISTORY:
+        raise InvalidRequest(
+            f"The conversation has more than {MAX_HISTORY} responses.", param="previous_response_id"
+        )
+
+
+class MemoryResponses:
+    """Forgets the oldest when it grows beyond `max_bytes`."""
+
+    def __init__(self, *, max_bytes: int = MAX_MEMORY_BYTES, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+
+    async def add(self, response: StoredResponse) -> None:
+        if await self.find(response.workspace_id, response.id) is None:
+            self._put(response)
+
+    async def replace(self, response: StoredResponse) -> bool:
+        known = await self.find(response.workspace_id, response.id)
+        if known is None or known.is_final:
+            return False
+        self._put(response)
+        return True
+
+    async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None:
+        response = self._responses.get((workspace_id, response_id))
+        if response is None or response.expires_at <= self._now():
+            return None
+        return response
+
+    async def history(
+        self, workspace_id: str, response_id: str, *, keep_until: float
+    ) -> list[StoredResponse] | None:
+        found: list[StoredResponse] = []
+        next_id: str | None = response_id
+        while next_id is not None:
+            response = await self.find(workspace_id, next_id)
+            if response is None:
+                return None
+            found.append(response)
+            refuse_long_history(len(found))
+            next_id = response.previous_id
+        for response in found:
+            kept = msgspec.structs.replace(response, expires_at=max(response.expires_at, keep_until))
+            self._responses[workspace_id, response.id] = kept
+        return found[::-1]
+
+    async def delete(self, workspace_id: str, response_id: str) -> bool:
+        exists = await self.find(workspace_id, response_id) is not None
+        self._forget((workspace_id, response_id))
+        return exists
+
+    def _put(self, response: StoredResponse) -> None:
+        key = (response.workspace_id, response.id)
+        self._forget(key)
+        self._responses[key] = response
+        self._num_bytes += _size(response)
+        while self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._responses)))
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        response = self._responses.pop(key, None)
+        if response is not None:
+            self._num_bytes -= _size(response)
+
+
+def _size(response: StoredResponse) -> int:
+    return len(response.body) + len(response.input_items)

@@ -1,0 +1,204 @@
+"""The gateway's database: SQLite in a file by default, PostgreSQL by URL.
+
+Work is a plain function of a SQLAlchemy connection. It runs in one transaction, in a thread of a small pool, so that
+the event loop never waits for a disk: `await database.run(work)`. Commands without a loop use `run_now`. Nothing is
+touched before the first work: a server that stores nothing leaves no file behind. Knows no table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.pool import StaticPool
+
+from penstock.core.errors import ConfigError, StoreUnavailable
+from penstock.gateway.store.migrate import migrate
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Work = Callable[[Connection], T]
+
+DATABASE_FILE = "penstock.db"
+_NUM_THREADS = 4
+_BUSY_TIMEOUT_MS = 10_000  # how long a writer of SQLite waits for another process
+_READS_ONLY = "penstock_reads_only"
+
+
+def sqlite_url(data_dir: Path) -> str:
+    """The URL of the database that a server keeps in its data folder."""
+    return f"sqlite:///{data_dir / DATABASE_FILE}"
+
+
+class Database:
+    """Safe to use from any thread. Several processes may share one database."""
+
+    def __init__(self, url: str) -> None:
+        self._engine = _create_engine(url)
+        self._is_in_memory = isinstance(self._engine.pool, StaticPool)
+        # All of an in-memory database lives in one connection, so its work takes turns.
+        self._turn: contextlib.AbstractContextManager[Any] = (
+            threading.Lock() if self._is_in_memory else contextlib.nullcontext()
+        )
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-database")
+        self._migrating = threading.Lock()
+        self._is_migrated = False
+
+    @property
+    def dialect(self) -> str:
+        """`sqlite` or `postgresql`."""
+        return self._engine.dialect.name
+
+    @property
+    def exists(self) -> bool:
+        """False while a SQLite file has not been written; a server's database always counts as there."""
+        return self.dialect != "sqlite" or self._is_migrated or (self.file is not None and self.file.exists())
+
+    @property
+    def file(self) -> Path | None:
+        """Where SQLite keeps it."""
+        is_file = self.dialect == "sqlite" and not self._is_in_memory
+        return Path(self._engine.url.database or "") if is_file else None
+
+    @property
+    def description(self) -> str:
+        """Its place as a person may read it, without the password."""
+        return str(self.file) if self.file else self._engine.url.render_as_string(hide_password=True)
+
+    async def run(self, work: Work[T], *, reads_only: bool = False) -> T:
+        """What `work` returns. It is committed as a whole, or rolled back when it raises.
+
+        Say `reads_only` where that is so: then SQLite lets it run beside a writer."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: self.run_now(work, reads_only=reads_only))
+
+    def run_now(self, work: Work[T], *, reads_only: bool = False) -> T:
+        """As `run`, in the calling thread."""
+        self.migrate()
+        return self._transaction(work, reads_only=reads_only)
+
+    def migrate(self) -> None:
+        """Bring the tables to what this release needs, once per process. Raises ConfigError when the database comes
+        from a newer release."""
+        with self._migrating:
+            if not self._is_migrated:
+                self._make_private_file()
+                self._transaction(migrate, reads_only=False)
+                self._is_migrated = True
+
+    def close(self) -> None:
+        """Let work that has begun finish, then disconnect."""
+        self._threads.shutdown()
+        self._engine.dispose()
+
+    def _transaction(self, work: Work[T], *, reads_only: bool) -> T:
+        options = {_READS_ONLY: reads_only}
+        if self.dialect == "postgresql":
+            options["postgresql_readonly"] = reads_only
+        try:
+            with self._turn, self._engine.connect() as connection:
+                connection = connection.execution_options(**options)
+                with connection.begin():
+                    return work(connection)
+        except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
+            if not _is_outage(error):
+                raise
+            # Callers of an API read the error; where the database is and what ails it is for the log.
+            logger.error("the database %s cannot be used: %s", self.description, _cause(error))
+            raise StoreUnavailable(
+                "The database cannot be used at the moment; the log says why.", retry_after_s=1.0
+            ) from error
+
+    def _make_private_file(self) -> None:
+        if self.file is None or self.file.exists():
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise ConfigError(
+                f"The database {self.file} cannot be written: {error.strerror}.",
+                hint="Choose another folder with --data-dir, or a server's database with --database-url.",
+            ) from error
+
+
+def _create_engine(url: str) -> Engine:
+    try:
+        parsed = sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError) as error:
+        # The URL may hold a password, so it is not repeated.
+        raise ConfigError(
+            "The database URL cannot be understood.",
+            hint="It looks like sqlite:////path/to/file.db or postgresql://user:password@host/name.",
+        ) from error
+    if parsed.get_backend_name() == "sqlite":
+        return _create_sqlite(parsed)
+    if parsed.get_backend_name() == "postgresql":
+        return _create_postgresql(parsed.set(drivername="postgresql+psycopg"))
+    raise ConfigError(
+        f"The database is of the kind '{parsed.get_backend_name()}', which Penstock does not know.",
+        hint="Use a URL that begins with sqlite:/// or postgresql://.",
+    )
+
+
+def _create_sqlite(url: sqlalchemy.URL) -> Engine:
+    options: dict[str, Any] = {}
+    if url.database in (None, "", ":memory:"):
+        options = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}}
+    engine = sqlalchemy.create_engine(url, hide_parameters=True, **options)
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # the driver's own idea of when a transaction begins is left out
+        connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
+        connection.execute("PRAGMA journal_mode = WAL")  # readers and one writer do not wait for each other
+        connection.execute(
+            "PRAGMA synchronous = NORMAL"
+        )  # survives a killed process; WAL keeps it consistent
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        # A transaction that reads first and writes later can fail where it would only have had to wait.
+        reads_only = connection.get_execution_options().get(_READS_ONLY, False)
+        connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _create_postgresql(url: sqlalchemy.URL) -> Engine:
+    try:
+        return sqlalchemy.create_engine(
+            url,
+            hide_parameters=True,
+            pool_size=_NUM_THREADS,
+            pool_pre_ping=True,
+            connect_args={"connect_timeout": 10},
+        )
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "PostgreSQL needs a driver that is not installed.", hint="Run: pip install 'penstock[postgres]'"
+        ) from error
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether the database is to blame, and not what was asked of it."""
+    outages = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError, sqlalchemy.exc.TimeoutError)
+    # SQLite reports a file that is no database with the general class alone.
+    return isinstance(error, outages) or type(error) is sqlalchemy.exc.DatabaseError
+
+
+def _cause(error: Exception) -> str:
+    """The first line of what the driver said. The statement's parameters, which may be private, are left out."""
+    original = getattr(error, "orig", None) or error
+    return str(original).strip().partition("\n")[0].rstrip(".") or type(original).__name__

@@ -1,0 +1,226 @@
+"""Every table. Owners are named above theirs; nobody else writes to them.
+
+Times are Unix seconds. Ids are text with a prefix that says what they name. Rows that others refer to are not
+deleted but end: a revoked key still has a name in last month's usage.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# Owner: gateway/tenants. `revision` is the value of tenant_revision when the row last changed, so that other
+# processes can ask for what changed since they last looked.
+organizations = Table(
+    "organizations",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("name", String(256), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("archived_at", Double),
+    Column("revision", BigInteger, nullable=False, index=True),
+)
+
+workspaces = Table(
+    "workspaces",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("organization_id", ForeignKey("organizations.id"), nullable=False, index=True),
+    Column("name", String(256), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("archived_at", Double),
+    Column("revision", BigInteger, nullable=False, index=True),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("workspace_id", ForeignKey("workspaces.id"), nullable=False, index=True),
+    Column("name", String(256), nullable=False),
+    Column("prefix", String(32), nullable=False, unique=True),  # finds the row; no secret
+    Column("digest", LargeBinary(32), nullable=False),  # SHA-256 of the whole key
+    Column("scopes", JSON, nullable=False),
+    Column("allowed_models", JSON(none_as_null=True)),  # null allows every model
+    Column("best_tier", String(16), nullable=False),
+    Column("caches_responses", Boolean, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("created_by", String(256), nullable=False),
+    Column("expires_at", Double),
+    Column("revoked_at", Double),
+    Column("last_used_at", Double),  # written late; not a change that bumps `revision`
+    Column("revision", BigInteger, nullable=False, index=True),
+)
+
+# One row, whose update orders all changes of tenants: whoever holds its lock commits first.
+tenant_revision = Table(
+    "tenant_revision",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("revision", BigInteger, nullable=False),
+)
+
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("at", Double, nullable=False, index=True),
+    Column("actor", String(256), nullable=False),  # a key's id, a token's subject, or who ran a command
+    Column("action", String(64), nullable=False),
+    Column("target", String(64), nullable=False),
+    Column("request_id", String(64)),
+    Column("before", JSON(none_as_null=True)),
+    Column("after", JSON(none_as_null=True)),
+    Index("ix_audit_log_target_id", "target", "id"),
+)
+
+# Owner: gateway/ledger. One row per request that was admitted, written once.
+usage = Table(
+    "usage",
+    metadata,
+    Column("request_id", String(64), primary_key=True),
+    Column("started_at", Double, nullable=False),
+    Column("day", Integer, nullable=False),  # days since the epoch, in UTC; what indexes know of time
+    Column("organization_id", String(64), nullable=False),
+    Column("workspace_id", String(64), nullable=False),
+    Column(
+        "key_id", String(256), nullable=False
+    ),  # no foreign key: tokens and open servers have no row in `keys`
+    Column("model", String(256), nullable=False),
+    Column("endpoint", String(64), nullable=False),
+    Column("tier", String(16), nullable=False),
+    Column("user", String(256)),
+    Column("status", String(16), nullable=False),
+    Column("error_code", String(64)),
+    Column("is_cached", Boolean, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("cache_read_tokens", BigInteger, nullable=False),
+    Column("cache_write_5m_tokens", BigInteger, nullable=False),
+    Column("cache_write_1h_tokens", BigInteger, nullable=False),
+    Column("reasoning_tokens", BigInteger, nullable=False),
+    Column("cost_picodollars", BigInteger, nullable=False),
+    Column("duration_s", Double, nullable=False),
+    Column("first_token_s", Double),
+    Index("ix_usage_workspace_id_day", "workspace_id", "day"),
+    Index("ix_usage_day", "day"),
+)
+
+# Owner: gateway/ledger. What `usage` adds up to, kept in step with it, so that budgets need not read every row.
+usage_spend = Table(
+    "usage_spend",
+    metadata,
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    Column("workspace_id", String(64), primary_key=True),
+    Column("key_id", String(256), primary_key=True),
+    Column("model", String(256), primary_key=True),
+    Column("cost_picodollars", BigInteger, nullable=False),
+)
+
+# Owner: gateway/replies. While `answer` is null the request runs, in a process that renews `lease_until`.
+idempotent_answers = Table(
+    "idempotent_answers",
+    metadata,
+    Column("workspace_id", String(64), primary_key=True),
+    Column("idempotency_key", String(256), primary_key=True),
+    Column("fingerprint", LargeBinary(32), nullable=False),
+    Column("owner", String(64), nullable=False),  # which attempt runs it
+    Column("answer", LargeBinary),
+    Column("lease_until", Double, nullable=False),
+    Column("expires_at", Double, nullable=False, index=True),
+)
+
+# Owner: gateway/files. The bytes are in the data folder, under the row's id; a row is written after them.
+files = Table(
+    "files",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("workspace_id", String(64), nullable=False),
+    Column("filename", String(512), nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, index=True),  # null: never
+    Index("ix_files_workspace_id_created_at", "workspace_id", "created_at"),
+)
+
+# Owner: gateway/batches. Counts change in the transaction that writes the results they count.
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("workspace_id", String(64), nullable=False),
+    Column("kind", String(16), nullable=False),  # whose API made it: openai or anthropic
+    Column("endpoint", String(64), nullable=False),
+    Column("status", String(16), nullable=False, index=True),
+    Column("principal", JSON, nullable=False),  # who made it, and on whose account its lines run
+    Column("details", JSON, nullable=False),  # what its API shows and the runner does not need
+    Column("times", JSON, nullable=False),  # when it entered each status
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("num_lines", Integer, nullable=False),
+    Column("num_succeeded", Integer, nullable=False),
+    Column("num_errored", Integer, nullable=False),
+    Column("num_canceled", Integer, nullable=False),
+    Column("num_expired", Integer, nullable=False),
+    Column("ending", String(16)),  # why it stops early: canceled or expired
+    Index("ix_batches_workspace_id_created_at", "workspace_id", "created_at"),
+)
+
+# The journal of running batches: one row per finished line, until its batch's output is written as files.
+batch_results = Table(
+    "batch_results",
+    metadata,
+    Column("batch_id", ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True),
+    Column("line_number", Integer, primary_key=True, autoincrement=False),
+    Column("custom_id", String(512), nullable=False),
+    Column("outcome", String(16), nullable=False),
+    Column("status_code", Integer, nullable=False),
+    Column("request_id", String(64), nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+
+# Which process may run batches. Only its holder writes results.
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(32), primary_key=True),
+    Column("holder", String(64), nullable=False),
+    Column("expires_at", Double, nullable=False),
+)
+
+# Owner: gateway/responses. One that runs in the background is not final and may be replaced.
+responses = Table(
+    "responses",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("workspace_id", String(64), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False, index=True),
+    Column("is_final", Boolean, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Column("input_items", LargeBinary, nullable=False),
+    Column("previous_id", String(64)),  # no foreign key: what it continues may be deleted
+)

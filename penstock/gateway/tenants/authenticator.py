@@ -1,0 +1,68 @@
+"""Decides who a caller is from the credential it sent: a key of ours, the server's one key, a provider's token, or
+nothing. Knows no HTTP."""
+
+from __future__ import annotations
+
+import hmac
+
+from penstock.core.errors import AuthenticationFailed, PenstockError, PermissionDenied
+from penstock.core.identity import OPEN_PRINCIPAL, Principal, Scope
+from penstock.core.request import Tier
+from penstock.gateway.tenants.key_secret import KEY_START, digest_of
+from penstock.gateway.tenants.keyring import KeyRing
+from penstock.gateway.tenants.metrics import AuthenticationMetrics
+from penstock.gateway.tenants.tokens import TokenVerifier
+
+STATIC_KEY_ID = "static"
+
+# Whoever has the key that the server was started with may do everything.
+STATIC_PRINCIPAL = Principal(key_id=STATIC_KEY_ID, scopes=frozenset(Scope), best_tier=Tier.PRIORITY)
+
+
+class Authenticator:
+    """With `is_open`, a caller without a known credential owns the machine. One who shows something that looks like
+    ours but is not good is refused even then: it would otherwise act for the wrong workspace."""
+
+    def __init__(
+        self,
+        *,
+        static_key: str | None = None,
+        ring: KeyRing | None = None,
+        tokens: TokenVerifier | None = None,
+        is_open: bool = False,
+        metrics: AuthenticationMetrics | None = None,
+    ) -> None:
+        self._static_digest = None if static_key is None else digest_of(static_key)
+        self._ring = ring
+        self._tokens = tokens
+        self.is_open = is_open
+        self.metrics = metrics or AuthenticationMetrics()
+
+    async def authorize(self, credential: str | None, needed: Scope) -> Principal:
+        """Who the caller is, if it may do what it needs to."""
+        try:
+            principal = await self.identify(credential)
+            if not principal.may(needed):
+                raise PermissionDenied("This key may not do that.", hint=f"It needs the scope '{needed}'.")
+        except PenstockError as error:
+            self.metrics.refusals[error.code] += 1
+            raise
+        return principal
+
+    async def identify(self, credential: str | None) -> Principal:
+        if credential is None:
+            if self.is_open:
+                return OPEN_PRINCIPAL
+            raise AuthenticationFailed("The API key is missing.")
+        # Digests have one length, so the comparison's time says nothing about the key's.
+        if self._static_digest is not None and hmac.compare_digest(
+            digest_of(credential), self._static_digest
+        ):
+            return STATIC_PRINCIPAL
+        if self._ring is not None and credential.startswith(KEY_START):
+            return await self._ring.identify(credential)
+        if self._tokens is not None and credential.count(".") == 2:
+            return await self._tokens.identify(credential)
+        if self.is_open:
+            return OPEN_PRINCIPAL
+        raise AuthenticationFailed("The API key is wrong.")

@@ -1,0 +1,283 @@
+"""The book of organisations, workspaces and keys: every change is one transaction with its audit entry.
+
+Both the admin API and the commands work through it. It does not decide who may do so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, select
+
+from penstock.core.errors import Conflict, InvalidRequest
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import audit_log, keys, workspaces
+from penstock.gateway.tenants.audit import Actor, AuditEntry, announce, read_entries, write_entry
+from penstock.gateway.tenants.key_secret import new_secret
+from penstock.gateway.tenants.records import (
+    DEFAULT_ID,
+    IssuedKey,
+    Key,
+    KeyChanges,
+    NewKey,
+    Organization,
+    Page,
+    Workspace,
+    checked_expiry,
+    checked_models,
+    checked_name,
+    checked_scopes,
+)
+from penstock.gateway.tenants.rows import (
+    KEYS,
+    ORGANIZATIONS,
+    WORKSPACES,
+    Kind,
+    Record,
+    add,
+    alter,
+    check_limit,
+    equals,
+    find,
+    page,
+)
+
+T = TypeVar("T")
+DEFAULT_PAGE = 20
+
+
+class Directory:
+    """`wall_time` gives Unix seconds. `on_change` is called after each change that was made through this object."""
+
+    def __init__(
+        self,
+        database: Database,
+        wall_time: Callable[[], float] = time.time,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._database = database
+        self.wall_time = wall_time
+        self._on_change = on_change
+
+    async def has_live_keys(self) -> bool:
+        """Whether anyone could sign in with a key. Leaves a database that is not there alone."""
+        if not self._database.exists:
+            return False
+        query = (
+            select(keys.c.id)
+            .where(keys.c.revoked_at.is_(None))
+            .where(keys.c.expires_at.is_(None) | (keys.c.expires_at > self.wall_time()))
+            .limit(1)
+        )
+        return await self._read(lambda connection: connection.execute(query).first() is not None)
+
+    async def organization(self, organization_id: str) -> Organization:
+        return await self._read(lambda connection: find(connection, ORGANIZATIONS, organization_id))
+
+    async def organizations(
+        self, *, limit: int = DEFAULT_PAGE, after: str | None = None
+    ) -> Page[Organization]:
+        return await self._page(ORGANIZATIONS, limit, after)
+
+    async def create_organization(self, actor: Actor, name: str) -> Organization:
+        made = Organization(
+            id=ORGANIZATIONS.new_id(),
+            name=checked_name(name),
+            created_at=self.wall_time(),
+            archived_at=None,
+        )
+        return await self._create(actor, ORGANIZATIONS, made)
+
+    async def rename_organization(self, actor: Actor, organization_id: str, name: str) -> Organization:
+        change = {"name": checked_name(name)}
+        return await self._alter(actor, ORGANIZATIONS, organization_id, "update", change)
+
+    async def archive_organization(self, actor: Actor, organization_id: str) -> Organization:
+        """Ends all its workspaces and keys at once. Nothing is deleted."""
+        change = {"archived_at": self.wall_time()}
+        return await self._alter(
+            actor, ORGANIZATIONS, organization_id, "archive", change, _refuse_unless_archivable
+        )
+
+    async def workspace(self, workspace_id: str) -> Workspace:
+        return await self._read(lambda connection: find(connection, WORKSPACES, workspace_id))
+
+    async def workspaces(
+        self, *, limit: int = DEFAULT_PAGE, after: str | None = None, organization_id: str | None = None
+    ) -> Page[Workspace]:
+        where = equals(workspaces.c.organization_id, organization_id)
+        return await self._page(WORKSPACES, limit, after, *where)
+
+    async def create_workspace(self, actor: Actor, name: str, organization_id: str = DEFAULT_ID) -> Workspace:
+        made = Workspace(
+            id=WORKSPACES.new_id(),
+            organization_id=organization_id,
+            name=checked_name(name),
+            created_at=self.wall_time(),
+            archived_at=None,
+        )
+        return await self._create(
+            actor,
+            WORKSPACES,
+            made,
+            lambda connection: _refuse_archived(find(connection, ORGANIZATIONS, organization_id)),
+        )
+
+    async def rename_workspace(self, actor: Actor, workspace_id: str, name: str) -> Workspace:
+        return await self._alter(actor, WORKSPACES, workspace_id, "update", {"name": checked_name(name)})
+
+    async def archive_workspace(self, actor: Actor, workspace_id: str) -> Workspace:
+        """Ends all its keys at once. Nothing is deleted."""
+        change = {"archived_at": self.wall_time()}
+        return await self._alter(
+            actor, WORKSPACES, workspace_id, "archive", change, _refuse_unless_archivable
+        )
+
+    async def key(self, key_id: str) -> Key:
+        return await self._read(lambda connection: find(connection, KEYS, key_id))
+
+    async def keys(
+        self, *, limit: int = DEFAULT_PAGE, after: str | None = None, workspace_id: str | None = None
+    ) -> Page[Key]:
+        return await self._page(KEYS, limit, after, *equals(keys.c.workspace_id, workspace_id))
+
+    async def create_key(self, actor: Actor, wish: NewKey) -> IssuedKey:
+        """The only time that the secret is seen."""
+        now = self.wall_time()
+        secret = new_secret()
+        key = Key(
+            id=KEYS.new_id(),
+            workspace_id=wish.workspace_id,
+            name=checked_name(wish.name),
+            prefix=secret.prefix,
+            scopes=checked_scopes(wish.scopes),
+            allowed_models=checked_models(wish.allowed_models),
+            best_tier=wish.best_tier,
+            caches_responses=wish.caches_responses,
+            created_at=now,
+            created_by=actor.name,
+            expires_at=checked_expiry(wish.expires_at, now),
+            revoked_at=None,
+            last_used_at=None,
+        )
+
+        def refuse_dead_workspace(connection: Connection) -> None:
+            workspace = find(connection, WORKSPACES, wish.workspace_id)
+            _refuse_archived(workspace)
+            _refuse_archived(find(connection, ORGANIZATIONS, workspace.organization_id))
+
+        await self._create(actor, KEYS, key, refuse_dead_workspace, digest=secret.digest)
+        return IssuedKey(key, secret.secret)
+
+    async def update_key(self, actor: Actor, key_id: str, changes: KeyChanges) -> Key:
+        values = _checked_changes(changes, self.wall_time())
+        return await self._alter(actor, KEYS, key_id, "update", values, _refuse_revoked)
+
+    async def revoke_key(self, actor: Actor, key_id: str) -> Key:
+        """Every gateway refuses the key within seconds. It stays in lists, because usage refers to it."""
+        change = {"revoked_at": self.wall_time()}
+        return await self._alter(actor, KEYS, key_id, "revoke", change, _refuse_revoked)
+
+    async def audit(
+        self, *, limit: int = DEFAULT_PAGE, before_id: int | None = None, target: str | None = None
+    ) -> Page[AuditEntry]:
+        check_limit(limit)
+        where = equals(audit_log.c.target, target)
+        return await self._read(
+            lambda connection: read_entries(connection, limit=limit, before_id=before_id, where=where)
+        )
+
+    async def _page(
+        self, kind: Kind[Record], limit: int, after: str | None, *where: ColumnElement[bool]
+    ) -> Page[Record]:
+        return await self._read(
+            lambda connection: page(connection, kind, limit=limit, after=after, where=where)
+        )
+
+    async def _create(
+        self,
+        actor: Actor,
+        kind: Kind[Record],
+        record: Record,
+        check: Callable[[Connection], None] | None = None,
+        **unseen: Any,
+    ) -> Record:
+        target: str = record.id  # type: ignore[attr-defined]  # every record has one
+
+        def work(connection: Connection) -> AuditEntry:
+            if check is not None:
+                check(connection)
+            add(connection, kind, record, **unseen)
+            action = f"{kind.action}.create"
+            return write_entry(connection, actor, action, target, at=self.wall_time(), after=record)
+
+        self._changed(await self._database.run(work))
+        return record
+
+    async def _alter(
+        self,
+        actor: Actor,
+        kind: Kind[Record],
+        row_id: str,
+        verb: str,
+        values: dict[str, Any],
+        check: Callable[[Record], None] | None = None,
+    ) -> Record:
+        def work(connection: Connection) -> tuple[Record, AuditEntry]:
+            before = find(connection, kind, row_id)
+            if check is not None:
+                check(before)
+            alter(connection, kind, row_id, values)
+            after = find(connection, kind, row_id)
+            action = f"{kind.action}.{verb}"
+            entry = write_entry(
+                connection, actor, action, row_id, at=self.wall_time(), before=before, after=after
+            )
+            return after, entry
+
+        altered, entry = await self._database.run(work)
+        self._changed(entry)
+        return altered
+
+    def _changed(self, entry: AuditEntry) -> None:
+        announce(entry)
+        self._on_change()
+
+    async def _read(self, work: Callable[[Connection], T]) -> T:
+        return await self._database.run(work, reads_only=True)
+
+
+def _refuse_archived(record: Organization | Workspace) -> None:
+    if record.archived_at is not None:
+        noun = "organisation" if isinstance(record, Organization) else "workspace"
+        raise Conflict(f"The {noun} {record.id} is archived.")
+
+
+def _refuse_unless_archivable(record: Organization | Workspace) -> None:
+    _refuse_archived(record)
+    if record.id == DEFAULT_ID:
+        # Callers without a key of their own, such as --api-key, belong to it.
+        raise Conflict("The default organisation and workspace cannot be archived.")
+
+
+def _refuse_revoked(key: Key) -> None:
+    if key.revoked_at is not None:
+        raise Conflict(f"The key {key.id} is revoked, and stays as it is.")
+
+
+def _checked_changes(changes: KeyChanges, now: float) -> dict[str, Any]:
+    values = {
+        name: value for name, value in msgspec.structs.asdict(changes).items() if value is not msgspec.UNSET
+    }
+    if not values:
+        raise InvalidRequest("Nothing to change was given.")
+    checks: dict[str, Callable[[Any], Any]] = {
+        "name": checked_name,
+        "scopes": checked_scopes,
+        "allowed_models": checked_models,
+        "expires_at": lambda expires_at: checked_expiry(expires_at, now),
+    }
+    return {name: checks[name](value) if name in checks else value for name, value in values.items()}

@@ -1,0 +1,67 @@
+"""The secret part of keys: how one is made, recognised and compared. Knows no database.
+
+A key reads `sk-ps-` + 10 letters that find its row + 32 letters of secret (190 bits) + 6 letters of checksum, all
+base 62. The checksum turns typing mistakes and random guesses away before anything is looked up. Only the SHA-256 of
+the whole is stored: with that much entropy in the secret, a slow password hash would protect nothing more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import string
+import zlib
+from dataclasses import dataclass, field
+
+KEY_START = "sk-ps-"
+
+_LETTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
+_NUM_FINDING = 10
+_NUM_SECRET = 32
+_NUM_CHECKSUM = 6  # 62**6 > 2**32
+PREFIX_LENGTH = len(KEY_START) + _NUM_FINDING
+_SHAPE = re.compile(rf"{KEY_START}[0-9A-Za-z]{{{_NUM_FINDING + _NUM_SECRET + _NUM_CHECKSUM}}}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class NewSecret:
+    """Shown to its owner once; the prefix and the digest are what is kept."""
+
+    secret: str = field(repr=False)
+    prefix: str
+    digest: bytes = field(repr=False)
+
+
+def new_secret() -> NewSecret:
+    letters = "".join(secrets.choice(_LETTERS) for _ in range(_NUM_FINDING + _NUM_SECRET))
+    secret = KEY_START + letters + _checksum(KEY_START + letters)
+    return NewSecret(secret, secret[:PREFIX_LENGTH], digest_of(secret))
+
+
+def prefix_of(secret: str) -> str | None:
+    """What finds the key's row, or None when no key looks like this."""
+    if not _SHAPE.fullmatch(secret):
+        return None
+    if not hmac.compare_digest(_checksum(secret[:-_NUM_CHECKSUM]), secret[-_NUM_CHECKSUM:]):
+        return None
+    return secret[:PREFIX_LENGTH]
+
+
+def digest_of(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def is_secret_of(digest: bytes, secret: str) -> bool:
+    """Takes the same time however much of the secret is right."""
+    return hmac.compare_digest(digest, digest_of(secret))
+
+
+def _checksum(text: str) -> str:
+    number = zlib.crc32(text.encode())
+    letters = []
+    for _ in range(_NUM_CHECKSUM):
+        number, remainder = divmod(number, len(_LETTERS))
+        letters.append(_LETTERS[remainder])
+    return "".join(letters)

@@ -1,0 +1,281 @@
+"""Finds tool calls in an answer, whatever marks them, and tells them from text that only looks like one.
+
+A *section* is the part of an answer that may hold calls: between an opening marker and a closing one, or, for models
+that write calls without any marker, the whole answer when it begins like one. What turns out to be no call goes back
+to the text, marker included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from penstock.gateway.tools.json_calls import CallReader, ValueSpan
+from penstock.gateway.tools.parser import AnswerSink, first_marker, held_length
+from penstock.gateway.tools.python_calls import python_calls
+
+_BETWEEN_CALLS = frozenset(" \t\r\n,;[]")
+_NAME = re.compile(r"[\w.-]+")
+
+State = Literal["start", "text", "section", "call", "name", "arguments", "python", "rest"]
+
+
+class CallMarkers(msgspec.Struct, frozen=True, kw_only=True):
+    """How a family of models marks its calls."""
+
+    opening: tuple[str, ...] = ()  # none is the beginning of another
+    closing: str | None = None  # None: a section reaches to the end of the answer
+    name_end: str | None = None  # where calls may be written as a name, this and the arguments
+    bare: str = ""  # characters with which an answer begins that is a call without a marker
+    writes_python: bool = False  # besides JSON
+    hides_markers: bool = False  # they are control tokens, which do not belong into a text
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(text for text in (*self.opening, self.closing, self.name_end) if text is not None)
+
+
+class CallParser:
+    """White space between text and calls belongs to neither."""
+
+    is_reasoning = False
+
+    def __init__(self, sink: AnswerSink, markers: CallMarkers, known_names: frozenset[str]) -> None:
+        self._sink = sink
+        self._markers = markers
+        self._known_names = known_names
+        self._state: State = "start"
+        self._reader: CallReader | None = None
+        self._span: ValueSpan | None = None  # of arguments that follow a name
+        self._buffer = ""
+        self._raw: list[str] = []  # of a section, until its first call has begun
+        self._had_call = False  # in this section
+        self._had_any_call = False
+        self._trims_text = False  # whether white space at the beginning of the text is to go
+        self._steps: dict[str, Callable[[], bool]] = {
+            "start": self._step_start,
+            "text": self._step_text,
+            "section": self._step_section,
+            "call": self._step_call,
+            "name": self._step_name,
+            "arguments": self._step_arguments,
+            "python": self._step_python,
+            "rest": self._step_rest,
+        }
+
+    def push(self, text: str) -> None:
+        self._buffer += text
+        while self._buffer and self._steps[self._state]():
+            pass
+
+    def finish(self) -> None:
+        if self._state == "python":
+            self._end_python(self._buffer)
+        elif self._state == "rest":
+            self._sink.add_arguments(self._buffer)
+        elif self._state in ("start", "text"):
+            if not self._is_cut_off_marker():
+                self._add_text(self._buffer)
+        elif not self._had_any_call:
+            self._fall_back(self._buffer)
+        self._buffer = ""
+
+    def _is_cut_off_marker(self) -> bool:
+        """Whether the answer ends where one more call was about to begin."""
+        rest = self._buffer.lstrip()
+        return self._had_any_call and bool(rest) and held_length(rest, self._markers.opening) == len(rest)
+
+    def _step_start(self) -> bool:
+        """Each step takes what it can from the buffer; False asks for more text."""
+        begun = self._buffer.lstrip()
+        if not begun:
+            return False
+        if self._markers.bare and begun[0] in self._markers.bare:
+            self._raw = [self._take(len(self._buffer) - len(begun))]
+            self._enter("section")
+        else:
+            self._enter("text")
+        return True
+
+    def _step_text(self) -> bool:
+        found = first_marker(self._buffer, self._markers.opening)
+        if found is None:
+            safe = self._buffer[: len(self._buffer) - held_length(self._buffer, self._markers.opening)]
+            self._add_text(self._take(len(safe.rstrip())))
+            return False
+        position, marker = found
+        before = self._take(position)
+        self._add_text(before.rstrip())
+        white_space = before[len(before.rstrip()) :]
+        self._take(len(marker))
+        self._raw = [white_space if self._markers.hides_markers else white_space + marker]
+        self._enter("section")
+        return True
+
+    def _step_section(self) -> bool:
+        """Between the calls of a section."""
+        if not self._skip_to_call():
+            return False
+        body, closing = self._buffer, self._markers.closing
+        if body[0] == "{":
+            self._reader = CallReader(self._sink, self._known_names)
+            self._enter("call")
+        elif self._markers.name_end is not None and _NAME.match(body):
+            self._enter("name")
+        elif closing is not None and body.startswith(closing):
+            self._pass_over(len(closing), is_call=self._had_call)
+            self._leave_section()
+        elif closing is not None and closing.startswith(body):
+            return False
+        elif self._markers.writes_python and not self._had_call and (name := _NAME.match(body)):
+            if name.end() == len(body):
+                return False
+            is_call = body[name.end()] == "(" and (name[0] in self._known_names or name[0] == "print")
+            if is_call:
+                self._enter("python")
+            else:
+                self._leave_section()
+        else:
+            self._leave_section()
+        return True
+
+    def _skip_to_call(self) -> bool:
+        """Pass over what may stand between calls, a repeated opening included. False asks for more text."""
+        while self._buffer:
+            again = None
+            if self._had_call:
+                again = next((text for text in self._markers.opening if self._buffer.startswith(text)), None)
+                if again is None and any(text.startswith(self._buffer) for text in self._markers.opening):
+                    return False
+            if again is None and self._buffer[0] not in _BETWEEN_CALLS:
+                return True
+            self._pass_over(len(again or " "), is_call=self._had_call)
+        return False
+
+    def _step_call(self) -> bool:
+        reader = self._reader
+        assert reader is not None
+        self._pass_over(reader.consume(self._buffer, 0), is_call=reader.has_begun)
+        if reader.is_complete:
+            self._note_call()
+            self._enter("section")
+        elif reader.is_broken and reader.has_begun:
+            self._note_call()
+            self._enter("rest")
+        elif reader.is_broken:
+            self._leave_section()
+        return bool(self._buffer)
+
+    def _step_name(self) -> bool:
+        """A name that arguments are to follow."""
+        found, name_end = _NAME.match(self._buffer), self._markers.name_end
+        assert found is not None
+        assert name_end is not None
+        rest = self._buffer[found.end() :]
+        if not rest or (rest != name_end and name_end.startswith(rest)):
+            return False
+        is_call = rest.startswith(("{", name_end)) and found[0] in self._known_names
+        if not is_call:
+            self._leave_section()
+            return True
+        self._take(found.end() + (0 if rest[0] == "{" else len(name_end)))
+        self._raw = []
+        self._note_call()
+        self._sink.begin_call(found[0])
+        self._span = ValueSpan()
+        self._enter("arguments")
+        return True
+
+    def _step_arguments(self) -> bool:
+        span = self._span
+        assert span is not None
+        end = span.consume(self._buffer, 0)
+        self._sink.add_arguments(self._take(end))
+        if span.is_broken:
+            self._enter("rest")
+        elif span.is_complete:
+            self._enter("section")
+        return bool(self._buffer)
+
+    def _step_python(self) -> bool:
+        closing = self._markers.closing
+        position = -1 if closing is None else self._buffer.find(closing)
+        if position < 0 or closing is None:
+            return False
+        source = self._take(position)
+        self._take(len(closing))
+        self._end_python(source, closing)
+        return True
+
+    def _step_rest(self) -> bool:
+        """Arguments that went wrong, up to the end of the section."""
+        closing = self._markers.closing
+        if closing is None:
+            self._sink.add_arguments(self._take(len(self._buffer)))
+            return False
+        position = self._buffer.find(closing)
+        if position < 0:
+            self._sink.add_arguments(self._take(len(self._buffer) - held_length(self._buffer, (closing,))))
+            return False
+        self._sink.add_arguments(self._take(position))
+        self._take(len(closing))
+        self._leave_section()
+        return True
+
+    def _end_python(self, source: str, closing: str = "") -> None:
+        calls = python_calls("".join(self._raw_body()) + source, self._known_names)
+        if calls is None:
+            self._fall_back(source + closing)
+            return
+        for call in calls:
+            self._sink.begin_call(call.name)
+            self._sink.add_arguments(call.arguments)
+        self._note_call()
+        self._raw = []
+        self._leave_section()
+
+    def _raw_body(self) -> list[str]:
+        """What stood between the opening marker and here, such as the bracket of a list."""
+        return self._raw[1:]
+
+    def _leave_section(self) -> None:
+        if self._had_call:
+            self._trims_text = True
+        self._add_text("".join(self._raw))
+        self._raw = []
+        self._reader = None
+        self._had_call = False
+        self._enter("text")
+
+    def _fall_back(self, rest: str) -> None:
+        self._raw.append(rest)
+        self._leave_section()
+
+    def _pass_over(self, length: int, *, is_call: bool) -> None:
+        """Take from the buffer what belongs to the section; kept, because it may have to go back to the text, until
+        it is known to belong to a call."""
+        taken = self._take(length)
+        if is_call:
+            self._raw = []
+        else:
+            self._raw.append(taken)
+
+    def _add_text(self, text: str) -> None:
+        if self._trims_text:
+            text = text.lstrip()
+        if text:
+            self._trims_text = False
+            self._sink.add_text(text)
+
+    def _note_call(self) -> None:
+        self._had_call = self._had_any_call = True
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
+
+    def _enter(self, state: State) -> None:
+        self._state = state

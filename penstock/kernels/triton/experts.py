@@ -1,0 +1,277 @@
+"""A mixture of experts: route, group the tokens by expert, multiply each group, and add up what comes out.
+
+A pair is a token and one of its experts. Pairs are laid out expert after expert, each expert's share padded to whole
+tiles, so that one grid of programs serves all experts and every weight is read once per tile of pairs. Nothing here
+depends on the host knowing how many tokens an expert got.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.interface import Activation, Routing
+from penstock.kernels.triton.elementwise import activate
+from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.skinny import Tile
+
+SCATTER_TILE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    gate_up: Tensor  # [E, 2 × inner, hidden]
+    down: Tensor  # [E, hidden, inner]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Pairs in the order of their experts. An expert's share of `order` fills whole tiles, the last one padded."""
+
+    order: Tensor  # int32 [tiles × rows]: pairs; what is in the padding says nothing
+    tile_expert: Tensor  # int32 [tiles]: the expert of a tile, or -1 past the last
+    tile_pairs: Tensor  # int32 [tiles]: how many pairs it really holds
+    rows: int  # of a tile
+
+
+@triton.jit
+def _route_kernel(
+    logits,
+    weights,
+    chosen,
+    counts,
+    experts,
+    TOP_K: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, EXPERTS)
+    ranks = tl.arange(0, triton.next_power_of_2(TOP_K))
+    wait_for_previous()
+    values = tl.load(logits + token * experts + index, mask=index < experts, other=float("-inf"))
+    shares = tl.exp(values - tl.max(values, axis=0))
+    shares = shares / tl.sum(shares, axis=0)
+    best = tl.zeros(ranks.shape, tl.float32)
+    best_index = tl.zeros(ranks.shape, tl.int32)
+    for rank in tl.static_range(TOP_K):
+        where = tl.argmax(shares, axis=0)
+        share = tl.max(shares, axis=0)
+        best = tl.where(ranks == rank, share, best)
+        best_index = tl.where(ranks == rank, where, best_index)
+        shares = tl.where(index == where, -1.0, shares)
+    if NORMALIZES:
+        best = best / tl.sum(best, axis=0)
+    tl.store(weights + token * TOP_K + ranks, best, mask=ranks < TOP_K)
+    tl.store(chosen + token * TOP_K + ranks, best_index, mask=ranks < TOP_K)
+    tl.atomic_add(counts + best_index, 1, mask=ranks < TOP_K)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _layout_kernel(counts, cursor, tile_expert, tile_pairs, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    tile = tl.program_id(0) * 32 + tl.arange(0, 32)
+    bins = tl.arange(0, EXPERTS)
+    wait_for_previous()
+    count = tl.load(counts + bins)
+    shares = (count + ROWS - 1) // ROWS * ROWS
+    ends = tl.cumsum(shares, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(cursor + bins, ends - shares)
+    first = tile * ROWS
+    expert = tl.sum((ends[None, :] <= first[:, None]).to(tl.int32), axis=1)
+    is_own = bins[None, :] == expert[:, None]
+    held = tl.sum(tl.where(is_own, (count - (first[:, None] - (ends - shares)[None, :])), 0), axis=1)
+    is_used = first < tl.sum(shares, axis=0)
+    tl.store(tile_expert + tile, tl.where(is_used, expert, -1), mask=tile < tiles)
+    tl.store(tile_pairs + tile, tl.minimum(held, ROWS), mask=tile < tiles)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _scatter_kernel(chosen, cursor, order, pairs, TILE: tl.constexpr):
+    """Where a pair lands within its expert's share is left to chance: no result depends on it."""
+    pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    present = pair < pairs
+    wait_for_previous()
+    expert = tl.load(chosen + pair, mask=present, other=0)
+    slot = tl.atomic_add(cursor + expert, 1, mask=present)
+    tl.store(order + slot, pair, mask=present)
+
+
+@triton.jit
+def _expert_kernel(
+    x, weight, order, tile_expert, tile_pairs, pair_weights, out, N, K,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """With GATED: x is [tokens, K], and a pair's row is activation(gate) × up. Without: x is [pairs, K], and a row is
+    multiplied by the pair's weight."""
+    tile = tl.program_id(1)
+    wait_for_previous()
+    expert = tl.load(tile_expert + tile).to(tl.int64)
+    if expert < 0:
+        return
+    rows = tl.arange(0, ROWS)
+    present = rows < tl.load(tile_pairs + tile)
+    pair = tl.load(order + tile * ROWS + rows, mask=present, other=0).to(tl.int64)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    safe_outputs = tl.minimum(outputs, N - 1).to(tl.int64)
+    if GATED:
+        source = pair // TOP_K
+        at = weight + (expert * 2 * N + safe_outputs)[:, None] * K + columns[None, :]
+    else:
+        source = pair
+        at = weight + (expert * N + safe_outputs)[:, None] * K + columns[None, :]
+    x_at = x + source[None, :] * K + columns[:, None]
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    total_up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for start in range(0, K, WIDTH):
+        part = tl.load(x_at + start)
+        total = tl.dot(tl.load(at + start), part, total)
+        if GATED:
+            total_up = tl.dot(tl.load(at + N.to(tl.int64) * K + start), part, total_up)
+    if GATED:
+        gate = total.to(out.dtype.element_ty).to(tl.float32)
+        total = activate(gate, IS_SILU) * total_up.to(out.dtype.element_ty).to(tl.float32)
+    else:
+        total = total * tl.load(pair_weights + pair)[None, :]
+    inside = (outputs < N)[:, None] & present[None, :]
+    tl.store(out + pair[None, :] * N + outputs[:, None], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_up_kernel(made, residual, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    wait_for_previous()
+    total = tl.load(residual + token * width + columns, mask=inside, other=0.0).to(tl.float32)
+    for rank in tl.static_range(TOP_K):
+        at = made + (token * TOP_K + rank) * width + columns
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(residual + token * width + columns, total.to(residual.dtype.element_ty), mask=inside)
+
+
+def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups]:
+    """float32 [T, E] → the weights of the pairs, float32 [T × K], and the pairs by expert."""
+    tokens, experts = logits.shape
+    pairs = tokens * routing.top_k
+    padded = triton.next_power_of_2(experts)
+    rows = _tile_rows(pairs, experts)
+    # Each expert may leave one tile partly empty; more experts than pairs cannot be used.
+    tiles = triton.cdiv(pairs, rows) + min(experts, pairs)
+    weights = torch.empty(pairs, dtype=torch.float32, device=logits.device)
+    counts = torch.zeros(padded, dtype=torch.int32, device=logits.device)
+    chosen, cursor, order, tile_expert, tile_pairs = (
+        torch.empty(size, dtype=torch.int32, device=logits.device)
+        for size in (pairs, padded, tiles * rows, tiles, tiles)
+    )
+    _route_kernel[(tokens,)](
+        logits,
+        weights,
+        chosen,
+        counts,
+        experts,
+        TOP_K=routing.top_k,
+        NORMALIZES=routing.normalizes,
+        EXPERTS=padded,
+        num_warps=1,
+        launch_pdl=True,
+    )
+    _layout_kernel[(triton.cdiv(tiles, 32),)](
+        counts,
+        cursor,
+        tile_expert,
+        tile_pairs,
+        tiles,
+        EXPERTS=padded,
+        ROWS=rows,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    _scatter_kernel[(triton.cdiv(pairs, SCATTER_TILE),)](
+        chosen, cursor, order, pairs, TILE=SCATTER_TILE, num_warps=4, launch_pdl=True
+    )
+    return weights, Groups(order, tile_expert, tile_pairs, rows)
+
+
+def add_experts(
+    normed: Tensor,
+    logits: Tensor,
+    experts: StackedExperts,
+    routing: Routing,
+    activation: Activation,
+    residual: Tensor,
+) -> None:
+    """residual += for each token, the weighted sum of what its experts make of its row of `normed`."""
+    tokens, hidden = normed.shape
+    if not tokens:
+        return
+    weights, groups = route_and_group(logits, routing)
+    inner = experts.down.shape[2]
+    active = torch.empty(tokens * routing.top_k, inner, dtype=normed.dtype, device=normed.device)
+    _multiply(normed, experts.gate_up, groups, weights, active, routing.top_k, gate=activation)
+    made = torch.empty(tokens * routing.top_k, hidden, dtype=normed.dtype, device=normed.device)
+    _multiply(active, experts.down, groups, weights, made, routing.top_k, gate=None)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _add_up_kernel[(tokens, triton.cdiv(hidden, block))](
+        made, residual, hidden, TOP_K=routing.top_k, BLOCK=block, num_warps=4, launch_pdl=True
+    )
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    pair_weights: Tensor,
+    out: Tensor,
+    top_k: int,
+    *,
+    gate: Activation | None,
+) -> None:
+    outputs = out.shape[1]
+    width = weight.shape[2]
+    tile = _tile(groups.rows, gate is not None)
+    _expert_kernel[(triton.cdiv(outputs, tile.outputs), groups.tile_expert.shape[0])](
+        x,
+        weight,
+        groups.order,
+        groups.tile_expert,
+        groups.tile_pairs,
+        pair_weights,
+        out,
+        outputs,
+        width,
+        TOP_K=top_k,
+        GATED=gate is not None,
+        IS_SILU=gate == "silu",
+        OUTPUTS=tile.outputs,
+        WIDTH=min(tile.width, width & -width),
+        ROWS=groups.rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        launch_pdl=True,
+    )
+
+
+def _tile(rows: int, gated: bool) -> Tile:
+    """Measured on an H200 over the shapes of Qwen3-30B-A3B."""
+    if rows < 64:
+        return Tile(outputs=64, width=128, num_warps=4, num_stages=5 if gated else 3)
+    if gated:
+        return Tile(outputs=128, width=64, num_warps=8, num_stages=4)
+    return Tile(outputs=128, width=64, num_warps=4, num_stages=3)
+
+
+def _tile_rows(pairs: int, num_experts: int) -> int:
+    """A tile as tall as an expert's usual share, so that few weights are read twice and little is padded."""
+    share = pairs / num_experts
+    return 16 if share <= 12 else 32 if share <= 40 else 64 if share <= 128 else 128

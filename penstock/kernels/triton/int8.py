@@ -1,0 +1,270 @@
+"""Matrix products with weights of eight bits in groups, kept as they are in memory and widened in registers.
+
+weight[n, k] = code × scale + offset, with a scale and maybe an offset for each `group` neighbours of a row. A code is
+an int8 (GGUF's Q8_0, Q5 and Q6_K; GPTQ) or a float8 (block scales, as DeepSeek publishes them): both are exact in
+bfloat16, and the kernels are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.interface import Activation, Float8Weight, GroupQuantWeight
+from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.skinny import gate_with
+
+MAX_ROWS = 64
+SMALLEST_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear:
+    codes: Tensor  # int8 or float8_e4m3fn [out, in]
+    scales: Tensor  # float32 [out, in / group]
+    offsets: Tensor | None  # likewise
+    group: int  # a power of two
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.codes, self.scales, self.offsets, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def rows(self, index: Tensor) -> Int8Linear:
+        offsets = None if self.offsets is None else self.offsets[index]
+        # Not every device indexes float8; bytes are bytes.
+        codes = self.codes.view(torch.int8)[index].view(self.codes.dtype)
+        return replace(self, codes=codes, scales=self.scales[index], offsets=offsets, bias=None)
+
+
+def pack(
+    parts: list[GroupQuantWeight | Float8Weight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Int8Linear:
+    """All parts have codes of one type and the same group."""
+    group = parts[0].group
+    assert group is not None
+    codes, scales, offsets = [], [], []
+    for part in parts:
+        scales.append(part.scales.to(device))
+        if isinstance(part, Float8Weight):
+            codes.append(part.values.to(device))
+            continue
+        codes.append(part.codes.to(device))
+        if part.offsets is not None:
+            offsets.append(part.offsets.to(device))
+        else:
+            offsets.append(torch.zeros_like(scales[-1]))
+    has_offsets = any(isinstance(part, GroupQuantWeight) and part.offsets is not None for part in parts)
+    return Int8Linear(
+        torch.cat(codes),
+        torch.cat(scales),
+        torch.cat(offsets) if has_offsets else None,
+        group,
+        None if bias is None else bias.to(device, dtype),
+    )
+
+
+@triton.jit
+def _row_part(
+    codes, scales, offsets, outputs, group, row, K, OFFSETS: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """What some groups of one row of x add to some outputs: [outputs, groups, GROUP]."""
+    columns = tl.arange(0, GROUP)
+    at = outputs[:, None, None] * K + group[None, :, None] * GROUP + columns[None, None, :]
+    scale_at = outputs[:, None] * (K // GROUP) + group[None, :]
+    weight = tl.load(codes + at).to(tl.float32) * tl.load(scales + scale_at)[:, :, None]
+    if OFFSETS:
+        weight += tl.load(offsets + scale_at)[:, :, None]
+    return weight * row[None]
+
+
+@triton.jit
+def _one_row_kernel(
+    x, codes, scales, offsets, bias, norm, residual, out, N, K, eps,
+    OFFSETS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = outputs < N
+    own = tl.minimum(outputs, N - 1).to(tl.int64)
+    columns = tl.arange(0, GROUP)
+    total = tl.zeros((OUTPUTS, GROUPS, GROUP), tl.float32)
+    total_up = tl.zeros((OUTPUTS, GROUPS, GROUP), tl.float32)
+    squares = tl.zeros((GROUPS, GROUP), tl.float32)
+    wait_for_previous()
+    for first in range(0, K // GROUP, GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        at = group[:, None] * GROUP + columns[None, :]
+        row = tl.load(x + at).to(tl.float32)
+        if NORM:
+            squares += row * row
+            row = row * tl.load(norm + at).to(tl.float32)
+        total += _row_part(codes, scales, offsets, own, group, row, K, OFFSETS, GROUP)
+        if GATED:
+            total_up += _row_part(codes, scales, offsets, own + N, group, row, K, OFFSETS, GROUP)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
+    result = tl.sum(tl.sum(total, axis=2), axis=1) * factor
+    if GATED:
+        up = tl.sum(tl.sum(total_up, axis=2), axis=1) * factor
+        result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
+    if BIAS:
+        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    x, codes, scales, offsets, bias, residual, out, M, N, K,
+    OFFSETS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    own = tl.minimum(outputs, N - 1).to(tl.int64)
+    rows = tl.arange(0, ROWS)
+    present = rows < M
+    columns = tl.arange(0, WIDTH)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    wait_for_previous()
+    x_at = x + tl.where(present, rows, 0)[None, :] * K + columns[:, None]
+    for start in range(0, K, WIDTH):
+        scale_at = own[:, None] * (K // GROUP) + ((start + columns) // GROUP)[None, :]
+        weight = tl.load(codes + own[:, None] * K + start + columns[None, :]).to(tl.float32)
+        weight = weight * tl.load(scales + scale_at)
+        if OFFSETS:
+            weight += tl.load(offsets + scale_at)
+        total = tl.dot(weight.to(x.dtype.element_ty), tl.load(x_at + start), total)
+    inside = (outputs < N)[:, None] & present[None, :]
+    if BIAS:
+        total += tl.load(bias + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
+    target = rows[None, :] * N + outputs[:, None]
+    if ADD:
+        total += tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unpack_kernel(
+    codes, scales, offsets, out, K, OFFSETS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr
+):
+    output = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < K
+    wait_for_previous()
+    scale_at = output * (K // GROUP) + column // GROUP
+    weight = tl.load(codes + output * K + column, mask=inside).to(tl.float32)
+    weight = weight * tl.load(scales + scale_at, mask=inside, other=0.0)
+    if OFFSETS:
+        weight += tl.load(offsets + scale_at, mask=inside, other=0.0)
+    tl.store(out + output * K + column, weight.to(out.dtype.element_ty), mask=inside)
+
+
+def one_row(
+    x: Tensor,
+    weight: Int8Linear,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: Activation | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `skinny.linear`, for a single row."""
+    width = x.shape[1]
+    outputs = weight.out_features // (2 if gate else 1)
+    out = residual
+    if out is None:
+        out = torch.empty(1, outputs, dtype=out_dtype or x.dtype, device=x.device)
+    num_groups = width // weight.group
+    per_program = 2
+    absent = x  # any pointer will do
+    parts = (part if part is not None else absent for part in (weight.bias, norm, residual))
+    _one_row_kernel[(triton.cdiv(outputs, per_program),)](
+        x,
+        weight.codes,
+        weight.scales,
+        absent if weight.offsets is None else weight.offsets,
+        *parts,
+        out,
+        outputs,
+        width,
+        eps,
+        OFFSETS=weight.offsets is not None,
+        NORM=norm is not None,
+        GATED=gate is not None,
+        IS_SILU=gate == "silu",
+        ADD=residual is not None,
+        BIAS=weight.bias is not None,
+        OUTPUTS=per_program,
+        GROUPS=min(num_groups & -num_groups, max(1, 1024 // weight.group)),
+        GROUP=weight.group,
+        num_warps=2,
+        launch_pdl=True,
+    )
+    return out
+
+
+def few_rows(
+    x: Tensor, weight: Int8Linear, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    rows, width = x.shape
+    outputs = weight.out_features
+    out = residual
+    if out is None:
+        out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
+    absent = x
+    parts = (part if part is not None else absent for part in (weight.offsets, weight.bias, residual))
+    per_program = 32
+    _few_rows_kernel[(triton.cdiv(outputs, per_program),)](
+        x,
+        weight.codes,
+        weight.scales,
+        *parts,
+        out,
+        rows,
+        outputs,
+        width,
+        OFFSETS=weight.offsets is not None,
+        ADD=residual is not None,
+        BIAS=weight.bias is not None,
+        OUTPUTS=per_program,
+        WIDTH=min(128, width & -width),
+        GROUP=weight.group,
+        ROWS=max(16, triton.next_power_of_2(rows)),
+        num_warps=4,
+        num_stages=3,
+        launch_pdl=True,
+    )
+    return out
+
+
+def unpack(weight: Int8Linear, dtype: torch.dtype) -> Tensor:
+    """[out, in], for products of many rows, which repay it."""
+    outputs, width = weight.out_features, weight.in_features
+    out = torch.empty(outputs, width, dtype=dtype, device=weight.codes.device)
+    block = min(1024, triton.next_power_of_2(width))
+    offsets = weight.scales if weight.offsets is None else weight.offsets
+    _unpack_kernel[(outputs, triton.cdiv(width, block))](
+        weight.codes, weight.scales, offsets, out, width,
+        OFFSETS=weight.offsets is not None, GROUP=weight.group, WIDTH=block, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,22 @@
+"""Kernels that follow each other closely: each may start while the one before it drains (programmatic dependent
+launch), and waits for that one's results before it touches memory. Launch with `launch_pdl=True`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def wait_for_previous():
+        """Nothing overlaps in the interpreter."""
+
+else:
+
+    @triton.jit
+    def wait_for_previous():
+        """Let the next kernel start, and wait for the one before. Comes before the first load or store."""
+        gdc_launch_dependents()
+        gdc_wait()

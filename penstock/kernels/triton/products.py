@@ -1,0 +1,93 @@
+"""Matrix products in every format that weights may have, alone or with what surrounds them in a decoder layer.
+
+Picks the kernel: one or a few rows are a matter of memory speed (`skinny`, `int4`, `int8`), many rows of arithmetic
+(cuBLAS, `float8`). A weight of eight or four bits is never widened in memory for a few rows.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.interface import Activation
+from penstock.kernels.reference import TorchLinear
+from penstock.kernels.triton import float8, int4, int8, skinny
+from penstock.kernels.triton.elementwise import gated, rms_norm
+from penstock.kernels.triton.float8 import Float8Linear
+from penstock.kernels.triton.int4 import Int4Linear
+from penstock.kernels.triton.int8 import Int8Linear
+from penstock.kernels.triton.packing import Grouped, Packed, ReorderedLinear, StackedLinear
+
+
+def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> Tensor:
+    out_dtype = out_dtype or x.dtype
+    if isinstance(weight, StackedLinear):
+        return torch.cat([linear(x, part, out_dtype) for part in weight.parts], dim=1)
+    if isinstance(weight, ReorderedLinear):
+        return linear(x.index_select(1, weight.order), weight.inner, out_dtype)
+    if isinstance(weight, Int4Linear | Int8Linear):
+        kernels = _kernels(weight)
+        if x.shape[0] == 1:
+            return kernels.one_row(x, weight, out_dtype=out_dtype)
+        if x.shape[0] <= kernels.MAX_ROWS:
+            return kernels.few_rows(x, weight, out_dtype=out_dtype)
+        weight = TorchLinear(kernels.unpack(weight, x.dtype), weight.bias)
+    if skinny.fits(x, weight.weight):
+        return skinny.linear(x, weight.weight, weight.bias, scales=_scales(weight), out_dtype=out_dtype)
+    if isinstance(weight, Float8Linear):
+        return float8.many_rows(x, weight, out_dtype)
+    if out_dtype != x.dtype and weight.bias is None:
+        return torch.mm(x, weight.weight.t(), out_dtype=out_dtype)
+    return F.linear(x, weight.weight, weight.bias).to(out_dtype)
+
+
+def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
+    """residual += linear(x, weight)"""
+    match weight:
+        case ReorderedLinear():
+            add_linear(x.index_select(1, weight.order), weight.inner, residual)
+        case Int4Linear() | Int8Linear() if x.shape[0] == 1:
+            _kernels(weight).one_row(x, weight, residual=residual)
+        case Int4Linear() | Int8Linear() if x.shape[0] <= _kernels(weight).MAX_ROWS:
+            _kernels(weight).few_rows(x, weight, residual=residual)
+        case TorchLinear() | Float8Linear() if skinny.fits(x, weight.weight):
+            skinny.linear(x, weight.weight, weight.bias, scales=_scales(weight), residual=residual)
+        case TorchLinear(bias=None):
+            residual.addmm_(x, weight.weight.t())
+        case _:
+            residual.add_(linear(x, weight))
+
+
+def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed) -> Tensor:
+    """linear(rms_norm(x, norm, eps), weight)"""
+    match weight:
+        case Int4Linear() | Int8Linear() if x.shape[0] == 1:
+            return _kernels(weight).one_row(x, weight, norm=norm, eps=eps)
+        case TorchLinear() | Float8Linear() if skinny.fits(x, weight.weight):
+            return skinny.linear(x, weight.weight, weight.bias, scales=_scales(weight), norm=norm, eps=eps)
+        case _:
+            return linear(rms_norm(x, norm, eps), weight)
+
+
+def normed_gated(x: Tensor, norm: Tensor, eps: float, weight: Packed, activation: Activation) -> Tensor:
+    """gated(linear(rms_norm(x, norm, eps), weight), activation)"""
+    match weight:
+        case Int4Linear(bias=None) | Int8Linear(bias=None) if x.shape[0] == 1:
+            return _kernels(weight).one_row(x, weight, norm=norm, eps=eps, gate=activation)
+        case TorchLinear(bias=None) | Float8Linear(bias=None) if skinny.fits(x, weight.weight):
+            scales = _scales(weight)
+            return skinny.linear(x, weight.weight, scales=scales, norm=norm, eps=eps, gate=activation)
+        case _:
+            return gated(normed_linear(x, norm, eps, weight), activation)
+
+
+def _kernels(weight: Grouped) -> ModuleType:
+    """Where `one_row`, `few_rows` and `unpack` of this format are."""
+    return int4 if isinstance(weight, Int4Linear) else int8
+
+
+def _scales(weight: TorchLinear | Float8Linear) -> Tensor | None:
+    return weight.scales if isinstance(weight, Float8Linear) else None

@@ -1,0 +1,196 @@
+"""Matrix products for a few rows: what a decode step of a small batch spends its time on.
+
+With few rows a product is a read of the weights, so the kernels aim at memory speed and take along what would
+otherwise be kernels of their own: the RMS norm in front, the gate, the residual sum behind. Each program owns a few
+outputs and walks the whole width, in the same order for any number of rows.
+
+Every kernel may start while the one before it still drains (programmatic dependent launch) and waits for its results
+before it reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.interface import Activation
+from penstock.kernels.triton.elementwise import activate
+from penstock.kernels.triton.overlap import wait_for_previous
+
+MAX_ROWS = 32
+
+
+@triton.jit
+def gate_with(gate, up, dtype: tl.constexpr, IS_SILU: tl.constexpr):
+    """Rounded where a product of its own would round, so that few and many rows agree."""
+    return activate(gate.to(dtype).to(tl.float32), IS_SILU) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _one_row_kernel(
+    x, weight, scales, bias, norm, residual, out, N, K, eps,
+    SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    inside = outputs < N
+    at = weight + tl.minimum(outputs, N - 1)[:, None].to(tl.int64) * K + columns[None, :]
+    total = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    total_up = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    squares = tl.zeros((WIDTH,), tl.float32)
+    wait_for_previous()
+    for start in range(0, K, WIDTH):
+        row = tl.load(x + start + columns).to(tl.float32)
+        if NORM:
+            squares += row * row
+            row = row * tl.load(norm + start + columns).to(tl.float32)
+        total += tl.load(at + start).to(tl.float32) * row[None, :]
+        if GATED:
+            total_up += tl.load(at + N.to(tl.int64) * K + start).to(tl.float32) * row[None, :]
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    result = tl.sum(total, axis=1) * scale
+    up = tl.sum(total_up, axis=1) * scale
+    if SCALED:
+        result *= tl.load(scales + outputs, mask=inside, other=0.0)
+        if GATED:
+            up *= tl.load(scales + N + outputs, mask=inside, other=0.0)
+    if GATED:
+        result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
+    if BIAS:
+        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    x, weight, bias, norm, residual, out, M, N, K, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    rows = tl.arange(0, ROWS)
+    present = rows < M
+    inside = (outputs < N)[:, None] & present[None, :]
+    at = weight + tl.minimum(outputs, N - 1)[:, None].to(tl.int64) * K + columns[None, :]
+    x_at = x + tl.where(present, rows, 0)[None, :] * K + columns[:, None]
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    total_up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    squares = tl.zeros((WIDTH, ROWS), tl.float32)
+    wait_for_previous()
+    for start in range(0, K, WIDTH):
+        tile = tl.load(x_at + start)
+        if NORM:
+            wide = tile.to(tl.float32)
+            squares += wide * wide
+            tile = (wide * tl.load(norm + start + columns).to(tl.float32)[:, None]).to(x.dtype.element_ty)
+        total = tl.dot(tl.load(at + start), tile, total)
+        if GATED:
+            total_up = tl.dot(tl.load(at + N.to(tl.int64) * K + start), tile, total_up)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        total = total * scale[None, :]
+        total_up = total_up * scale[None, :]
+    if GATED:
+        total = gate_with(total, total_up, out.dtype.element_ty, IS_SILU)
+    if BIAS:
+        total += tl.load(bias + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
+    target = rows[None, :] * N + outputs[:, None]
+    if ADD:
+        total += tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program covers: so many outputs, so much of the width at a time."""
+
+    outputs: int
+    width: int
+    num_warps: int
+    num_stages: int
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels here take this product. Weights of 8 bits pay for one row only: widening them for a tensor
+    core costs more than it saves."""
+    most = MAX_ROWS if weight.itemsize > 1 else 1
+    return 0 < x.shape[0] <= most and x.dtype != torch.float32 and weight.shape[1] % 128 == 0
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: Activation | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x @ weight.T for up to MAX_ROWS rows. `scales` has a factor for each output of a weight of 8 bits; `norm` is
+    the weight of an RMS norm of x in front; `gate` makes of the two halves of the outputs activation(first) × second;
+    with `residual` the result is added to it, in place."""
+    rows, width = x.shape
+    outputs = weight.shape[0] // (2 if gate else 1)
+    out = residual
+    if out is None:
+        out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
+    tile = _tile(rows, outputs, width, gate is not None, weight.itemsize == 1)
+    options = {
+        "NORM": norm is not None,
+        "GATED": gate is not None,
+        "IS_SILU": gate == "silu",
+        "ADD": residual is not None,
+        "BIAS": bias is not None,
+        "OUTPUTS": tile.outputs,
+        "WIDTH": tile.width,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "launch_pdl": True,
+    }
+    absent = x  # any pointer will do
+    parts = [part if part is not None else absent for part in (bias, norm, residual)]
+    grid = (triton.cdiv(outputs, tile.outputs),)
+    if rows == 1:
+        scales, is_scaled = (absent, False) if scales is None else (scales, True)
+        _one_row_kernel[grid](
+            x, weight, scales, *parts, out, outputs, width, eps, SCALED=is_scaled, **options
+        )
+    else:
+        padded = max(16, triton.next_power_of_2(rows))
+        _few_rows_kernel[grid](x, weight, *parts, out, rows, outputs, width, eps, ROWS=padded, **options)
+    return out
+
+
+def _tile(rows: int, outputs: int, width: int, gated: bool, is_small: bool) -> Tile:
+    """Measured on an H200 over the shapes of 0.6 to 8 billion parameters; see docs/kernels.md."""
+    largest = width & -width  # the largest power of two that divides it
+    if rows == 1 and is_small:
+        return Tile(
+            outputs=4, width=min(512 if gated or width < 2048 else 1024, largest), num_warps=2, num_stages=2
+        )
+    if rows == 1:
+        if gated or width < 2048:
+            return Tile(outputs=4, width=min(512, largest), num_warps=4, num_stages=2)
+        if outputs <= 2048:
+            return Tile(outputs=4, width=min(2048, largest), num_warps=8, num_stages=2)
+        return Tile(outputs=4, width=min(1024, largest), num_warps=2, num_stages=2)
+    if gated:
+        return Tile(outputs=64, width=min(128, largest), num_warps=4, num_stages=4)
+    if outputs <= 2048:
+        if rows <= 16:
+            return Tile(outputs=16, width=min(512, largest), num_warps=4, num_stages=5)
+        return Tile(outputs=32, width=min(512, largest), num_warps=4, num_stages=3)
+    return Tile(outputs=64, width=min(256, largest), num_warps=4, num_stages=4)

@@ -1,0 +1,102 @@
+"""Slots of host memory for blocks that leave the device before their time. Knows ids and hashes, no bytes.
+
+Only blocks that somebody was promised come here, so every slot in use carries a pin until its promise ends. When all
+slots are in use, the promise with the least time left is broken, deepest block first, so that what is left of a chain
+can still be matched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.kvcache.block import Block, IntegrityError
+from penstock.kvcache.hashing import BlockHash
+from penstock.kvcache.pins import PinBook
+
+
+class HostTier:
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots = [Block(slot) for slot in range(num_slots)]
+        self._free = list(range(num_slots - 1, -1, -1))
+        self.index: dict[BlockHash, Block] = {}  # hash to slot; only this class changes it
+        self._pins = PinBook(self._slots)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def store(self, block: Block) -> BlockHash | None:
+        """Take in a promised block, or not, if every block held here has more time left. Returns the hash that is
+        lost by that, of the block itself or of the one that made room; None while there are free slots."""
+        assert block.block_hash is not None
+        assert block.promise is not None
+        lost: BlockHash | None = None
+        if not self._free:
+            if not self.index:  # there are no slots, or all hold what is on its way back
+                return block.block_hash
+            weakest = self._pins.first_to_end()
+            assert weakest.promise is not None
+            promise = block.promise
+            if (promise.until, -promise.depth) <= (weakest.promise.until, -weakest.promise.depth):
+                return block.block_hash
+            lost = weakest.block_hash
+            assert lost is not None
+            self.free(self.take(lost))
+        slot = self._slots[self._free.pop()]
+        slot.block_hash, slot.parent, slot.promise = block.block_hash, block.parent, block.promise
+        self.index[block.block_hash] = slot
+        self._pins.extend(slot)
+        return lost
+
+    def take(self, block_hash: BlockHash) -> Block:
+        """Remove a block. Its slot keeps the contents, and is not used again before `free`."""
+        slot = self.index.pop(block_hash)
+        self._pins.end(slot)
+        return slot
+
+    def free(self, slot: Block) -> None:
+        slot.block_hash = slot.parent = slot.promise = None
+        self._free.append(slot.block_id)
+
+    def prolong(self, block_hash: BlockHash, until: float) -> bool:
+        """Keep a block at least until then. False when it is not here."""
+        slot = self.index.get(block_hash)
+        if slot is None:
+            return False
+        assert slot.promise is not None
+        if slot.promise.until < until:
+            slot.promise = replace(slot.promise, until=until)
+            self._pins.extend(slot)
+        return True
+
+    def expire(self, now: float) -> list[BlockHash]:
+        """Drop the blocks whose time is over, and return their hashes."""
+        dropped = []
+        while (slot := self._pins.pop_expired(now)) is not None:
+            assert slot.block_hash is not None
+            del self.index[slot.block_hash]
+            dropped.append(slot.block_hash)
+            self.free(slot)
+        return dropped
+
+    def clear(self) -> None:
+        for block_hash in list(self.index):
+            self.free(self.take(block_hash))
+
+    def check(self) -> None:
+        """Raise unless every slot is free, or holds one indexed and pinned block."""
+        self._pins.check()
+        if len(set(self._free)) != len(self._free) or len(self._free) + len(self.index) != self.num_slots:
+            raise IntegrityError("a slot of host memory is neither free nor in use, or both")
+        for block_hash, slot in self.index.items():
+            if slot.block_hash != block_hash or slot is not self._slots[slot.block_id]:
+                raise IntegrityError(f"a hash leads to host slot {slot.block_id}, which holds something else")
+            if slot.promise is None or slot.pinned_until != slot.promise.until:
+                raise IntegrityError(f"host slot {slot.block_id} is not pinned as promised")
+        for slot_id in self._free:
+            if self._slots[slot_id].block_hash is not None or self._slots[slot_id].pinned_until is not None:
+                raise IntegrityError(f"host slot {slot_id} is free but holds something")

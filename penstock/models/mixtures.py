@@ -1,0 +1,84 @@
+"""Mixtures of experts: Mixtral, which is Mistral with experts, and Qwen 3 MoE, which is Qwen 3 with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import Routing
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.layers import ExpertMLP, GatedMLP, PreNormDecoder
+from penstock.models.llama import Mistral
+from penstock.models.qwen3 import Qwen3
+from penstock.models.weights import ExpertNames, WeightLoader
+
+
+class ExpertDecoder(PreNormDecoder):
+    """A decoder whose layers hold experts. `expert_parts` are the names of gate, up and down within an expert."""
+
+    experts_name: ClassVar[str] = "mlp"
+    expert_parts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        raise ModelLoadError(
+            f"{file.path.name} holds a mixture of experts, which is read from safetensors only."
+        )
+
+    def _load_mlp(self, prefix: str, index: int, loader: WeightLoader) -> GatedMLP | ExpertMLP:
+        config, experts = self.config, self.config.experts
+        assert experts is not None
+        if index in experts.dense_layers:
+            return self._load_gated_mlp(prefix, loader)
+        prefix = f"model.layers.{index}.{self.experts_name}"
+        names = [
+            ExpertNames(*(f"{prefix}.experts.{number}.{part}" for part in self.expert_parts))
+            for number in range(experts.count)
+        ]
+        return ExpertMLP(
+            router=loader.linear([f"{prefix}.gate"], [experts.count], config.hidden_size),
+            experts=loader.experts(names, experts.intermediate_size, config.hidden_size),
+            routing=Routing(experts.count, experts.per_token, experts.normalizes),
+        )
+
+
+class Mixtral(ExpertDecoder, Mistral):
+    name = "mixtral"
+    huggingface_names = ("MixtralForCausalLM", "mixtral")
+    experts_name = "block_sparse_moe"
+    expert_parts = ("w1", "w3", "w2")
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        experts = ExpertsConfig(
+            count=fields.integer("num_local_experts"),
+            per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("intermediate_size"),
+            normalizes=True,
+        )
+        return dataclasses.replace(super().config_from_huggingface(fields), experts=experts)
+
+
+class Qwen3MoE(ExpertDecoder, Qwen3):
+    name = "qwen3_moe"
+    huggingface_names = ("Qwen3MoeForCausalLM", "qwen3_moe")
+    gguf_names = ("qwen3moe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config = super().config_from_huggingface(fields)
+        period = fields.integer("decoder_sparse_step", 1)
+        listed = fields.token_ids("mlp_only_layers")
+        experts = ExpertsConfig(
+            # Newer files call it as Mixtral does.
+            count=fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts"),
+            per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("moe_intermediate_size"),
+            normalizes=fields.flag("norm_topk_prob", False),
+            dense_layers=frozenset(
+                index for index in range(config.num_layers) if index in listed or (index + 1) % period
+            ),
+        )
+        return dataclasses.replace(config, experts=experts)

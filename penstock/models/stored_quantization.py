@@ -1,0 +1,158 @@
+"""Which kind of quantized weights a Hugging Face checkpoint says it holds. Reads settings only; imports no torch.
+
+Kinds that cannot be read are refused here, by name, before anything is loaded. How the tensors of each kind are laid
+out is in `quantized_source.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.core.errors import ModelLoadError
+from penstock.models.config import Fields
+
+_HINT = "Use the unquantized checkpoint with --quantization int8, int4 or fp8, or a GGUF file."
+# Known by name, so that the refusal can say what they are.
+_REFUSED = {
+    "bitsandbytes": "bitsandbytes",
+    "bitnet": "BitNet",
+    "aqlm": "AQLM",
+    "quip": "QuIP",
+    "hqq": "HQQ",
+    "eetq": "EETQ",
+    "torchao": "torchao",
+    "mxfp4": "MXFP4",
+    "modelopt": "ModelOpt",
+}
+_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class AWQ:
+    """Four bits, packed along the outputs in AWQ's own order."""
+
+    group: int | None  # None: one scale for a whole row
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ:
+    """Four or eight bits, packed along the inputs, which may be grouped in the order of their activations."""
+
+    bits: Literal[4, 8]
+    group: int | None
+    zero_bias: Literal[0, 1]  # the first version of the format stores zero points less 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Plain float8 or int8 matrices with scales beside them: for a tensor, a row, or a block of this shape."""
+
+    block: tuple[int, int] | None = None  # outputs, inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """compressed-tensors: codes packed along the inputs (`bits`, in groups), or as in `Scaled`."""
+
+    bits: Literal[4, 8]
+    scaled: Scaled
+
+
+StoredQuantization = AWQ | GPTQ | Scaled | Compressed
+
+
+def stored_quantization(fields: Fields) -> StoredQuantization | None:
+    """What `quantization_config` of config.json describes; None where weights are plain."""
+    settings = fields.raw("quantization_config")
+    if settings is None and isinstance(fields.raw("text_config"), dict):
+        settings = fields.raw("text_config").get("quantization_config")
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise ModelLoadError(f"{fields.where} has a quantization_config that is not an object.")
+    inner = Fields(settings, f"The quantization_config of {fields.where}")
+    method = inner.text("quant_method", "unknown")
+    match method:
+        case "awq":
+            return _awq(inner)
+        case "gptq":
+            return _gptq(inner)
+        case "fp8":
+            return Scaled(_block(inner.raw("weight_block_size"), inner))
+        case "fbgemm_fp8":
+            return Scaled()
+        case "compressed-tensors":
+            return _compressed(inner)
+    shown = _REFUSED.get(method, repr(method))
+    raise ModelLoadError(
+        f"{fields.where} describes weights quantized by {shown}, which cannot be read; "
+        "known are AWQ, GPTQ, fp8 and compressed-tensors.",
+        hint=_HINT,
+    )
+
+
+def _awq(fields: Fields) -> AWQ:
+    _require(fields, "bits", fields.integer("bits" if fields.has("bits") else "w_bit", 4), (4,))
+    _require(fields, "version", fields.text("version", "gemm").lower(), ("gemm",))
+    return AWQ(_group(fields, "group_size" if fields.has("group_size") else "q_group_size"))
+
+
+def _gptq(fields: Fields) -> GPTQ:
+    bits = fields.integer("bits")
+    _require(fields, "bits", bits, (4, 8))
+    layout = fields.text("checkpoint_format", "gptq")
+    _require(fields, "checkpoint_format", layout, ("gptq", "gptq_v2"))
+    return GPTQ(8 if bits == 8 else 4, _group(fields, "group_size"), 0 if layout == "gptq_v2" else 1)
+
+
+def _compressed(fields: Fields) -> Compressed:
+    layout = fields.text("format", "unknown")
+    _require(fields, "format", layout, _COMPRESSED_FORMATS)
+    sparsity = fields.raw("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise ModelLoadError(f"{fields.where} describes sparse weights, which cannot be read.", hint=_HINT)
+    groups = fields.raw("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ModelLoadError(f"{fields.where} has no config_groups.")
+    kinds = {_weights(group, fields) for group in groups.values()}
+    if len(kinds) > 1:
+        raise ModelLoadError(
+            f"{fields.where} gives different layers different formats, which cannot be read.", hint=_HINT
+        )
+    return kinds.pop()
+
+
+def _weights(group: Any, fields: Fields) -> Compressed:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise ModelLoadError(f"{fields.where} has a group without a description of its weights.")
+    inner = Fields(weights, fields.where)
+    kind, bits = inner.text("type", "int"), inner.integer("num_bits")
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+        raise ModelLoadError(
+            f"{fields.where} describes {kind} weights of {bits} bits, which cannot be read.", hint=_HINT
+        )
+    return Compressed(8 if bits == 8 else 4, Scaled(_block(inner.raw("block_structure"), inner)))
+
+
+def _group(fields: Fields, key: str) -> int | None:
+    return None if fields.raw(key) == -1 else fields.integer(key, 128)
+
+
+def _block(value: Any, fields: Fields) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):  # as in "128x128"
+        value = [int(side) if side.isdigit() else 0 for side in value.lower().split("x")]
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(s, int) and s > 0 for s in value):
+        raise ModelLoadError(f"{fields.where} has blocks of {value!r:.40}, which are not two sizes.")
+    return value[0], value[1]
+
+
+def _require(fields: Fields, key: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        readable = " and ".join(map(str, known)) if len(known) < 3 else ", ".join(map(str, known))
+        raise ModelLoadError(
+            f"{fields.where} has {key} {value!r}, which cannot be read; known: {readable}.", hint=_HINT
+        )

@@ -1,0 +1,87 @@
+"""A real HTTP server with files and batches around a fake engine. The API key names the workspace."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anthropic
+import openai
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from penstock.api.app import create_app
+from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.identity import Principal
+from penstock.core.request import Tier
+from penstock.gateway.batches.runner import BatchesConfig
+from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.files.files import FilesConfig
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.store.database import Database
+from penstock.gateway.tenants.authenticator import Authenticator
+from tests.gateway.fake_engine import FakeEngine
+
+
+class WorkspaceKeys(Authenticator):
+    """An authenticator that takes every key's word for its workspace."""
+
+    async def identify(self, credential: str | None) -> Principal:
+        return Principal(workspace_id=credential or "default", key_id="test", best_tier=Tier.PRIORITY)
+
+
+@dataclass
+class ServedWork:
+    engine: FakeEngine
+    work: StoredWork
+    url: str
+
+    def openai(self, workspace: str = "w1") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=workspace, max_retries=0)
+
+    def anthropic(self, workspace: str = "w1") -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key=workspace, max_retries=0)
+
+
+@contextmanager
+def serving_work(engine: FakeEngine, data_dir: Path) -> Iterator[ServedWork]:
+    work = StoredWork(
+        Database(f"sqlite:///{data_dir / 'penstock.db'}"),
+        data_dir,
+        files=FilesConfig(max_file_bytes=1 << 20),
+        batches=BatchesConfig(poll_s=0.02),
+    )
+    tenants: Any = SimpleNamespace(authenticator=WorkspaceKeys(), directory=None)
+    app = create_app(Gateway(engine, GatewayConfig()), ServerConfig(), tenants=tenants, work=work)
+
+    async def with_runner(scope: Scope, receive: Receive, send: Send) -> None:
+        """Batches run on the server's event loop, which begins and ends with its lifespan."""
+        if scope["type"] != "lifespan":
+            await app(scope, receive, send)
+            return
+        assert (await receive())["type"] == "lifespan.startup"
+        work.runner.start()
+        await send({"type": "lifespan.startup.complete"})
+        assert (await receive())["type"] == "lifespan.shutdown"
+        await work.runner.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    server = uvicorn.Server(
+        uvicorn.Config(with_runner, host="127.0.0.1", port=0, log_level="error", access_log=False)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield ServedWork(engine, work, f"http://127.0.0.1:{port}")
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,43 @@
+"""The application with a real tenants' database behind it, called without a socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from penstock.api.app import create_app
+from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.identity import Scope
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.store.database import Database, sqlite_url
+from penstock.gateway.tenants.audit import Actor
+from penstock.gateway.tenants.records import IssuedKey, NewKey
+from penstock.gateway.tenants.service import Tenants
+from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.store.ready_made import ready_made_database
+
+ACTOR = Actor("test")
+
+
+class TenantServer:
+    def __init__(self, folder: Path, engine: FakeEngine | None = None, **tenants: Any) -> None:
+        self.engine = engine or FakeEngine()
+        self.database = ready_made_database(folder) if folder.exists() else Database(sqlite_url(folder))
+        self.tenants = Tenants(self.database, **tenants)
+        self.gateway = Gateway(self.engine, GatewayConfig())
+        self.app = create_app(self.gateway, ServerConfig(), tenants=self.tenants)
+
+    async def make_key(self, *scopes: Scope, **wish: Any) -> IssuedKey:
+        new_key = NewKey(**{"name": "k", "scopes": scopes or (Scope.INFERENCE,)} | wish)
+        return await self.tenants.directory.create_key(ACTOR, new_key)
+
+    def client(self, secret: str | None = None) -> httpx.AsyncClient:
+        headers = {} if secret is None else {"authorization": f"Bearer {secret}"}
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+    async def close(self) -> None:
+        await self.tenants.close()
+        self.database.close()

@@ -1,0 +1,115 @@
+"""What Anthropic's fields become: cache marks where the client put them, and usage that adds up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.api.anthropic_answers import message_usage
+from penstock.api.anthropic_requests import GUARDED_FIELDS, MessagesRequest
+from penstock.api.body import BodyDecoder
+from penstock.core.request import Tier
+from penstock.gateway.prompts import CacheMark, ChatPrompt, GenerationRequest, TextPart, Usage
+
+FIVE_MINUTES, HOUR = CacheMark(300.0), CacheMark(3600.0)
+SHORT = {"type": "ephemeral"}
+LONG = {"type": "ephemeral", "ttl": "1h"}
+USER = {"role": "user", "content": "hi"}
+_decoder = BodyDecoder(MessagesRequest, GUARDED_FIELDS)
+
+
+def wish(**fields: Any) -> GenerationRequest:
+    body = {"model": "m", "max_tokens": 10, "messages": [USER]} | fields
+    return _decoder.decode(json.dumps(body).encode()).to_generation()
+
+
+def prompt(**fields: Any) -> ChatPrompt:
+    (prompt,) = wish(**fields).prompts
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def text(words: str, control: dict[str, str] | None = None) -> dict[str, Any]:
+    return {"type": "text", "text": words} | ({"cache_control": control} if control else {})
+
+
+def test_marks_stand_where_the_client_put_them() -> None:
+    tool = {"name": "f", "input_schema": {"type": "object"}, "cache_control": LONG}
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}, "cache_control": SHORT}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "ok", "cache_control": SHORT}
+    made = prompt(
+        tools=[tool],
+        system=[text("a"), text("b", LONG)],
+        messages=[
+            {"role": "user", "content": [text("c", SHORT), text("d")]},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ],
+    )
+    assert made.tools[0].cache == HOUR
+    system, user, assistant, answer = made.messages
+    assert system.content == (TextPart("a"), TextPart("b", HOUR))
+    assert user.content == (TextPart("c", FIVE_MINUTES), TextPart("d"))
+    assert assistant.tool_calls[0].cache == FIVE_MINUTES
+    assert (answer.role, answer.cache) == ("tool", FIVE_MINUTES)
+
+
+def test_a_mark_on_the_request_stands_at_its_end() -> None:
+    assert prompt(cache_control=LONG).messages[-1].cache == HOUR
+    own = prompt(cache_control=LONG, messages=[{"role": "user", "content": [text("x", SHORT)]}])
+    assert own.messages[-1].cache is None
+    assert own.messages[-1].content == (TextPart("x", FIVE_MINUTES),)
+
+
+def test_without_marks_content_is_plain_text() -> None:
+    made = prompt(system=[text("a")], messages=[{"role": "user", "content": [text("b")]}])
+    assert [message.content for message in made.messages] == ["a", "b"]
+
+
+def test_what_surrounds_the_prompt() -> None:
+    made = wish(metadata={"user_id": "u1"}, stop_sequences=["a", "b"], temperature=0)
+    assert (made.user, made.endpoint, made.sampling.stop, made.sampling.temperature) == (
+        "u1",
+        "messages",
+        ("a", "b"),
+        0,
+    )
+    assert (made.tier, wish(service_tier="auto").tier) == (Tier.DEFAULT, Tier.PRIORITY)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "thinks"),
+    [
+        (None, False),
+        ({"type": "disabled"}, False),
+        ({"type": "adaptive"}, None),
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+    ],
+)
+def test_thinking(thinking: dict[str, Any] | None, thinks: bool | None) -> None:
+    assert prompt(thinking=thinking, max_tokens=2000).thinks is thinks
+
+
+def test_input_tokens_leave_out_what_the_cache_read_and_wrote() -> None:
+    usage = Usage(
+        100,
+        7,
+        60,
+        cache_read_tokens=50,
+        cache_write_5m_tokens=20,
+        cache_write_1h_tokens=10,
+        reasoning_tokens=3,
+    )
+    shown = msgspec.to_builtins(message_usage(usage, Tier.BATCH))
+    assert shown == {
+        "input_tokens": 20,
+        "cache_creation_input_tokens": 30,
+        "cache_read_input_tokens": 50,
+        "cache_creation": {"ephemeral_5m_input_tokens": 20, "ephemeral_1h_input_tokens": 10},
+        "output_tokens": 7,
+        "output_tokens_details": {"thinking_tokens": 3},
+        "service_tier": "batch",
+    }

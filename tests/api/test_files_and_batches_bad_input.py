@@ -1,0 +1,103 @@
+"""Whatever is sent to files and batches, the answer is no 5xx, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.api.stored_work import ServedWork, serving_work
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedWork]:
+    folder: Path = tmp_path_factory.mktemp("work")
+    with serving_work(FakeEngine(script_text("fine")), folder) as served:
+        yield served
+
+
+quickly = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@quickly
+@given(
+    body=st.binary(max_size=200) | st.lists(
+        st.sampled_from(
+            [b"--b", b"--b--", b"\r\n", b"\n", b"content-disposition: form-data", b'; name="file"', b"x: y",
+             b'; filename="f"', b'; name="purpose"', b"batch", b"\0", b"\xff", b'"', b";"]
+        ),
+        max_size=20,
+    ).map(b"".join),
+    kind=st.sampled_from(
+        ["multipart/form-data; boundary=b", "multipart/form-data", "multipart/form-data; boundary=",
+         'multipart/form-data; boundary="', "text/plain", "", "multipart/form-data; boundary=" + "b" * 300]
+    ),
+)  # fmt: skip
+def test_forms(served: ServedWork, body: bytes, kind: str) -> None:
+    answer = httpx.post(f"{served.url}/v1/files", content=body, headers={"content-type": kind})
+    assert answer.status_code in (200, 400)
+
+
+@pytest.mark.parametrize("path", ["/v1/files/{}", "/v1/files/{}/content", "/v1/batches/{}"])
+@pytest.mark.parametrize("name", ["%00", "..%2f..%2fetc%2fpasswd", "%ff", "a" * 500, "%F0%9F%98%80"])
+def test_ids(served: ServedWork, path: str, name: str) -> None:
+    for url in (path, path.replace("/v1/batches", "/v1/messages/batches")):
+        answer = httpx.get(served.url + url.format(name))
+        assert answer.status_code in (404, 405), (url, answer.text)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/files?limit=x",
+        "/v1/files?limit=-1",
+        "/v1/files?limit=99999999999999999999",
+        "/v1/files?order=up",
+        "/v1/files?after=%00",
+        "/v1/files?purpose=%00",
+        "/v1/batches?limit=101",
+        "/v1/batches?after=nothing",
+        "/v1/messages/batches?limit=0",
+        "/v1/messages/batches?after_id=%00",
+        "/v1/messages/batches?before_id=nothing",
+    ],
+)
+def test_queries(served: ServedWork, path: str) -> None:
+    answer = httpx.get(served.url + path)
+    assert answer.status_code == 400, answer.text
+    assert ("request_id" in answer.json()) == path.startswith("/v1/messages")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@quickly
+@given(
+    path=st.sampled_from(
+        ["/v1/batches", "/v1/messages/batches", "/v1/messages", "/v1/messages/count_tokens"]
+    ),
+    body=st.dictionaries(
+        st.sampled_from(
+            ["requests", "input_file_id", "endpoint", "model", "messages", "system", "max_tokens", "x"]
+        ),
+        json_values,
+    ),
+)
+def test_bodies(served: ServedWork, path: str, body: dict[str, object]) -> None:
+    answer = httpx.post(served.url + path, content=json.dumps(body).encode())
+    assert 400 <= answer.status_code < 500
+    assert ("request_id" in answer.json()) == path.startswith("/v1/messages")

@@ -1,0 +1,317 @@
+"""Clients that mean harm: they get a clear answer or a closed door, and everyone else is served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from penstock.core.config import GatewayConfig, ServerConfig
+from tests.api.bounded_server import BoundedServed, ThreadedEngine, bounded_server
+from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+
+COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def dial(served: BoundedServed) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+    connection.settimeout(20)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    received = bytearray()
+    try:
+        while data := connection.recv(1 << 16):
+            received += data
+    except ConnectionResetError:
+        pass
+    return bytes(received)
+
+
+def status_and_code(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+def serves(served: BoundedServed) -> bool:
+    answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": "hi", "max_tokens": 4}, timeout=20)
+    return answer.status_code == 200
+
+
+QUICK = ServerConfig(header_timeout_s=0.2, body_timeout_s=0.2)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", COMPLETION, COMPLETION + b"X-A: b", b"\r\n\r\n"])
+def test_a_head_that_never_ends_is_timed_out(sent: bytes) -> None:
+    with bounded_server(FakeEngine(script_text("ok")), QUICK) as served:
+        connection = dial(served)
+        connection.sendall(sent)
+        assert status_and_code(read_all(connection)) == (408, "request_timeout")
+        assert serves(served)
+        assert served.connections.num_timed_out == 1
+
+
+def test_a_head_that_comes_drop_by_drop_is_timed_out() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), QUICK) as served:
+        connection = dial(served)
+        connection.sendall(COMPLETION)
+        connection.settimeout(0.02)
+        received = b""
+        for _ in range(500):
+            try:
+                connection.sendall(b"X-Slow: 1\r\n")
+                received += connection.recv(1 << 16)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if received.endswith(b"}"):
+                break
+        assert b"408" in received.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 1000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n5\r\n"]
+)
+def test_a_body_that_never_ends_is_timed_out(framing: bytes) -> None:
+    with bounded_server(FakeEngine(script_text("ok")), QUICK) as served:
+        connection = dial(served)
+        connection.sendall(COMPLETION + framing + b'{"pro')
+        assert status_and_code(read_all(connection)) == (408, "request_timeout")
+        served.wait_until(lambda: served.connections.num_open == 0)
+        assert serves(served)
+
+
+def test_a_large_body_may_take_its_time() -> None:
+    """Each period brings enough of it, though the whole takes several."""
+    ready = engine_ready(model_card(max_model_len=1 << 20))
+    config = ServerConfig(body_timeout_s=0.3)
+    with bounded_server(FakeEngine(script_text("ok"), ready), config) as served:
+        body = json.dumps({"prompt": "x" * 400_000, "max_tokens": 4}).encode()
+        connection = dial(served)
+        connection.sendall(COMPLETION + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 40_000):
+            connection.sendall(body[start : start + 40_000])
+            time.sleep(0.08)
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_keep_alive_connections_survive_the_head_timeout_between_requests() -> None:
+    with (
+        bounded_server(FakeEngine(script_text("ok")), QUICK) as served,
+        httpx.Client(base_url=served.url) as client,
+    ):
+        for _ in range(3):
+            answer = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 4})
+            assert answer.status_code == 200
+            time.sleep(0.3)
+        assert served.connections.num_open == 1
+
+
+def test_stray_line_breaks_do_not_hold_a_connection_forever() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), QUICK) as served:
+        connection = dial(served)
+        body = b'{"prompt": "hi"}'
+        connection.sendall(COMPLETION + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while b'"usage"' not in connection.recv(1 << 16):
+            pass
+        connection.sendall(b"\r\n")
+        assert b"408" in read_all(connection)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        COMPLETION + b"X-Big: " + b"a" * 40_000 + b"\r\n\r\n",
+        COMPLETION + b"".join(b"X-%d: a\r\n" % number for number in range(200)) + b"\r\n",
+        COMPLETION + b"".join(b"X-%d: %b\r\n" % (number, b"a" * 900) for number in range(80)) + b"\r\n",
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+    ids=["one value", "many headers", "many bytes", "path"],
+)
+def test_header_floods_are_refused(head: bytes) -> None:
+    with bounded_server(FakeEngine(script_text("ok"))) as served:
+        connection = dial(served)
+        connection.sendall(head)
+        assert status_and_code(read_all(connection)) == (431, "request_header_fields_too_large")
+        assert served.connections.num_malformed == 1
+        assert serves(served)
+
+
+def test_an_endless_head_is_cut_off() -> None:
+    """It must not be collected until its end, which never comes."""
+    with bounded_server(FakeEngine(script_text("ok"))) as served:
+        connection = dial(served)
+        sent = 0
+        try:
+            connection.sendall(COMPLETION + b"X-Big: ")
+            while sent < 64 << 20:
+                sent += connection.send(b"a" * 65_536)
+        except OSError:
+            pass
+        assert sent < 16 << 20
+        assert serves(served)
+
+
+def test_an_endless_body_is_cut_off() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig(max_body_bytes=1024)) as served:
+        connection = dial(served)
+        sent = 0
+        try:
+            connection.sendall(COMPLETION + b"Content-Length: 1000000000000\r\n\r\n")
+            while sent < 256 << 20:
+                sent += connection.send(b"a" * 1_000_000)
+        except OSError:
+            pass
+        assert sent < 128 << 20
+        assert serves(served)
+
+
+def test_what_is_not_http_is_refused_in_our_own_words() -> None:
+    with bounded_server(FakeEngine(script_text("ok"))) as served:
+        for junk in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"HELLO\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
+            connection = dial(served)
+            connection.sendall(junk)
+            assert status_and_code(read_all(connection)) == (400, "invalid_request_error")
+        assert serves(served)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"prompt": "\xc3\x28"}', 400),
+        (b"\xff" * 100, 400),
+        (b'{"prompt": "a", "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", 400),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
+        (b'{"prompt": "' + b"x" * 3_000_000 + b'"}', 413),
+    ],
+    ids=["bad utf-8", "no utf-8", "deep arrays", "deep objects", "too large"],
+)
+def test_bad_bodies(body: bytes, status: int) -> None:
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig(max_body_bytes=2_000_000)) as served:
+        answer = httpx.post(f"{served.url}/v1/completions", content=body)
+        assert answer.status_code == status
+        assert "Traceback" not in answer.text
+        assert serves(served)
+
+
+def test_connections_beyond_the_limit_are_refused_clearly() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig(max_connections=3)) as served:
+        held = [dial(served) for _ in range(3)]
+        served.wait_until(lambda: served.connections.num_open == 3)
+        assert status_and_code(read_all(dial(served))) == (503, "overloaded")
+        held.pop().close()
+        served.wait_until(lambda: served.connections.num_open == 2)
+        assert serves(served)
+        for connection in held:
+            connection.close()
+
+
+def test_a_stream_that_nobody_reads_is_dropped() -> None:
+    ready = engine_ready(model_card(max_model_len=1 << 20), max_output_tokens=1 << 19)
+    config = ServerConfig(write_timeout_s=0.2)
+    engine = ThreadedEngine(ready=ready)
+    small = GatewayConfig(max_stream_buffer_bytes=64 << 10)
+    with bounded_server(engine, config, gateway_config=small) as served:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", served.port))
+        body = b'{"prompt": "hi", "stream": true, "max_tokens": 300000}'
+        connection.sendall(COMPLETION + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        served.wait_until(lambda: bool(engine.streams))
+        while engine.streams:
+            engine.emit_soon(b"x" * 4000)
+        served.wait_until(lambda: served.connections.num_stalled == 1)
+        served.wait_until(lambda: served.gateway.num_live == 0 and served.connections.num_open == 0)
+        connection.close()
+
+
+def test_hundreds_of_slow_clients_do_not_keep_others_waiting() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig(header_timeout_s=1.0)) as served:
+        slow = [dial(served) for _ in range(300)]
+        for connection in slow:
+            connection.sendall(COMPLETION)
+        assert all(serves(served) for _ in range(5))
+        served.wait_until(lambda: served.connections.num_open <= 1)
+        assert served.connections.num_timed_out == 300
+        for connection in slow:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[BoundedServed]:
+    config = ServerConfig(header_timeout_s=0.02, body_timeout_s=0.02)
+    with bounded_server(FakeEngine(script_text("ok")), config) as served:
+        yield served
+
+
+PIECES = st.sampled_from(
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n",
+        b"Host: x\r\n",
+        b"Content-Length: 5\r\n",
+        b"Content-Length: -1\r\n",
+        b"Content-Length: 99999999999999999999\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\n",
+        b"Connection: Upgrade\r\nUpgrade: h2c\r\n",
+        b"Expect: 100-continue\r\n",
+        b"\r\n",
+        b"5\r\nhello\r\n",
+        b"ffffffffffffffff\r\n",
+        b"0\r\n\r\n",
+        b'{"prompt": "a"}',
+        b"\x00\xff",
+        b"Name\r\n : x\r\n",
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(PIECES, st.binary(max_size=20)), max_size=12))
+def test_bytes_of_every_kind_leave_the_server_standing(fuzzed: BoundedServed, pieces: list[bytes]) -> None:
+    with dial(fuzzed) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+            connection.shutdown(socket.SHUT_WR)
+            answer = read_all(connection)
+        except OSError:
+            answer = b""
+    assert not answer.startswith(b"HTTP/1.1 500")
+    with dial(fuzzed) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+async def test_requests_survive_a_crowd_of_idle_sockets() -> None:
+    """A small crowd here; tests/e2e opens thousands against the real server process."""
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig(max_websockets=150)) as served:
+        url = f"ws://127.0.0.1:{served.port}/v1/stream"
+
+        async def open_one() -> Any:
+            try:
+                return await connect(url, compression=None, ping_interval=None)
+            except InvalidStatus as error:
+                return error.response.status_code
+
+        opened = await asyncio.gather(*(open_one() for _ in range(200)))
+        assert opened.count(503) == 50
+        assert await asyncio.to_thread(serves, served)
+        for crowd in opened:
+            if crowd != 503:
+                await crowd.close()

@@ -1,0 +1,83 @@
+"""A real server process: keys made and revoked by commands beside it, tokens of a provider, no secret in its logs."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from tests.cli.test_keys import Shell
+from tests.gateway.tenants.identity_provider import running_provider
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def running_server(folder: Path, *arguments: str) -> Iterator[tuple[str, Path]]:
+    """Its URL, and the file with everything it says."""
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "penstock.main", "serve", "echo", "--port", "0", "--data-dir"]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, str(folder / "data"), *arguments, "--debug"], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while (found := re.search(r"serves .* at\s+(http://\S+)", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield found[1], log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def models(url: str, credential: str | None) -> int:
+    headers = {} if credential is None else {"authorization": f"Bearer {credential}"}
+    return httpx.get(f"{url}/v1/models", headers=headers, timeout=30).status_code
+
+
+def test_keys_made_and_revoked_beside_a_running_server(tmp_path: Path) -> None:
+    shell = Shell(tmp_path / "data")
+    with running_server(tmp_path, "--require-keys") as (url, log):
+        assert models(url, None) == 401
+        key = shell.json("keys", "create", "--name", "k")
+        secret = key["secret"]
+        deadline = time.monotonic() + 20
+        while models(url, secret) != 200:
+            assert time.monotonic() < deadline, "the new key never worked"
+        shell.ok("keys", "revoke", key["id"])
+        while models(url, secret) != 401:
+            assert time.monotonic() < deadline, "the revoked key kept working"
+            time.sleep(0.05)
+        assert models(url, "sk-ps-" + "x" * 48) == 401
+    assert shell.json("keys", "show", key["id"])["last_used_at"] is not None
+    assert secret not in log.read_text()
+
+
+def test_tokens_of_a_provider(tmp_path: Path) -> None:
+    with running_provider() as provider:
+        provider.add_key("one", ec.generate_private_key(ec.SECP256R1()))
+        config = tmp_path / "penstock.toml"
+        config.write_text(
+            f'[oidc]\nissuer = "{provider.issuer}"\naudience = "penstock"\ndefault_workspace = "default"\n'
+        )
+        now = time.time()
+        claims = {"iss": provider.issuer, "aud": "penstock", "sub": "ann", "exp": now + 600}
+        good = provider.token("one", "ES256", claims)
+        expired = provider.token("one", "ES256", claims | {"exp": now - 600})
+        with running_server(tmp_path, "--config", str(config)) as (url, log):
+            assert [models(url, credential) for credential in (None, good, expired)] == [401, 200, 401]
+            admin = httpx.get(f"{url}/admin/keys", headers={"authorization": f"Bearer {good}"})
+            assert admin.status_code == 403
+        assert good not in log.read_text()

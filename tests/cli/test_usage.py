@@ -1,0 +1,91 @@
+"""`penstock usage` on a database with a few rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.app import penstock
+from penstock.gateway.ledger.rows import usage_row
+from penstock.gateway.ledger.usage_store import insert_rows
+from penstock.gateway.store.database import Database, sqlite_url
+from tests.gateway.ledger.books import claim, outcome
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    now = time.time()
+    rows = [
+        usage_row(claim("a", key="key_1"), outcome(), now, 1_500_000),
+        usage_row(claim("b", key="key_1"), outcome(status="failed", error_code="overloaded"), now, 0),
+        usage_row(claim("c", key="key_2", model="other"), outcome(), now, 10**12),
+        usage_row(claim("d", key="key_2"), outcome(), now - 40 * 86_400, 7),
+    ]
+    database = Database(sqlite_url(tmp_path))
+    database.run_now(lambda connection: insert_rows(connection, rows))
+    database.close()
+    return tmp_path
+
+
+def run(data_dir: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(penstock, ["usage", "--data-dir", str(data_dir), *arguments])
+
+
+def test_a_table_by_key_and_model(data_dir: Path) -> None:
+    lines = [line.split() for line in run(data_dir, "--by", "key,model").stdout.splitlines()]
+    assert lines[0][:4] == ["key", "model", "requests", "completed"]
+    assert [(line[0], line[1], line[2], line[-1]) for line in lines[1:]] == [
+        ("key_1", "m", "2", "0.0000015"),
+        ("key_2", "other", "1", "1.00"),
+    ]
+
+
+def test_csv(data_dir: Path) -> None:
+    found = list(csv.DictReader(io.StringIO(run(data_dir, "--by", "status", "--csv").stdout)))
+    assert [(row["status"], row["requests"], row["prompt_tokens"]) for row in found] == [
+        ("completed", "2", "20"),
+        ("failed", "1", "10"),
+    ]
+
+
+def test_json_pages_and_filters(data_dir: Path) -> None:
+    first = run(data_dir, "--by", "key", "--limit", "1", "--json")
+    page = json.loads(first.stdout)
+    assert [entry["key"] for entry in page["data"]] == ["key_1"]
+    again = run(data_dir, "--by", "key", "--limit", "1", "--json", "--page", page["next_page"])
+    assert [entry["key"] for entry in json.loads(again.stdout)["data"]] == ["key_2"]
+    only = json.loads(run(data_dir, "--by", "", "--model", "other", "--json").stdout)
+    assert only["data"][0]["requests"]["total"] == 1
+
+
+def test_older_usage_when_asked_for(data_dir: Path) -> None:
+    (total,) = json.loads(run(data_dir, "--by", "", "--start", "2020-01-01", "--json").stdout)["data"]
+    assert total["requests"]["total"] == 4
+
+
+def test_without_a_database_there_is_nothing_and_none_is_made(tmp_path: Path) -> None:
+    result = run(tmp_path / "none")
+    assert result.exit_code == 0
+    assert "Nothing was used" in result.stderr
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--by", "modle"), "Usage cannot be grouped by 'modle'."),
+        (("--start", "soon"), "--start must be a day"),
+        (("--json", "--csv"), "Choose either --json or --csv."),
+        (("--page", "x"), "page is not what an earlier answer called next_page."),
+    ],
+)
+def test_mistakes_are_sentences(data_dir: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    result = run(data_dir, *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr

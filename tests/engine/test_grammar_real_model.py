@@ -1,0 +1,89 @@
+"""Grammars on the default model, whose tokens are whole words and pieces of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from penstock.cli.models import fetch_model
+from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.request import FinishReason, Grammar, SamplingParams
+from penstock.engine.offline import OfflineEngine
+
+from .test_grammar import schemas
+
+pytestmark = pytest.mark.e2e
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "languages": {"type": "array", "items": {"enum": ["en", "fr", "de"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "languages"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[OfflineEngine]:
+    config = EngineConfig(
+        model=ModelConfig(device="cpu", dtype="float32"), cache=CacheConfig(num_kv_blocks=512)
+    )
+    engine = OfflineEngine(config, fetch_model("smollm2-135m"))
+    yield engine
+    engine.close()
+
+
+def chat(question: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def sampling(grammar: Grammar | None, seed: int = 0, temperature: float = 0.8) -> SamplingParams:
+    return SamplingParams(max_tokens=80, temperature=temperature, seed=seed, grammar=grammar)
+
+
+def test_every_kind_of_grammar_beside_free_answers(engine: OfflineEngine) -> None:
+    questions = [
+        chat("Tell me about a person."),
+        chat("Is water wet?"),
+        chat("Give me a date."),
+        chat("Hello!"),
+    ]
+    held = [
+        Grammar("json_schema", json.dumps(PERSON)),
+        Grammar("choice", '["yes", "no", "perhaps"]'),
+        Grammar("regex", r"(19|20)\d\d-[01]\d-[0-3]\d"),
+    ]
+    free = sampling(None)
+    (alone,) = engine.generate([questions[3]], free)
+    person, wet, date, hello = engine.generate(questions, [*map(sampling, held), free])
+    assert (person.finish_reason, wet.finish_reason, date.finish_reason) == (FinishReason.STOP,) * 3
+    jsonschema.validate(json.loads(person.text), PERSON)
+    assert wet.text in ("yes", "no", "perhaps")
+    assert re.fullmatch(r"(19|20)\d\d-[01]\d-[0-3]\d", date.text)
+    assert hello.token_ids == alone.token_ids
+
+
+@settings(
+    max_examples=2,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(wanted=st.lists(schemas(), min_size=6, max_size=6))
+def test_random_schemas(engine: OfflineEngine, wanted: list[dict[str, Any]]) -> None:
+    held = [sampling(Grammar("json_schema", json.dumps(schema)), seed) for seed, schema in enumerate(wanted)]
+    answers = engine.generate([chat("JSON, please.")] * len(held), held)
+    for schema, answer in zip(wanted, answers, strict=True):
+        assert answer.error is None
+        if answer.finish_reason is FinishReason.STOP:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(answer.text))

@@ -1,0 +1,250 @@
+"""A grammar that takes for ever to compile or to mask holds up nobody but its own request. Counted in steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from penstock.core.messages import RequestRejected
+from penstock.core.request import FinishReason, Grammar
+from penstock.engine import grammar as grammar_module
+from penstock.engine.build import Engine
+from penstock.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarLimits, Mask
+
+from .byte_model import constrained, text_of, until, write_byte_model
+from .tiny import run, tiny_engine, tokens
+
+SLOW = Grammar("regex", "slow[0-9]{4}")
+QUICK = Grammar("regex", "quick[0-9]{4}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Whatever waits behind it is let go at the end, come what may."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def slow_compiler(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    compile_now = GrammarCompiler._compile
+
+    def compile_slowly(self: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
+        if grammar == SLOW:
+            gate.wait()
+        return compile_now(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_slowly)
+
+
+@pytest.fixture
+def slow_masks(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> set[CompiledGrammar]:
+    """Grammars in the set wait for the gate before each mask."""
+    masks_now = CompiledGrammar.masks
+    slow: set[CompiledGrammar] = set()
+
+    def masks_slowly(self: CompiledGrammar, matchers: Sequence[Any]) -> list[Mask | str]:
+        if self in slow:
+            gate.wait()
+        return masks_now(self, matchers)
+
+    monkeypatch.setattr(CompiledGrammar, "masks", masks_slowly)
+    return slow
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    monkeypatch.setattr(grammar_module, "GrammarLimits", lambda: GrammarLimits(**changes))
+
+
+def is_compiling(engine: Engine) -> bool:
+    return engine.loop.has_work and not engine.loop.scheduler.has_work
+
+
+@pytest.mark.usefixtures("slow_compiler")
+def test_others_run_while_a_grammar_is_compiled(model: Path, gate: threading.Event) -> None:
+    engine = tiny_engine(model)
+    others = [constrained("free", None, 50, ignore_eos=True), constrained("quick", QUICK)]
+    alone = run(tiny_engine(model), others)
+    engine.loop.add(constrained("slow", SLOW))
+    for each in others:
+        engine.loop.add(each)
+    events, steps_of_free = [], 0
+    while not is_compiling(engine):
+        events += engine.loop.step()
+        if any(event.request_id == "free" and event.finish_reason for event in events) and not steps_of_free:
+            steps_of_free = engine.loop.stats().num_steps
+    by_id = {name: [event for event in events if event.request_id == name] for name in ("free", "quick")}
+    assert {name: tokens(each) for name, each in by_id.items()} == {
+        name: tokens(each) for name, each in alone.items()
+    }
+    assert steps_of_free == 50, "a token in every step"
+    gate.set()
+    assert text_of(until(engine, lambda: not engine.loop.has_work)).startswith("slow")
+
+
+@pytest.mark.usefixtures("slow_compiler")
+def test_a_request_can_be_cancelled_while_its_grammar_is_compiled(model: Path, gate: threading.Event) -> None:
+    engine = tiny_engine(model)
+    engine.loop.add(constrained("gone", SLOW))
+    engine.loop.step()
+    engine.loop.abort("gone")
+    assert not engine.loop.has_work
+    gate.set()
+    assert text_of(run(engine, [constrained("next", SLOW)])["next"]).startswith("slow")
+
+
+@pytest.mark.usefixtures("slow_compiler")
+def test_a_deadline_passes_while_a_grammar_is_compiled(model: Path) -> None:
+    engine = tiny_engine(model)
+    engine.loop.add(constrained("late", SLOW), timeout_s=0.01)
+    (rejected,) = rejections(engine)
+    assert (rejected.request_id, rejected.code) == ("late", DeadlineExceeded.code)
+
+
+@pytest.mark.usefixtures("slow_compiler")
+def test_compilation_has_a_time_limit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, compile_timeout_s=0.01)
+    engine = tiny_engine(model)
+    engine.loop.add(constrained("endless", SLOW))
+    (rejected,) = rejections(engine)
+    assert rejected.code == InvalidRequest.code
+    assert "0.01 s to compile" in rejected.message
+
+
+@pytest.mark.usefixtures("slow_compiler")
+def test_a_grammar_that_had_no_turn_is_not_called_slow(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, compile_threads=1, compile_timeout_s=0.01)
+    engine = tiny_engine(model)
+    engine.loop.add(constrained("endless", SLOW))
+    engine.loop.add(constrained("behind", QUICK))
+    found: list[RequestRejected] = []
+    while len(found) < 2:
+        found += rejections(engine)
+    assert {each.request_id: each.code for each in found} == {
+        "endless": InvalidRequest.code,
+        "behind": Overloaded.code,
+    }
+
+
+@pytest.mark.usefixtures("slow_compiler")
+def test_waiting_for_grammars_is_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, max_compiling=1)
+    engine = tiny_engine(model)
+    engine.loop.add(constrained("first", SLOW))
+    engine.loop.add(constrained("sibling", SLOW))
+    with pytest.raises(Overloaded):
+        engine.loop.add(constrained("other", QUICK))
+    with pytest.raises(InvalidRequest, match="already being served"):
+        engine.loop.add(constrained("first", SLOW))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_others_run_while_a_mask_is_computed(
+    model: Path, gate: threading.Event, slow_masks: set[CompiledGrammar], depth: int
+) -> None:
+    engine = tiny_engine(model, steps_in_flight=depth, max_num_seqs=4)
+    alone = run(
+        tiny_engine(model), [constrained("slow", SLOW), constrained("free", None, 50, ignore_eos=True)]
+    )
+    slow_masks.add(compiled(engine, SLOW))
+    engine.loop.add(constrained("slow", SLOW))
+    until(engine, lambda: engine.loop.stats().num_steps > 0)
+    first_step = engine.loop.stats().num_steps
+    engine.loop.add(constrained("free", None, 50, ignore_eos=True))
+    free = []
+
+    def is_over() -> bool:
+        return any(event.finish_reason for event in free)
+
+    while not is_over():
+        events = engine.loop.step()
+        free += [event for event in events if event.request_id == "free"]
+        assert all(event.request_id == "free" for event in events), (
+            "nothing can be known of the slow one's token"
+        )
+        engine.loop.scheduler.check_integrity()
+    assert tokens(free) == tokens(alone["free"])
+    assert engine.loop.stats().num_steps - first_step <= 50 + 2 * depth, (
+        "every step brought the free row a token"
+    )
+    gate.set()
+    rest = until(engine, lambda: not engine.loop.has_work)
+    assert tokens(rest) == tokens(alone["slow"])[-len(tokens(rest)) :]
+    assert rest[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_mask_has_a_time_limit(
+    model: Path, slow_masks: set[CompiledGrammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, mask_timeout_s=0.5)
+    engine = tiny_engine(model)
+    slow_masks.add(compiled(engine, SLOW))
+    events = run(engine, [constrained("slow", SLOW), constrained("quick", QUICK)])
+    assert text_of(events["quick"]).startswith("quick")
+    assert events["slow"][-1].finish_reason is FinishReason.ERROR
+    assert "0.5 s" in str(events["slow"][-1].error)
+
+
+def test_one_that_waits_for_its_mask_can_be_cancelled(model: Path, slow_masks: set[CompiledGrammar]) -> None:
+    engine = tiny_engine(model)
+    slow_masks.add(compiled(engine, SLOW))
+    engine.loop.add(constrained("slow", SLOW))
+    until(engine, lambda: engine.loop.stats().num_steps >= 3)
+    engine.loop.abort("slow")
+    assert not until(engine, lambda: not engine.loop.has_work)
+    assert engine.loop.stats().num_kv_blocks_used == 0
+
+
+def test_only_the_least_recently_used_grammars_are_forgotten(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, max_cached=2)
+    engine = tiny_engine(model)
+    first = compiled(engine, QUICK)
+    compiled(engine, SLOW)
+    assert compiled(engine, QUICK) is first
+    compiled(engine, Grammar("regex", "third"))
+    assert compiled(engine, QUICK) is first
+    compiler = engine.loop._grammars._compiler  # type: ignore[union-attr]
+    assert list(compiler._compiled) == [Grammar("regex", "third"), QUICK]
+
+
+def test_a_grammar_that_explodes_ends_its_own_request_only(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, max_states=100)
+    engine = tiny_engine(model)
+    free = constrained("free", None, 60)
+    wanted = tokens(run(engine, [free])["free"])
+    events = run(engine, [constrained("bomb", Grammar("regex", r"((a|b)*a(a|b){200}){50}"), 400), free])
+    assert tokens(events["free"]) == wanted
+    assert events["bomb"][-1].finish_reason is FinishReason.ERROR
+    assert "too complex" in str(events["bomb"][-1].error)
+
+
+def compiled(engine: Engine, grammar: Grammar) -> CompiledGrammar:
+    desk = engine.loop._grammars
+    assert desk is not None
+    return desk._compiler.compile(grammar).result()
+
+
+def rejections(engine: Engine) -> list[RequestRejected]:
+    found: list[RequestRejected] = []
+
+    def is_rejected() -> bool:
+        found.extend(engine.loop.take_rejections())
+        return bool(found)
+
+    until(engine, is_rejected)
+    return found

@@ -1,0 +1,127 @@
+"""A dialect without an API: each line says how it is to be answered. And a server's worth of batches around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.identity import Principal
+from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
+from penstock.gateway.batches.runner import BatchesConfig, BatchRunner
+from penstock.gateway.batches.store import BatchStore
+from penstock.gateway.files.files import FileStore
+from penstock.gateway.store.database import Database
+
+Script = Callable[[BatchLine], Awaitable[bytes]]
+
+
+class Wall:
+    def __init__(self, now: float = 1_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def echo(line: BatchLine) -> bytes:
+    await asyncio.sleep(0)
+    return line.body
+
+
+class ScriptedDialect:
+    max_lines = 1000
+
+    def __init__(self, script: Script = echo, *, lists_output_files: bool = True) -> None:
+        self.lists_output_files = lists_output_files
+        self.script = script
+        self.asked: Counter[str] = Counter()
+        self.in_flight = 0
+        self.most_in_flight = 0
+
+    def read_line(self, batch: Batch, number: int, raw: bytes) -> BatchLine:
+        try:
+            line = json.loads(raw)
+        except ValueError as error:
+            raise InvalidRequest("This line is not JSON.", param="body") from error
+        return BatchLine(number, line["custom_id"], json.dumps(line["body"]).encode())
+
+    async def answer(self, batch: Batch, line: BatchLine, request_id: str) -> LineAnswer:
+        attempt = self.asked[line.custom_id]
+        assert request_id == f"{batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
+        self.asked[line.custom_id] += 1
+        self.in_flight += 1
+        self.most_in_flight = max(self.in_flight, self.most_in_flight)
+        try:
+            return LineAnswer(200, await self.script(line))
+        finally:
+            self.in_flight -= 1
+
+    def refusal(self, error: PenstockError, request_id: str) -> LineAnswer:
+        return LineAnswer(error.status, json.dumps(error.message).encode())
+
+    def result_line(self, batch: Batch, result: LineResult) -> bytes:
+        body = json.loads(result.body) if result.body else None
+        return json.dumps([result.number, result.custom_id, result.outcome, body]).encode()
+
+
+class Server:
+    """What one process holds. Several may share a database and a folder."""
+
+    def __init__(
+        self, data_dir: Path, database: Database, wall: Wall, dialect: ScriptedDialect | None = None
+    ) -> None:
+        self.wall = wall
+        self.dialect = dialect or ScriptedDialect()
+        self.files = FileStore(database, data_dir, wall_clock=wall)
+        self.store = BatchStore(database, wall_clock=wall)
+        config = BatchesConfig(max_concurrent_lines=4, poll_s=0.005, lease_s=30.0)
+        self.runner = BatchRunner(self.store, self.files, config, wall_clock=wall)
+        self.runner.teach("scripted", self.dialect)
+
+    async def hand_in(self, lines: list[str | bytes], batch_id: str = "batch_1") -> Batch:
+        """A batch of one line for each text, or of raw bytes."""
+        batch = Batch(
+            id=batch_id,
+            workspace_id="w1",
+            kind="scripted",
+            endpoint="/v1/echo",
+            status=BatchStatus.VALIDATING,
+            principal=Principal(workspace_id="w1"),
+            created_at=self.wall(),
+            expires_at=self.wall() + 24 * 3600,
+            counts=Counts(),
+        )
+        with self.files.folder.writing(batch.input_id) as file:
+            for line in lines:
+                if isinstance(line, str):
+                    line = json.dumps({"custom_id": line, "body": line}).encode()
+                file.write(line + b"\n")
+        await self.store.create(batch)
+        return batch
+
+    async def get(self, batch_id: str = "batch_1") -> Batch:
+        return await self.store.get("w1", batch_id, "scripted")
+
+    async def until(self, condition: Callable[[Batch], bool], batch_id: str = "batch_1") -> Batch:
+        async with asyncio.timeout(20):
+            while not condition(batch := await self.get(batch_id)):
+                await asyncio.sleep(0.002)
+        return batch
+
+    async def until_over(self, batch_id: str = "batch_1") -> Batch:
+        return await self.until(lambda batch: not batch.is_active and not self.runner.num_running, batch_id)
+
+    def kill(self) -> None:
+        """As kill -9 would: nothing is written, and the lease is not given back."""
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    def output(self, batch: Batch, part: str = "output") -> list[list[object]]:
+        file_id = getattr(batch.details, f"{part}_file_id")
+        if file_id is None:
+            return []
+        return [json.loads(line) for line in self.files.folder.path(file_id).read_bytes().splitlines()]

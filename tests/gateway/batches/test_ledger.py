@@ -1,0 +1,56 @@
+"""A line that a crash interrupted is run again under its id; the ledger then knows how it ended, once."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from penstock.core.identity import Principal
+from penstock.core.request import Tier
+from penstock.gateway.accounts import Claim, Outcome
+from penstock.gateway.ledger.rows import UsageRow, begun_request, interrupted_row, usage_row
+from penstock.gateway.ledger.usage_store import insert_rows
+from penstock.gateway.prompts import Usage
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import usage, usage_spend
+
+CLAIM = Claim(
+    request_id="batch_1-1",
+    principal=Principal(),
+    model="m",
+    endpoint="chat",
+    tier=Tier.BATCH,
+    input_tokens=3,
+    max_output_tokens=5,
+)
+INTERRUPTED = interrupted_row(begun_request(CLAIM, 1000.0))
+COMPLETED = usage_row(CLAIM, Outcome(usage=Usage(3, 5, 0), status="completed"), 2000.0, 70)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[INTERRUPTED], [COMPLETED]],
+        [[COMPLETED], [INTERRUPTED]],
+        [[INTERRUPTED, COMPLETED]],
+        [[COMPLETED, INTERRUPTED]],
+        [[INTERRUPTED], [COMPLETED], [COMPLETED], [INTERRUPTED]],
+        [[COMPLETED, COMPLETED]],
+    ],
+)
+def test_the_row_that_knows_more_stays(groups: list[list[UsageRow]]) -> None:
+    database = Database("sqlite://")
+    for rows in groups:
+        database.run_now(lambda connection, rows=rows: insert_rows(connection, rows))  # type: ignore[misc]
+    (row,) = database.run_now(lambda connection: connection.execute(sa.select(usage)).all())
+    assert (row.status, row.prompt_tokens, row.cost_picodollars) == ("completed", 3, 70)
+    spent = database.run_now(
+        lambda connection: connection.execute(sa.select(usage_spend.c.cost_picodollars)).scalars().all()
+    )
+    assert spent == [70]
+
+
+def test_an_interruption_is_written_once() -> None:
+    database = Database("sqlite://")
+    assert database.run_now(lambda connection: insert_rows(connection, [INTERRUPTED])) == 1
+    assert database.run_now(lambda connection: insert_rows(connection, [INTERRUPTED])) == 0

@@ -1,0 +1,312 @@
+"""Batches from their first line to their output: the ordinary way, the early endings, and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound, QuotaExceeded
+from penstock.core.errors import RateLimited as TooFast
+from penstock.gateway.batches.batch import BatchLine, BatchStatus
+from penstock.gateway.store.database import Database
+from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
+
+TEXTS = [f"line-{number}" for number in range(1, 21)]
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    server = Server(tmp_path, Database("sqlite://"), Wall())
+    yield server
+    await server.runner.stop()
+
+
+def hold(server: Server, after: int) -> asyncio.Event:
+    """Lines beyond the first `after` wait for the event."""
+    released = asyncio.Event()
+    num_answered = 0
+
+    async def script(line: BatchLine) -> bytes:
+        nonlocal num_answered
+        num_answered += 1
+        if num_answered > after:
+            await released.wait()
+        return line.body
+
+    server.dialect.script = script
+    return released
+
+
+async def test_every_line_is_answered_in_order(server: Server) -> None:
+    await server.hand_in(list(TEXTS))
+    server.runner.start()
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.COMPLETED
+    assert batch.counts.lines == batch.counts.succeeded == 20
+    assert server.output(batch) == [[n, text, "succeeded", text] for n, text in enumerate(TEXTS, 1)]
+    assert batch.details.error_file_id is None
+    assert list(batch.times) == ["completed", "finalizing", "in_progress"]
+    assert server.dialect.most_in_flight <= 4
+    assert set(server.dialect.asked.values()) == {1}
+
+
+async def test_the_output_is_a_file_of_the_workspace(server: Server) -> None:
+    await server.hand_in(["a"])
+    server.runner.start()
+    batch = await server.until_over()
+    assert batch.details.output_file_id is not None
+    file = await server.files.get("w1", batch.details.output_file_id)
+    assert file.purpose == "batch_output"
+    assert file.num_bytes == server.files.folder.path(file.id).stat().st_size
+    assert not server.files.folder.exists(batch.input_id)
+    with pytest.raises(NotFound):
+        await server.files.get("w2", file.id)
+    with pytest.raises(NotFound):
+        await server.store.get("w2", batch.id, "scripted")
+    with pytest.raises(NotFound):
+        await server.store.get("w1", batch.id, "another kind")
+
+
+async def test_a_line_that_fails_spoils_no_other(server: Server) -> None:
+    async def script(line: BatchLine) -> bytes:
+        if line.custom_id == "line-3":
+            raise InvalidRequest("No.")
+        if line.custom_id == "line-4":
+            raise QuotaExceeded("Spent.")
+        if line.custom_id == "line-5":
+            raise RuntimeError("a bug")
+        return line.body
+
+    server.dialect.script = script
+    await server.hand_in(list(TEXTS))
+    server.runner.start()
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.COMPLETED
+    assert (batch.counts.succeeded, batch.counts.errored) == (17, 3)
+    assert [line[0] for line in server.output(batch, "error")] == [3, 4, 5]
+    assert server.output(batch, "error")[0] == [3, "line-3", "errored", "No."]
+    assert "a bug" not in str(server.output(batch, "error")[2])
+
+
+@pytest.mark.parametrize("error", [EngineUnavailable("Not yet."), TooFast("Slowly.", retry_after_s=0.01)])
+async def test_what_passes_is_tried_again(
+    server: Server, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.batches.run._MIN_WAIT_S", 0.001)
+
+    async def script(line: BatchLine) -> bytes:
+        if line.custom_id == "b" and server.dialect.asked["b"] < 3:
+            raise error
+        return line.body
+
+    server.dialect.script = script
+    await server.hand_in(["a", "b", "c"])
+    server.runner.start()
+    batch = await server.until_over()
+    assert batch.counts.succeeded == 3
+    assert server.dialect.asked == {"a": 1, "b": 3, "c": 1}
+    assert server.runner.metrics.retries == 2
+    assert server.runner.metrics.lines == {"succeeded": 3, "errored": 0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        ([], "empty_file", None),
+        ([b"", b"  "], "empty_file", None),
+        (["a", b"{", "b"], "invalid_line", 2),
+        (["a", "b", "a"], "duplicate_custom_id", 3),
+        ([f"{number}" for number in range(1001)], "too_many_lines", 1001),
+    ],
+)
+async def test_a_batch_that_is_not_valid_fails_whole(
+    server: Server, lines: list[str | bytes], code: str, number: int | None
+) -> None:
+    await server.hand_in(lines)
+    server.runner.start()
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.FAILED
+    assert [(error.code, error.line) for error in batch.details.errors] == [(code, number)]
+    assert not server.dialect.asked
+    assert not server.files.folder.exists(batch.input_id)
+
+
+async def test_a_batch_whose_lines_are_gone_fails(server: Server) -> None:
+    batch = await server.hand_in(["a"])
+    server.files.folder.remove(batch.input_id)
+    server.runner.start()
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.FAILED
+    assert [error.code for error in batch.details.errors] == ["input_gone"]
+
+
+async def test_a_cancelled_batch_whose_lines_are_gone(tmp_path: Path) -> None:
+    database, wall = Database("sqlite://"), Wall()
+    first = Server(tmp_path, database, wall)
+    hold(first, after=1)
+    batch = await first.hand_in(["a", "b"])
+    first.runner.start()
+    await first.until(lambda batch: batch.counts.succeeded == 1)
+    await first.runner.stop()
+    await first.store.cancel("w1", "batch_1", "scripted")
+    first.files.folder.remove(batch.input_id)
+    second = Server(tmp_path, database, wall)
+    second.runner.start()
+    assert (await second.until_over()).status is BatchStatus.CANCELLED
+    await second.runner.stop()
+
+
+async def test_what_is_over_stays_over(server: Server) -> None:
+    """A runner that saw the batch before its end must not run it again."""
+    seen = await server.hand_in(["a"])
+    server.runner.start()
+    over = await server.until_over()
+    server.runner._begin(seen)
+    async with asyncio.timeout(20):
+        while server.runner.num_running:
+            await asyncio.sleep(0.002)
+    assert await server.get() == over
+    assert server.dialect.asked == {"a": 1}
+
+
+async def test_blank_lines_do_not_count(server: Server) -> None:
+    await server.hand_in(["a", b"", "b"])
+    server.runner.start()
+    assert [line[0] for line in server.output(await server.until_over())] == [1, 2]
+
+
+async def test_cancelling_lets_lines_in_flight_finish(server: Server) -> None:
+    released = hold(server, after=6)
+    await server.hand_in(list(TEXTS))
+    server.runner.start()
+    await server.until(lambda batch: batch.counts.succeeded == 6)
+    assert (await server.store.cancel("w1", "batch_1", "scripted")).status is BatchStatus.CANCELLING
+    assert (await server.store.cancel("w1", "batch_1", "scripted")).status is BatchStatus.CANCELLING
+    await asyncio.sleep(0.05)
+    assert (await server.get()).status is BatchStatus.CANCELLING
+    released.set()
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.CANCELLED
+    assert (batch.counts.succeeded, batch.counts.canceled) == (10, 10)
+    assert len(server.output(batch)) == 10
+    assert {line[2] for line in server.output(batch, "error")} == {"canceled"}
+    with pytest.raises(Conflict):
+        await server.store.cancel("w1", "batch_1", "scripted")
+
+
+async def test_an_expired_batch_keeps_what_it_has(server: Server) -> None:
+    hold(server, after=6)
+    await server.hand_in(list(TEXTS))
+    server.runner.start()
+    await server.until(lambda batch: batch.counts.succeeded == 6)
+    server.wall.now += 25 * 3600
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.EXPIRED
+    assert (batch.counts.succeeded, batch.counts.expired) == (6, 14)
+    assert server.dialect.in_flight == 0
+
+
+async def test_a_batch_cancelled_before_it_was_validated(server: Server) -> None:
+    await server.hand_in([b"not json"])
+    await server.store.cancel("w1", "batch_1", "scripted")
+    server.runner.start()
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.CANCELLED
+    assert batch.counts.lines == 0
+
+
+async def test_batches_share_the_slots(server: Server) -> None:
+    released = hold(server, after=0)
+    await server.hand_in(list(TEXTS), "batch_1")
+    await server.hand_in(list(TEXTS), "batch_2")
+    server.runner.start()
+    async with asyncio.timeout(20):
+        while server.dialect.in_flight < 4:
+            await asyncio.sleep(0.002)
+    released.set()
+    await server.until_over("batch_1")
+    assert server.dialect.most_in_flight == 4
+
+
+async def test_a_pause_records_what_is_in_flight_and_leaves_the_rest(tmp_path: Path) -> None:
+    database, wall = Database("sqlite://"), Wall()
+    first = Server(tmp_path, database, wall)
+    released = hold(first, after=6)
+    await first.hand_in(list(TEXTS))
+    first.runner.start()
+    await first.until(lambda batch: batch.counts.succeeded == 6 and first.dialect.in_flight == 4)
+    stopping = asyncio.create_task(first.runner.stop(timeout_s=20))
+    await asyncio.sleep(0.01)
+    released.set()
+    await stopping
+    assert (await first.get()).counts.succeeded == 10
+    assert (await first.get()).status is BatchStatus.IN_PROGRESS
+    second = Server(tmp_path, database, wall)  # the lease was given back: it need not wait
+    second.runner.start()
+    batch = await second.until_over()
+    assert batch.counts.succeeded == 20
+    assert [line[0] for line in second.output(batch)] == list(range(1, 21))
+    assert not first.dialect.asked & second.dialect.asked
+    await second.runner.stop()
+
+
+async def test_only_the_holder_of_the_lease_runs(tmp_path: Path) -> None:
+    database, wall = Database("sqlite://"), Wall()
+    first, second = Server(tmp_path, database, wall), Server(tmp_path, database, wall)
+    released = hold(first, after=3)
+    await first.hand_in(list(TEXTS))
+    first.runner.start()
+    await first.until(lambda batch: batch.counts.succeeded == 3)
+    second.runner.start()
+    await asyncio.sleep(0.05)
+    assert not second.dialect.asked
+    released.set()
+    await first.until_over()
+    assert not second.dialect.asked
+    await first.runner.stop()
+    await second.runner.stop()
+
+
+async def test_a_process_that_lost_its_lease_writes_nothing(tmp_path: Path) -> None:
+    """A process stalls, another takes over and finishes; then the first wakes up with its old answers."""
+    database, wall = Database("sqlite://"), Wall()
+    first, second = Server(tmp_path, database, wall), Server(tmp_path, database, wall)
+    released = hold(first, after=3)
+    await first.hand_in(list(TEXTS))
+    first.runner.start()
+    await first.until(lambda batch: batch.counts.succeeded == 3)
+    loop = first.runner._loop
+    assert loop is not None
+    loop.cancel()  # it no longer looks, but its lines still run
+    wall.now += 31
+    second.runner.start()
+    batch = await second.until_over()
+    assert batch.counts.succeeded == 20
+    released.set()
+    await asyncio.sleep(0.05)
+    assert (await second.get()).counts == batch.counts
+    assert await second.store.recorded_lines("batch_1") == set()
+    await first.runner.stop()
+    await second.runner.stop()
+
+
+async def test_nothing_is_written_while_nothing_is_used(tmp_path: Path) -> None:
+    server = Server(tmp_path, Database(f"sqlite:///{tmp_path / 'penstock.db'}"), Wall())
+    server.runner.start()
+    await asyncio.sleep(0.03)
+    await server.runner.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_one_results_file_that_the_workspace_does_not_list(tmp_path: Path) -> None:
+    dialect = ScriptedDialect(lists_output_files=False)
+    server = Server(tmp_path, Database("sqlite://"), Wall(), dialect)
+    await server.hand_in(["a", "b"])
+    server.runner.start()
+    batch = await server.until_over()
+    assert (await server.files.page("w1")).files == []
+    assert len(server.files.folder.path(batch.results_id).read_bytes().splitlines()) == 2
+    await server.runner.stop()

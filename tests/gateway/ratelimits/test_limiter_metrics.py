@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from penstock.core.clock import VirtualClock
+from penstock.core.config import GatewayConfig
+from penstock.core.errors import RateLimited
+from penstock.gateway.ratelimits.build import build_limiter
+from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.ratelimits.metrics import LimiterMetrics
+from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
+from tests.gateway.ratelimits.claims import claim
+
+
+def rendered(metrics: LimiterMetrics) -> str:
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    return generate_latest(registry).decode()
+
+
+async def test_decisions_are_counted_by_the_limit_to_blame() -> None:
+    limiter = LocalLimiter(LimitSettings(key=ScopeLimits(requests_per_minute=1)), VirtualClock())
+    await limiter.reserve(claim())
+    for _ in range(2):
+        with pytest.raises(RateLimited):
+            await limiter.reserve(claim())
+    text = rendered(limiter.metrics)
+    assert "penstock_limits_admitted_total 1.0" in text
+    assert 'penstock_limits_refused_total{limit="requests_per_minute",scope="key"} 2.0' in text
+    assert "penstock_limits_subjects 1.0" in text
+    assert "redis" not in text
+
+
+async def test_redis_appears_when_it_is_used() -> None:
+    limiter = build_limiter(GatewayConfig(redis_url="redis://127.0.0.1:1/0"))
+    await limiter.start()
+    assert "penstock_limits_redis_up 0.0" in rendered(limiter.metrics)
+    await limiter.close()
+
+
+async def test_each_of_several_processes_grants_its_part() -> None:
+    settings = LimitSettings(key=ScopeLimits(concurrent_requests=4))
+    limiter = build_limiter(GatewayConfig(), settings, num_processes=4)
+    await limiter.reserve(claim())
+    with pytest.raises(RateLimited):
+        await limiter.reserve(claim())

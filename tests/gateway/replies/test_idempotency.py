@@ -1,0 +1,308 @@
+"""The same key and request: one answer, made once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.core.config import GatewayConfig
+from penstock.core.errors import Conflict, InvalidRequest, Overloaded, StoreUnavailable
+from penstock.core.identity import Principal
+from penstock.core.request import FinishReason
+from penstock.gateway.accounts import Accounts
+from penstock.gateway.choice import Delta
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
+from penstock.gateway.replies import idempotency
+from penstock.gateway.replies.desk import ReplyDesk
+from penstock.gateway.replies.idempotency import IdempotentAnswers
+from penstock.gateway.replies.idempotency_store import (
+    Answered,
+    Claimed,
+    KeyClaim,
+    RunsElsewhere,
+    claim_key,
+    delete_expired,
+    keep_answer,
+    release_key,
+    renew_leases,
+)
+from penstock.gateway.replies.settings import IdempotencySettings
+from penstock.gateway.store.database import Database, sqlite_url
+from penstock.gateway.stream import AnswerStream, ReaderGone
+from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.gateway.ledger.books import WallClock
+from tests.gateway.replies.test_cache import Rows
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(sqlite_url(tmp_path))
+    yield database
+    database.close()
+
+
+@pytest.fixture(params=["memory", "database"])
+def shared_database(request: pytest.FixtureRequest, database: Database) -> Database | None:
+    return database if request.param == "database" else None
+
+
+def make_gateway(
+    engine: FakeEngine,
+    database: Database | None = None,
+    rows: Rows | None = None,
+    clock: WallClock | None = None,
+    **settings: Any,
+) -> Gateway:
+    answers = IdempotentAnswers(IdempotencySettings(**settings), database, clock or WallClock())
+    accounts = Accounts(ledger=rows) if rows else None
+    return Gateway(engine, GatewayConfig(), accounts=accounts, replies=ReplyDesk(idempotency=answers))
+
+
+def wish(
+    text: str = "hi", key: str | None = "key", workspace: str = "w", **changes: Any
+) -> GenerationRequest:
+    return GenerationRequest(
+        prompts=(TextPrompt(text),),
+        sampling=SamplingOptions(),
+        principal=Principal(workspace_id=workspace),
+        idempotency_key=key,
+        **changes,
+    )
+
+
+async def read(answer: AnswerStream) -> list[Delta]:
+    return [delta async for deltas in answer for delta in deltas]
+
+
+async def settled() -> None:
+    """Let followers finish what they do after the end."""
+    for _ in range(100):
+        await asyncio.sleep(0.001)
+
+
+class TestRepeats:
+    async def test_a_finished_answer_comes_again(self, shared_database: Database | None) -> None:
+        engine, rows = FakeEngine(script_text("Grüße")), Rows()
+        gateway = make_gateway(engine, shared_database, rows)
+        first = await gateway.submit(wish(request_id="a"))
+        deltas = await read(first)
+        await settled()
+        second = await gateway.submit(wish(request_id="b"))
+        assert await read(second) == deltas
+        assert second.id == first.id
+        assert len(engine.added) == 1
+        assert [(claim.request_id, outcome.is_cached) for claim, outcome in rows.settled] == [
+            ("a", False),
+            ("b", True),
+        ]
+
+    async def test_a_repeat_reads_along_from_the_beginning(self, shared_database: Database | None) -> None:
+        engine, rows = FakeEngine(), Rows()
+        gateway = make_gateway(engine, shared_database, rows)
+        first = await gateway.submit(wish())
+        name = engine.added[0].id
+        engine.emit(name, *b"ab")
+        assert (await anext(first))[0].text == "ab"
+        second, third = await asyncio.gather(gateway.submit(wish()), gateway.submit(wish()))
+        reading = asyncio.create_task(third.collect())
+        assert (await anext(second))[0].text == "ab"
+        engine.emit(name, *b"cd", finish_reason=FinishReason.LENGTH)
+        assert [delta.text for delta in await read(first)] == ["cd"]
+        assert [delta.text for delta in await read(second)] == ["cd"]
+        assert [delta.text for delta in await reading] == ["abcd"]
+        assert len(engine.added) == 1
+        assert sorted(outcome.is_cached for _, outcome in rows.settled) == [False, True, True]
+
+    async def test_two_at_the_same_moment_run_once(self, shared_database: Database | None) -> None:
+        engine = FakeEngine(script_text("x"))
+        gateway = make_gateway(engine, shared_database)
+        answers = await asyncio.gather(*(gateway.submit(wish()) for _ in range(8)))
+        texts = await asyncio.gather(*(answer.collect() for answer in answers))
+        assert len(engine.added) == 1
+        assert len({str(deltas) for deltas in texts}) == 1
+
+    async def test_another_request_with_the_key_is_a_conflict(self, shared_database: Database | None) -> None:
+        engine = FakeEngine()
+        gateway = make_gateway(engine, shared_database)
+        first = await gateway.submit(wish())
+        with pytest.raises(Conflict):
+            await gateway.submit(wish("other"))
+        engine.emit(engine.added[0].id, 65, finish_reason=FinishReason.STOP)
+        await read(first)
+        await settled()
+        with pytest.raises(Conflict):
+            await gateway.submit(wish("other"))
+
+    async def test_keys_belong_to_a_workspace(self, shared_database: Database | None) -> None:
+        engine = FakeEngine(script_text("x"))
+        gateway = make_gateway(engine, shared_database)
+        await read(await gateway.submit(wish()))
+        await read(await gateway.submit(wish("other", workspace="w2")))
+        assert len(engine.added) == 2
+
+    async def test_a_failure_frees_the_key(self, shared_database: Database | None) -> None:
+        engine = FakeEngine(lambda request: [Overloaded("no")])
+        gateway = make_gateway(engine, shared_database)
+        with pytest.raises(Overloaded):
+            await read(await gateway.submit(wish()))
+        await settled()
+        with pytest.raises(InvalidRequest):
+            await gateway.submit(wish(n=0))
+        engine.script = script_text("x")
+        assert (await read(await gateway.submit(wish("now another"))))[0].text == "x"
+
+    async def test_a_day_later_the_key_is_new(self, shared_database: Database | None) -> None:
+        engine, clock = FakeEngine(script_text("x")), WallClock()
+        gateway = make_gateway(engine, shared_database, clock=clock)
+        await read(await gateway.submit(wish()))
+        await settled()
+        clock.now += 86_400
+        await read(await gateway.submit(wish("other")))
+        assert len(engine.added) == 2
+
+    @pytest.mark.parametrize("key", ["", "x" * 256])
+    async def test_a_key_has_a_sensible_length(self, key: str) -> None:
+        with pytest.raises(InvalidRequest):
+            await make_gateway(FakeEngine()).submit(wish(key=key))
+
+
+class TestReadersWhoLeave:
+    async def test_the_answer_runs_on_and_a_retry_finds_it(self) -> None:
+        engine = FakeEngine()
+        gateway = make_gateway(engine)
+        first = await gateway.submit(wish())
+        engine.emit(engine.added[0].id, *b"ab")
+        await anext(first)
+        first.cancel()
+        with pytest.raises(ReaderGone):
+            await anext(first)
+        assert engine.aborted == []
+        again = await gateway.submit(wish())
+        engine.emit(engine.added[0].id, *b"c", finish_reason=FinishReason.STOP)
+        assert "".join(delta.text for delta in await read(again)) == "abc"
+        assert len(engine.added) == 1
+
+    async def test_nobody_comes_back_in_time(self) -> None:
+        engine = FakeEngine()
+        gateway = make_gateway(engine, abandoned_after_s=0.01)
+        first = await gateway.submit(wish())
+        first.cancel()
+        while not engine.aborted:
+            await asyncio.sleep(0.001)
+        await settled()
+        await gateway.submit(wish())
+        assert len(engine.added) == 2
+
+    async def test_somebody_still_reads(self) -> None:
+        engine = FakeEngine()
+        gateway = make_gateway(engine, abandoned_after_s=0.0)
+        first, second = await gateway.submit(wish()), await gateway.submit(wish())
+        first.cancel()
+        await asyncio.sleep(0.01)
+        assert engine.aborted == []
+        second.cancel()
+        await asyncio.sleep(0.01)
+        assert len(engine.aborted) == 1
+
+
+class TestAcrossProcesses:
+    async def test_after_a_restart(self, database: Database) -> None:
+        engine = FakeEngine(script_text("x"))
+        answer = await read(await make_gateway(engine, database).submit(wish()))
+        await settled()
+        restarted = make_gateway(engine, database)
+        assert await read(await restarted.submit(wish())) == answer
+        with pytest.raises(Conflict):
+            await restarted.submit(wish("other"))
+        assert len(engine.added) == 1
+
+    async def test_while_another_gateway_runs_it(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(idempotency, "POLL_S", 0.001)
+        engine = FakeEngine()
+        first = await make_gateway(engine, database).submit(wish())
+        elsewhere = make_gateway(FakeEngine(), database)
+        repeat = asyncio.create_task(elsewhere.submit(wish()))
+        with pytest.raises(Conflict):
+            await make_gateway(FakeEngine(), database).submit(wish("other"))
+        assert not repeat.done()
+        engine.emit(engine.added[0].id, 65, finish_reason=FinishReason.STOP)
+        deltas = await read(first)
+        assert await read(await repeat) == deltas
+
+    async def test_whoever_ran_it_has_died(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(idempotency, "POLL_S", 0.001)
+        clock = WallClock()
+        await make_gateway(FakeEngine(), database, clock=clock).submit(wish())
+        engine = FakeEngine(script_text("x"))
+        repeat = asyncio.create_task(make_gateway(engine, database, clock=clock).submit(wish()))
+        await asyncio.sleep(0.02)
+        assert not repeat.done()
+        clock.now += idempotency.LEASE_S
+        assert (await read(await repeat))[0].text == "x"
+
+    async def test_without_the_database_it_holds_within_the_process(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def away(*args: Any, **options: Any) -> Any:
+            raise StoreUnavailable("gone")
+
+        monkeypatch.setattr(Database, "run", away)
+        engine = FakeEngine(script_text("x"))
+        gateway = make_gateway(engine, database)
+        for _ in range(2):
+            await read(await gateway.submit(wish()))
+            await settled()
+        assert len(engine.added) == 1
+
+
+class TestStore:
+    def test_leases_and_expiry(self, database: Database) -> None:
+        def claim(owner: str, now: float, fingerprint: bytes = b"f") -> Any:
+            mine = KeyClaim(workspace_id="w", idempotency_key="k", fingerprint=fingerprint, owner=owner)
+            return mine, database.run_now(
+                lambda connection: claim_key(
+                    connection, mine, now, lease_until=now + 30, expires_at=now + 100
+                )
+            )
+
+        mine, result = claim("a", 0)
+        assert result == Claimed()
+        assert claim("b", 10)[1] == RunsElsewhere(b"f")
+        database.run_now(lambda connection: renew_leases(connection, [mine], lease_until=50))
+        assert claim("b", 40)[1] == RunsElsewhere(b"f")
+        thief, result = claim("b", 51, b"g")
+        assert result == Claimed()
+        database.run_now(lambda connection: keep_answer(connection, mine, b"late", 200))
+        assert claim("c", 52)[1] == RunsElsewhere(b"g"), "the first owner lost its claim"
+        database.run_now(lambda connection: keep_answer(connection, thief, b"answer", 200))
+        assert claim("c", 199)[1] == Answered(b"g", b"answer")
+        database.run_now(lambda connection: release_key(connection, thief))
+        assert claim("c", 199)[1] == Answered(b"g", b"answer"), "an answer is not released"
+        assert claim("c", 200)[1] == Claimed()
+        assert database.run_now(lambda connection: delete_expired(connection, 299)) == 0
+        assert database.run_now(lambda connection: delete_expired(connection, 300)) == 1
+
+    async def test_leases_of_running_requests_are_renewed(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(idempotency, "RENEWAL_S", 0.001)
+        clock = WallClock()
+        gateway = make_gateway(FakeEngine(), database, clock=clock)
+        await gateway.submit(wish())
+        renewing = asyncio.create_task(gateway.replies.idempotency.run())
+        clock.now += idempotency.LEASE_S - 1
+        await asyncio.sleep(0.1)
+        clock.now += idempotency.LEASE_S - 1
+        other = KeyClaim(workspace_id="w", idempotency_key="key", fingerprint=b"f", owner="o")
+        result = database.run_now(
+            lambda connection: claim_key(connection, other, clock.now, clock.now + 30, clock.now + 100)
+        )
+        assert isinstance(result, RunsElsewhere)
+        renewing.cancel()

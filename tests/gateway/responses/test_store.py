@@ -1,0 +1,158 @@
+"""Both stores keep the same promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.responses import store as store_module
+from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.responses.store import MemoryResponses, ResponseStore, StoredResponse
+from penstock.gateway.store.database import Database, sqlite_url
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture(params=["memory", "database"])
+def store(request: pytest.FixtureRequest, clock: FakeClock, tmp_path: Path) -> Iterator[ResponseStore]:
+    if request.param == "memory":
+        yield MemoryResponses(now=clock.now)
+        return
+    database = Database(sqlite_url(tmp_path))
+    yield DatabaseResponses(database, now=clock.now)
+    database.close()
+
+
+def response(response_id: str, previous_id: str | None = None, **changes: object) -> StoredResponse:
+    fields: dict[str, object] = {
+        "id": response_id,
+        "workspace_id": "w",
+        "created_at": 1000.0,
+        "expires_at": 2000.0,
+        "is_final": True,
+        "body": b"{}",
+        "input_items": b"[]",
+        "previous_id": previous_id,
+    }
+    return StoredResponse(**(fields | changes))  # type: ignore[arg-type]
+
+
+async def test_saved_found_and_deleted(store: ResponseStore) -> None:
+    assert await store.find("w", "a") is None
+    assert not await store.delete("w", "a")
+    await store.add(response("a"))
+    assert await store.find("w", "a") == response("a")
+    assert await store.delete("w", "a")
+    assert await store.find("w", "a") is None
+    assert not await store.delete("w", "a")
+
+
+async def test_another_workspace_sees_nothing(store: ResponseStore) -> None:
+    await store.add(response("a"))
+    assert await store.find("other", "a") is None
+    assert await store.history("other", "a", keep_until=0) is None
+    assert not await store.delete("other", "a")
+    assert await store.find("w", "a") is not None
+
+
+async def test_a_conversation_cannot_reach_into_another_workspace(store: ResponseStore) -> None:
+    await store.add(response("a", workspace_id="other"))
+    await store.add(response("b", "a"))
+    assert await store.history("w", "b", keep_until=0) is None
+
+
+async def test_expired_is_gone(store: ResponseStore, clock: FakeClock) -> None:
+    await store.add(response("a"))
+    clock.time = 2000.0
+    assert await store.find("w", "a") is None
+    await store.add(response("b", expires_at=9000.0))
+    assert await store.find("w", "b") is not None
+
+
+async def test_history_is_in_order_and_lives_on(store: ResponseStore, clock: FakeClock) -> None:
+    await store.add(response("a"))
+    await store.add(response("b", "a"))
+    await store.add(response("c", "b", expires_at=9000.0))
+    history = await store.history("w", "c", keep_until=5000.0)
+    assert history is not None
+    assert [each.id for each in history] == ["a", "b", "c"]
+    clock.time = 4000.0
+    assert await store.find("w", "a") is not None
+    clock.time = 6000.0
+    assert await store.find("w", "a") is None
+    assert await store.find("w", "c") is not None
+
+
+async def test_a_gap_in_the_history_is_no_history(store: ResponseStore) -> None:
+    await store.add(response("a"))
+    await store.add(response("b", "a"))
+    await store.delete("w", "a")
+    assert await store.history("w", "b", keep_until=0) is None
+
+
+async def test_endless_history_is_refused(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_HISTORY", 2)
+    for response_id, previous in (("a", None), ("b", "a"), ("c", "b")):
+        await store.add(response(response_id, previous))
+    assert await store.history("w", "b", keep_until=0) is not None
+    with pytest.raises(InvalidRequest):
+        await store.history("w", "c", keep_until=0)
+
+
+async def test_only_what_is_not_final_is_replaced(store: ResponseStore) -> None:
+    await store.add(response("a", is_final=False, body=b"running"))
+    assert not await store.replace(response("a", body=b"stolen", workspace_id="other"))
+    assert await store.replace(response("a", body=b"cancelled"))
+    assert not await store.replace(response("a", body=b"completed"))
+    found = await store.find("w", "a")
+    assert found is not None
+    assert found.body == b"cancelled"
+
+
+async def test_what_is_added_again_stays_as_it_was(store: ResponseStore) -> None:
+    await store.add(response("a", body=b"first"))
+    await store.add(response("a", body=b"second"))
+    found = await store.find("w", "a")
+    assert found is not None
+    assert found.body == b"first"
+
+
+async def test_deleted_while_it_runs_stays_deleted(store: ResponseStore) -> None:
+    await store.add(response("a", is_final=False))
+    await store.delete("w", "a")
+    assert not await store.replace(response("a"))
+    assert await store.find("w", "a") is None
+
+
+async def test_memory_is_bounded(clock: FakeClock) -> None:
+    store = MemoryResponses(max_bytes=100, now=clock.now)
+    for number in range(10):
+        await store.add(response(str(number), body=b"x" * 38))
+    found = [number for number in range(10) if await store.find("w", str(number))]
+    assert found == [8, 9]
+    await store.add(response("large", body=b"x" * 200))
+    assert await store.find("w", "large") is None
+
+
+async def test_nothing_is_written_by_looking(tmp_path: Path, clock: FakeClock) -> None:
+    database = Database(sqlite_url(tmp_path))
+    store = DatabaseResponses(database, now=clock.now)
+    assert await store.find("w", "a") is None
+    assert await store.history("w", "a", keep_until=0) is None
+    assert not await store.delete("w", "a")
+    assert list(tmp_path.iterdir()) == []
+    database.close()

@@ -1,0 +1,118 @@
+"""A PostgreSQL server of our own: a new cluster in a temporary folder, on a free port, gone with the test."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+class PostgresServer:
+    def __init__(self, binaries: Path, folder: Path, user: str | None) -> None:
+        self._binaries = binaries
+        self._data = folder / "data"
+        self._user = user
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port: int = probe.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://penstock@127.0.0.1:{self._port}/postgres"
+
+    def create(self) -> None:
+        command = [
+            str(self._binaries / "initdb"),
+            "-D",
+            str(self._data),
+            "-U",
+            "penstock",
+            "--auth=trust",
+            "-N",
+        ]
+        subprocess.run(command, check=True, capture_output=True, user=self._user)
+
+    def start(self) -> None:
+        command = [
+            *(str(self._binaries / "postgres"), "-D", str(self._data), "-p", str(self._port)),
+            *("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=", "-c", "fsync=off"),
+        ]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, user=self._user)
+        deadline = time.monotonic() + 30
+        while not self._answers():
+            assert self._process.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)  # does not wait for clients to leave
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _answers(self) -> bool:
+        command = [str(self._binaries / "pg_isready"), "-h", "127.0.0.1", "-p", str(self._port)]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def running_postgres() -> Iterator[PostgresServer]:
+    binaries = _find_binaries() or _install()
+    is_root = os.geteuid() == 0
+    user = _unprivileged_user() if is_root else None  # the server refuses to run as root
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if user is not None:
+            shutil.chown(folder, user)
+        server = PostgresServer(binaries, folder, user)
+        server.create()
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def _find_binaries() -> Path | None:
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    on_path = shutil.which("initdb")
+    candidates = [*installed, *([Path(on_path).resolve().parent] if on_path else [])]
+    return next((folder for folder in candidates if (folder / "initdb").exists()), None)
+
+
+def _install() -> Path:
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        pytest.skip("PostgreSQL is not installed, and this user cannot install it")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(
+        [apt, "install", "-y", "--no-install-recommends", "postgresql"], env=environment, check=False
+    )
+    binaries = _find_binaries()
+    if done.returncode != 0 or binaries is None:
+        pytest.skip("PostgreSQL is not installed, and the package manager could not get it")
+    return binaries
+
+
+def _unprivileged_user() -> str:
+    for name in ("postgres", "nobody"):
+        try:
+            return pwd.getpwnam(name).pw_name
+        except KeyError:
+            continue
+    pytest.skip("PostgreSQL does not run as root, and there is no other user")

@@ -1,0 +1,159 @@
+"""Work runs in transactions, off the event loop, on a file that nobody else can read."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+from sqlalchemy import Connection, func, insert, select, text
+
+from penstock.core.errors import ConfigError, StoreUnavailable
+from penstock.gateway.store.database import Database, sqlite_url
+from penstock.gateway.store.tables import tenant_revision, workspaces
+
+
+def rename_default(connection: Connection, name: str) -> None:
+    connection.execute(workspaces.update().values(name=name))
+
+
+def name_of_default(connection: Connection) -> str:
+    return str(connection.execute(select(workspaces.c.name)).scalar_one())
+
+
+def test_nothing_is_written_before_the_first_use(tmp_path: Path) -> None:
+    database = Database(sqlite_url(tmp_path / "deep" / "data"))
+    assert not database.exists
+    assert list(tmp_path.iterdir()) == []
+    assert database.run_now(name_of_default) == "Default"
+    assert database.exists
+    database.close()
+
+
+def test_the_file_and_its_folder_are_private(tmp_path: Path, database: Database) -> None:
+    database.migrate()
+    assert database.file is not None
+    assert stat.S_IMODE(database.file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(database.file.parent.stat().st_mode) == 0o700
+
+
+async def test_work_runs_in_another_thread(database: Database) -> None:
+    threads = {await database.run(lambda connection: threading.get_ident()) for _ in range(3)}
+    assert threading.get_ident() not in threads
+
+
+async def test_work_that_raises_leaves_no_trace(database: Database) -> None:
+    def fail(connection: Connection) -> None:
+        rename_default(connection, "half done")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await database.run(fail)
+    assert await database.run(name_of_default) == "Default"
+
+
+async def test_writers_that_read_first_take_turns(database: Database) -> None:
+    """A deferred transaction would fail with "database is locked" here instead of waiting."""
+
+    def count_up(connection: Connection) -> None:
+        seen = connection.execute(select(tenant_revision.c.revision)).scalar_one()
+        connection.execute(tenant_revision.update().values(revision=seen + 1))
+
+    before = await database.run(lambda connection: connection.scalar(select(tenant_revision.c.revision)))
+    await asyncio.gather(*(database.run(count_up) for _ in range(50)))
+    after = await database.run(lambda connection: connection.scalar(select(tenant_revision.c.revision)))
+    assert (before, after) == (1, 51)
+
+
+def test_a_reader_does_not_wait_for_a_writer(database: Database) -> None:
+    database.migrate()
+
+    def write(connection: Connection) -> None:
+        rename_default(connection, "new")
+        assert database.run_now(name_of_default, reads_only=True) == "Default"
+
+    database.run_now(write)
+    assert database.run_now(name_of_default, reads_only=True) == "new"
+
+
+def test_foreign_keys_are_enforced(database: Database) -> None:
+    orphan = insert(workspaces).values(
+        id="ws", organization_id="nobody", name="x", created_at=0.0, revision=1
+    )
+    with pytest.raises(sqlalchemy.exc.IntegrityError):
+        database.run_now(lambda connection: connection.execute(orphan))
+
+
+async def test_an_in_memory_database_is_one_database_for_all_threads() -> None:
+    database = Database("sqlite://")
+    await asyncio.gather(*(database.run(lambda c: rename_default(c, "shared")) for _ in range(20)))
+    assert database.run_now(name_of_default) == "shared"
+    database.close()
+
+
+def test_several_processes_start_on_an_empty_database_at_once(tmp_path: Path) -> None:
+    url = sqlite_url(tmp_path)
+    script = (
+        "import sys; from penstock.gateway.store.database import Database; "
+        "database = Database(sys.argv[1]); database.migrate(); database.close()"
+    )
+    starting = [subprocess.Popen([sys.executable, "-c", script, url]) for _ in range(2)]
+    assert [process.wait() for process in starting] == [0, 0]
+    database = Database(url)
+    assert (
+        database.run_now(lambda connection: connection.scalar(select(func.count()).select_from(workspaces)))
+        == 1
+    )
+    database.close()
+
+
+def test_a_database_of_a_newer_release_is_refused(database: Database, tmp_path: Path) -> None:
+    newer = text("UPDATE alembic_version SET version_num = '9999_from_the_future'")
+    database.run_now(lambda connection: connection.execute(newer))
+    again = Database(sqlite_url(tmp_path / "data"))
+    with pytest.raises(ConfigError, match=r"newer Penstock.*9999_from_the_future") as caught:
+        again.run_now(name_of_default)
+    assert "Upgrade" in (caught.value.hint or "")
+    again.close()
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Database(sqlite_url(tmp_path / "file" / "data")).migrate()
+
+
+def test_a_file_that_is_no_database_is_said_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "penstock.db").write_text("just some text, certainly not a database" * 100)
+    with pytest.raises(StoreUnavailable) as caught:
+        Database(sqlite_url(tmp_path)).migrate()
+    assert f"the database {tmp_path / 'penstock.db'} cannot be used: file is not a database" in caplog.text
+    assert str(tmp_path) not in caught.value.message, "callers of an API read this"
+
+
+@pytest.mark.parametrize(
+    "url", ["nonsense", "mysql://root:hunter2@host/x", "postgresql://u:hunter2@host:port/x"]
+)
+def test_a_wrong_url_is_refused_without_repeating_its_password(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Database(url)
+    assert "hunter2" not in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_server_that_is_not_there_is_said_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("psycopg")
+    database = Database("postgresql://user:hunter2@127.0.0.1:1/penstock")
+    assert database.dialect == "postgresql"
+    with pytest.raises(StoreUnavailable) as caught:
+        database.run_now(name_of_default)
+    assert "127.0.0.1:1/penstock cannot be used" in caplog.text
+    assert "127.0.0.1" not in caught.value.message
+    assert "hunter2" not in f"{database.description} {caught.value.message} {caplog.text}"
+    database.close()

@@ -1,0 +1,152 @@
+"""The same promises on a real PostgreSQL server."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Connection, func, select, text
+
+from penstock.core.errors import AuthenticationFailed, NotFound, PenstockError, StoreUnavailable
+from penstock.core.identity import Scope
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import keys, metadata, tenant_revision, workspaces
+from penstock.gateway.tenants.keyring import TRUST_S
+from penstock.gateway.tenants.records import KeyChanges, NewKey
+from tests.gateway.store.postgres_server import PostgresServer, running_postgres
+from tests.gateway.store.test_migrations import differences
+from tests.gateway.tenants.conftest import ACTOR, Time, World
+
+pytest.importorskip("psycopg", reason="needs penstock[postgres]")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def url(server: PostgresServer) -> str:
+    """An empty database."""
+
+    def empty(connection: Connection) -> None:
+        metadata.drop_all(connection)
+        connection.execute(text("DROP TABLE IF EXISTS alembic_version"))
+
+    database = Database(server.url)
+    database._transaction(empty, reads_only=False)
+    database.close()
+    return server.url
+
+
+@pytest.fixture
+def world(url: str) -> Iterator[World]:
+    world = World(Database(url), Time())
+    yield world
+    world.database.close()
+
+
+def test_the_migrations_make_the_tables_that_the_code_describes(world: World) -> None:
+    assert world.database.run_now(differences) == []
+
+
+def test_several_processes_start_on_an_empty_database_at_once(url: str) -> None:
+    script = (
+        "import sys; from penstock.gateway.store.database import Database; "
+        "database = Database(sys.argv[1]); database.migrate(); database.close()"
+    )
+    starting = [subprocess.Popen([sys.executable, "-c", script, url]) for _ in range(3)]
+    assert [process.wait() for process in starting] == [0, 0, 0]
+    database = Database(url)
+    count = select(func.count()).select_from(workspaces)
+    assert database.run_now(lambda connection: connection.scalar(count)) == 1
+    database.close()
+
+
+async def test_a_key_from_its_making_to_its_end(world: World, url: str) -> None:
+    organization = await world.directory.create_organization(ACTOR, "Acme")
+    workspace = await world.directory.create_workspace(ACTOR, "W", organization.id)
+    wish = NewKey(name="k", workspace_id=workspace.id, scopes=(Scope.USAGE,), allowed_models=("m",))
+    issued = await world.directory.create_key(ACTOR, wish)
+    other_gateway = World(Database(url), world.time)
+    here, elsewhere = world.ring(), other_gateway.ring()
+    for ring in (here, elsewhere):
+        principal = await ring.identify(issued.secret)
+        assert (principal.organization_id, principal.workspace_id) == (organization.id, workspace.id)
+        assert (principal.scopes, principal.allowed_models) == ({Scope.USAGE}, {"m"})
+        await ring.write_uses()
+    assert (await world.directory.key(issued.key.id)).last_used_at == world.time.wall()
+    changed = await world.directory.update_key(ACTOR, issued.key.id, KeyChanges(allowed_models=None))
+    assert changed.allowed_models is None
+    await world.directory.revoke_key(ACTOR, issued.key.id)
+    world.time.pass_s(TRUST_S)
+    for ring in (here, elsewhere):
+        with pytest.raises(AuthenticationFailed, match="revoked"):
+            await ring.identify(issued.secret)
+        await ring.close()
+    other_gateway.database.close()
+    page = await world.directory.keys(limit=1)
+    assert [key.status(0) for key in page.data] == ["revoked"]
+    actions = [entry.action for entry in (await world.directory.audit()).data]
+    assert actions == ["key.revoke", "key.update", "key.create", "workspace.create", "organization.create"]
+
+
+async def test_pages_show_everything_once(world: World) -> None:
+    made = [(await world.directory.create_key(ACTOR, NewKey(name=f"k{n}"))).key.id for n in range(5)]
+    first = await world.directory.keys(limit=3)
+    rest = await world.directory.keys(limit=3, after=first.data[-1].id)
+    assert sorted(key.id for key in (*first.data, *rest.data)) == sorted(made)
+
+
+async def test_numbers_of_changes_rise_without_gaps_or_repeats(world: World) -> None:
+    world.database.migrate()
+    await asyncio.gather(*(world.directory.create_key(ACTOR, NewKey(name=f"k{n}")) for n in range(20)))
+
+    def revisions(connection: Connection) -> tuple[list[int], int]:
+        rows = connection.execute(select(keys.c.revision)).scalars()
+        return sorted(rows), connection.execute(select(tenant_revision.c.revision)).scalar_one()
+
+    assert await world.database.run(revisions) == (list(range(2, 22)), 21)
+
+
+async def test_work_that_says_it_only_reads_cannot_write(world: World) -> None:
+    world.database.migrate()
+
+    def write(connection: Connection) -> None:
+        connection.execute(workspaces.update().values(name="x"))
+
+    with pytest.raises(Exception, match="read-only transaction"):
+        await world.database.run(write, reads_only=True)
+
+
+@pytest.mark.parametrize("text_that_no_id_has", ["a\0b", "\ud800", "", "ü", "x" * 1000])
+async def test_odd_ids_are_not_found_rather_than_an_accident(world: World, text_that_no_id_has: str) -> None:
+    with pytest.raises(NotFound):
+        await world.directory.key(text_that_no_id_has)
+    assert (await world.directory.keys(workspace_id=text_that_no_id_has)).data == ()
+    assert (await world.directory.audit(target=text_that_no_id_has)).data == ()
+    with pytest.raises(PenstockError):
+        await world.directory.keys(after=text_that_no_id_has)
+
+
+async def test_a_server_that_restarts_is_found_again(world: World, server: PostgresServer) -> None:
+    issued = await world.directory.create_key(ACTOR, NewKey(name="k"))
+    ring = world.ring()
+    await ring.identify(issued.secret)
+    server.stop()
+    try:
+        with pytest.raises(StoreUnavailable):
+            await world.directory.keys()
+        world.time.pass_s(TRUST_S)
+        assert (await ring.identify(issued.secret)).key_id == issued.key.id
+    finally:
+        server.start()
+    assert len((await world.directory.keys()).data) == 1
+    world.time.pass_s(TRUST_S)
+    assert (await ring.identify(issued.secret)).key_id == issued.key.id
+    await ring.close()

@@ -1,0 +1,46 @@
+"""A sink that keeps what a parser found, and runs of a parser over text cut in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from penstock.gateway.tools.call_parser import CallParser
+from penstock.gateway.tools.formats import ToolFormat
+from penstock.gateway.tools.parser import OutputParser
+
+TOOLS = frozenset({"weather", "get_time"})
+
+
+@dataclass
+class Recorder:
+    reasoning: str = ""
+    text: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def add_reasoning(self, text: str) -> None:
+        assert text
+        self.reasoning += text
+
+    def add_text(self, text: str) -> None:
+        assert text
+        self.text += text
+
+    def begin_call(self, name: str) -> None:
+        self.calls.append((name, ""))
+
+    def add_arguments(self, text: str) -> None:
+        name, arguments = self.calls[-1]
+        self.calls[-1] = (name, arguments + text)
+
+
+def feed(parser: OutputParser, pieces: Iterable[str]) -> None:
+    for piece in pieces:
+        parser.push(piece)
+    parser.finish()
+
+
+def parse_calls(tool_format: ToolFormat, *pieces: str) -> Recorder:
+    recorder = Recorder()
+    feed(CallParser(recorder, tool_format.markers, TOOLS), pieces)
+    return recorder

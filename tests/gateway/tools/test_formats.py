@@ -1,0 +1,266 @@
+"""Which format a model gets, and how tools reach models whose templates know nothing of them."""
+
+from __future__ import annotations
+
+import json
+
+import llguidance
+import pytest
+
+from penstock.core.config import GatewayConfig
+from penstock.core.errors import InvalidRequest
+from penstock.core.grammar_text import grammar_text
+from penstock.core.request import Grammar
+from penstock.gateway.gateway import ServedModel
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart, Tool, ToolCall, ToolChoice
+from penstock.gateway.template import ChatTemplate
+from penstock.gateway.tools.described import described_in_words, with_single_calls
+from penstock.gateway.tools.formats import (
+    FORMATS,
+    GEMMA,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    MISTRAL_ARGS,
+    ToolFormat,
+    reasons,
+    tool_format_of,
+)
+from penstock.gateway.tools.tool_grammar import leaves_room_for_calls, tool_grammar
+from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer, engine_ready, model_card
+
+WEATHER = Tool(
+    "weather",
+    "Tells it.",
+    {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+)
+TIME = Tool("get_time")
+USER = ChatMessage("user", "Weather?")
+CALLS = ChatMessage("assistant", "", tool_calls=(ToolCall("call_1", "weather", '{"city": "Rome"}'),))
+RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
+
+
+@pytest.mark.parametrize(
+    ("template", "architecture", "expected"),
+    [
+        ("… <tool_call>\n{…} …", "qwen2", HERMES),
+        ("… [TOOL_CALLS] …", "llama", MISTRAL),
+        ("… [TOOL_CALLS]…[ARGS] …", "llama", MISTRAL_ARGS),
+        ("… <|python_tag|> …", "llama", LLAMA3_JSON),
+        (CHAT_TEMPLATE, "gemma3", GEMMA),
+        (CHAT_TEMPLATE, "llama", HERMES),
+        (None, "qwen3", HERMES),
+    ],
+)
+def test_the_template_tells_the_format(template: str | None, architecture: str, expected: ToolFormat) -> None:
+    card = model_card(chat_template=template, architecture=architecture)
+    assert tool_format_of(card) is expected
+    assert tool_format_of(card, "mistral") is MISTRAL
+    assert tool_format_of(card, "none") is None
+
+
+def test_the_template_tells_whether_a_model_thinks() -> None:
+    assert reasons(model_card(chat_template="…<think>…"))
+    assert not reasons(model_card())
+    assert reasons(model_card(), "think")
+    assert not reasons(model_card(chat_template="…<think>…"), "none")
+
+
+def render(template: str, *messages: ChatMessage, tool_format: ToolFormat = HERMES) -> str:
+    prompt = ChatPrompt(messages=messages, tools=(WEATHER,))
+    return ChatTemplate(model_card(chat_template=template), tool_format).render(prompt).text
+
+
+def test_a_template_that_knows_tools_gets_them_as_the_hub_writes_them() -> None:
+    template = "{{ tools[0].function.name }} {{ tools[0].function.parameters.required[0] }}"
+    assert render(template, USER) == "weather city"
+    calls = "{% if tools %}{% endif %}{{ messages[1].tool_calls[0].function.arguments.city }}"
+    assert render(calls, USER, CALLS) == "Rome"
+
+
+def test_a_result_knows_the_name_of_its_tool() -> None:
+    template = "{% if tools %}{% endif %}{% for m in messages %}{{ m.name or '-' }}:{{ m.tool_call_id }} {% endfor %}"
+    assert render(template, CALLS, RESULT) == "-: weather:call_1 "
+
+
+PARALLEL = (
+    USER,
+    ChatMessage(
+        "assistant", "So:", tool_calls=(ToolCall("a", "weather", "{}"), ToolCall("b", "get_time", "{}"))
+    ),
+    ChatMessage("tool", "noon", tool_call_id="b"),
+    ChatMessage("tool", "sunny", tool_call_id="a"),
+    ChatMessage("assistant", "Well."),
+)
+
+
+def test_a_template_that_takes_one_call_in_a_turn_gets_one() -> None:
+    template = (
+        "{% if tools %}{% endif %}{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+        "{{ raise_exception('one call only') }}{% endif %}{{ m.role }}"
+        "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}:{{ m.content }} {% endfor %}"
+    )
+    assert render(template, *PARALLEL) == (
+        "user:Weather? assistant(weather):So: tool:sunny assistant(get_time): tool:noon assistant:Well. "
+    )
+
+
+def test_single_calls_are_each_followed_by_a_result() -> None:
+    told = with_single_calls(PARALLEL)
+    assert [message.role for message in told] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert with_single_calls(told) == told
+    unanswered = with_single_calls(PARALLEL[:2])
+    assert [len(message.tool_calls) for message in unanswered] == [0, 1, 1]
+
+
+def test_a_template_that_wants_arguments_as_text_gets_them() -> None:
+    template = "{% if tools %}{% endif %}{{ 'args ' + messages[1].tool_calls[0].function.arguments }}"
+    assert render(template, USER, CALLS) == 'args {"city": "Rome"}'
+
+
+def test_a_template_that_refuses_everything_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="never"):
+        render("{% if tools %}{% endif %}{{ raise_exception('never') }}", *PARALLEL)
+
+
+def test_broken_arguments_of_an_earlier_call_stay_text() -> None:
+    broken = ChatMessage("assistant", "", tool_calls=(ToolCall("1", "weather", '{"city": '),))
+    template = "{% if tools %}{% endif %}{{ messages[0].tool_calls[0].function.arguments }}"
+    assert render(template, broken) == '{"city": '
+
+
+def test_mistral_gets_ids_of_nine_characters() -> None:
+    template = (
+        "{% if tools %}{% endif %}{{ messages[0].tool_calls[0].id }} {{ messages[1].tool_call_id }} "
+        "{{ messages[2].tool_call_id }}"
+    )
+    other = ChatMessage("tool", "x", tool_call_id="abc123XYZ")
+    first, second, third = render(template, CALLS, RESULT, other, tool_format=MISTRAL).split(" ")
+    assert first == second
+    assert len(first) == 9
+    assert first.isalnum()
+    assert third == "abc123XYZ"
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values())
+def test_without_a_template_for_it_everything_is_said_in_words(tool_format: ToolFormat) -> None:
+    messages = (ChatMessage("system", (TextPart("Be brief."),)), USER, CALLS, RESULT)
+    system, user, called, result = described_in_words(messages, (WEATHER, TIME), tool_format)
+    text = "\n".join(part.text for part in system.content if isinstance(part, TextPart))
+    assert text.startswith("Be brief.\n\n# Tools")
+    assert tool_format.call_head("<function name>") in text
+    described = text.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()
+    assert [json.loads(line)["function"]["name"] for line in described] == ["weather", "get_time"]
+    assert user is USER
+    assert not called.tool_calls
+    assert isinstance(called.content, tuple)
+    assert '{"city": "Rome"}' in called.content[0].text
+    assert result.role == "user"
+
+
+def test_without_a_system_prompt_there_is_one() -> None:
+    system, user = described_in_words((USER,), (WEATHER,), HERMES)
+    assert system.role == "system"
+    assert user is USER
+    assert described_in_words((USER,), (), HERMES) == (USER,)
+
+
+def choosing(mode: str, *tools: Tool, name: str | None = None, parallel: bool = True) -> ChatPrompt:
+    choice = ToolChoice(mode, name, parallel)  # type: ignore[arg-type]
+    return ChatPrompt(messages=(USER,), tools=tools, tool_choice=choice)
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether the grammar lets the whole text through, and lets it end there."""
+    tokenizer = llguidance.LLTokenizer(byte_tokenizer().to_str(), eos_token=256)
+    matcher = llguidance.LLMatcher(tokenizer, grammar_text(grammar, {}))
+    assert not matcher.is_error(), matcher.get_error()
+    return all(matcher.consume_token(byte) for byte in text.encode()) and bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values())
+def test_the_grammar_of_a_format_is_what_it_writes(tool_format: ToolFormat) -> None:
+    rome, time = ToolCall("1", "weather", '{"city": "Rome"}'), ToolCall("2", "get_time", "{}")
+    required = tool_grammar(choosing("required", WEATHER, TIME), tool_format)
+    named = tool_grammar(choosing("named", WEATHER, TIME, name="get_time"), tool_format)
+    single = tool_grammar(choosing("required", WEATHER, TIME, parallel=False), tool_format)
+    assert required is not None
+    assert named is not None
+    assert single is not None
+    assert accepts(required, tool_format.written((rome,)))
+    assert accepts(required, tool_format.written((rome, time)))
+    assert not accepts(required, tool_format.written((ToolCall("1", "weather", '{"town": 1}'),)))
+    assert not accepts(required, "Hello")
+    assert accepts(named, tool_format.written((time,)))
+    assert not accepts(named, tool_format.written((rome,)))
+    assert accepts(single, tool_format.written((rome,)))
+    assert not accepts(single, tool_format.written((rome, time)))
+
+
+def test_strict_tools_leave_the_rest_of_an_answer_free() -> None:
+    strict = Tool(WEATHER.name, WEATHER.description, WEATHER.parameters, strict=True)
+    grammar = tool_grammar(choosing("auto", strict, TIME), HERMES)
+    assert grammar is not None
+    call = HERMES.written((ToolCall("1", "weather", '{"city": "Rome"}'),))
+    assert accepts(grammar, "Just words.")
+    assert accepts(grammar, f"Let me see. {call}")
+    assert not accepts(grammar, call.replace("city", "town"))
+    assert tool_grammar(choosing("auto", WEATHER, TIME), HERMES) is None
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values())
+def test_json_or_a_call_instead_of_it(tool_format: ToolFormat) -> None:
+    schema = Grammar(
+        "json_schema", '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}'
+    )
+    if tool_format is LLAMA3_JSON:  # its calls begin as the answer does
+        assert not leaves_room_for_calls(schema, tool_format)
+        return
+    assert leaves_room_for_calls(schema, tool_format)
+    grammar = tool_grammar(choosing("auto", WEATHER), tool_format, schema)
+    assert grammar is not None
+    assert accepts(grammar, '{"x": 1}')
+    assert accepts(grammar, tool_format.written((ToolCall("1", "weather", '{"city": "Rome"}'),)))
+    assert not accepts(grammar, '{"y": 1}')
+    assert not accepts(grammar, "Words.")
+
+
+async def test_an_answers_own_grammar_and_tools() -> None:
+    model = ServedModel(engine_ready(model_card(max_model_len=4096)), GatewayConfig())
+    with_json = (await model.prepare(choosing("auto", WEATHER), Grammar("json"))).form
+    assert with_json is not None
+    assert with_json.grammar is not None
+    assert (await model.prepare(choosing("auto", WEATHER), Grammar("regex", "a+"))).form is None
+    forced = (await model.prepare(choosing("required", WEATHER), Grammar("regex", "a+"))).form
+    assert forced is not None
+
+
+async def test_a_server_that_parses_no_calls_cannot_force_them() -> None:
+    model = ServedModel(engine_ready(model_card(max_model_len=4096)), GatewayConfig(tool_call_parser="none"))
+    assert (await model.prepare(choosing("auto", WEATHER))).form is None
+    with pytest.raises(InvalidRequest):
+        await model.prepare(choosing("required", WEATHER))
+
+
+async def test_markers_that_are_control_tokens_reach_the_parser() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "<|eom|>"])
+    card = model_card(
+        tokenizer=tokenizer, chat_template=CHAT_TEMPLATE + "{# [TOOL_CALLS] #}", max_model_len=4096
+    )
+    model = ServedModel(engine_ready(card), GatewayConfig())
+    prepared = await model.prepare(choosing("auto", WEATHER))
+    assert prepared.form is not None
+    marker, other = tokenizer.token_to_id("[TOOL_CALLS]"), tokenizer.token_to_id("<|eom|>")
+    assert prepared.form.shown_token_ids == {marker}
+    detokenizer = model.tokenizer.detokenizer((), prepared.form.shown_token_ids)
+    assert detokenizer.push((marker, other, 97)) == "[TOOL_CALLS]a"
+    assert model.tokenizer.detokenizer(()).push((marker, other, 97)) == "a"
+    assert (await model.prepare(choosing("none", WEATHER))).form is None

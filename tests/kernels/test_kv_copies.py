@@ -1,0 +1,67 @@
+"""KV blocks copied to host memory and back: every bit, of every layer, and of no other block."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from penstock.kernels.interface import KVStore
+from penstock.kernels.native import NativeOps
+from penstock.kernels.reference import TorchOps
+
+NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 3, 5, 16, 2, 8
+
+
+def native_bytes(store: KVStore) -> list[list[bytes]]:
+    """What each block holds in each layer, as [block][layer]."""
+    size = store.block_bytes // NUM_LAYERS
+    return [
+        [ctypes.string_at(store.layer(index).address + block * size, size) for index in range(NUM_LAYERS)]
+        for block in range(NUM_BLOCKS)
+    ]
+
+
+def torch_bytes(store: KVStore) -> list[list[bytes]]:
+    return [
+        [
+            store.layer(index).keys[block].view(torch.uint8).numpy().tobytes()
+            + store.layer(index).values[block].view(torch.uint8).numpy().tobytes()
+            for index in range(NUM_LAYERS)
+        ]
+        for block in range(NUM_BLOCKS)
+    ]
+
+
+def fill_native(store: KVStore) -> None:
+    size = NUM_BLOCKS * store.block_bytes
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    ctypes.memmove(store.layer(0).address, data.data_ptr(), size)
+
+
+def fill_torch(store: KVStore) -> None:
+    for index in range(NUM_LAYERS):
+        layer = store.layer(index)
+        layer.keys.copy_(torch.randn(layer.keys.shape))
+        layer.values.copy_(torch.randn(layer.values.shape))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_blocks_come_back_bit_for_bit(native: NativeOps, exact: TorchOps, backend: str) -> None:
+    torch.manual_seed(1)
+    ops, fill, read = (
+        (native, fill_native, native_bytes) if backend == "native" else (exact, fill_torch, torch_bytes)
+    )
+    store = ops.allocate_kv(NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    assert store.block_bytes >= 2 * NUM_LAYERS * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM * ops.dtype.itemsize
+    store.reserve_host(2)
+    fill(store)
+    first = read(store)
+    store.copy_to_host(3, 1)
+    store.copy_to_host(0, 0)
+    fill(store)
+    second = read(store)
+    store.copy_from_host(1, 2)
+    store.copy_from_host(0, 4)
+    assert read(store) == [second[0], second[1], first[3], second[3], first[0]]

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.plan import BlockCopy
+from penstock.kvcache import KVCache
+from tests.kvcache.chains import Mirror, compute, hashes, matched, remember
+
+
+def unpinnable(num_blocks: int, num_host_blocks: int) -> KVCache:
+    """Every pin is given up at once, so that promised blocks are evicted like any other."""
+    return KVCache(num_blocks, max_pinned_fraction=0.0, num_host_blocks=num_host_blocks)
+
+
+def evict_all(cache: KVCache) -> None:
+    taken = cache.allocate(cache.num_available)
+    assert taken is not None
+    cache.release(taken)
+
+
+def test_a_promised_block_goes_to_host_memory_and_comes_back() -> None:
+    cache = unpinnable(4, 4)
+    table = compute(cache, "abc")
+    assert cache.pin(hashes("abc"), until=10.0, now=0.0) == 3
+    cache.release(table)
+    evict_all(cache)
+    assert cache.take_copies() == (
+        BlockCopy(table[2], 0, True),
+        BlockCopy(table[1], 1, True),
+        BlockCopy(table[0], 2, True),
+    )
+    assert matched(cache, "abc") == "abc"
+    assert cache.in_host_memory(hashes("abc")) == hashes("abc")
+    restored = cache.restore(hashes("abc"))
+    assert cache.take_copies() == tuple(
+        BlockCopy(block, slot, False) for block, slot in zip(restored, (2, 1, 0), strict=True)
+    )
+    assert cache.num_host_blocks_used == 0
+    cache.check_integrity([restored])
+
+
+def test_what_nobody_was_promised_is_simply_dropped() -> None:
+    cache = unpinnable(4, 4)
+    remember(cache, "abc")
+    evict_all(cache)
+    assert matched(cache, "abc") == ""
+    assert cache.take_copies() == ()
+
+
+def test_host_memory_lets_go_when_the_time_is_over() -> None:
+    cache = unpinnable(4, 4)
+    remember(cache, "abc")
+    cache.pin(hashes("abc"), until=10.0, now=0.0)
+    evict_all(cache)
+    cache.expire_pins(9.9)
+    assert matched(cache, "abc") == "abc"
+    cache.expire_pins(10.0)
+    assert matched(cache, "abc") == ""
+    assert cache.promises_lost == 0
+
+
+def test_a_promise_that_is_over_does_not_go_to_host_memory() -> None:
+    cache = unpinnable(4, 4)
+    remember(cache, "abc")
+    cache.pin(hashes("abc"), until=10.0, now=0.0)
+    cache.expire_pins(10.0)
+    evict_all(cache)
+    assert cache.num_host_blocks_used == 0
+    assert cache.promises_lost == 0
+
+
+def test_a_promise_in_host_memory_can_be_prolonged() -> None:
+    cache = unpinnable(4, 4)
+    remember(cache, "abc")
+    cache.pin(hashes("abc"), until=10.0, now=0.0)
+    evict_all(cache)
+    assert cache.pin(hashes("ab"), until=20.0, now=5.0) == 2
+    cache.expire_pins(19.0)
+    assert matched(cache, "abc") == "ab"
+
+
+def test_when_all_slots_are_taken_the_promise_with_least_time_left_is_broken_tail_first() -> None:
+    cache = unpinnable(4, 3)
+    for names, until in (("abc", 10.0), ("xy", 20.0)):
+        remember(cache, names)
+        cache.pin(hashes(names), until=until, now=0.0)
+        evict_all(cache)
+    assert (matched(cache, "abc"), matched(cache, "xy")) == ("a", "xy")
+    assert cache.promises_lost == 2
+    remember(cache, "pq")
+    cache.pin(hashes("pq"), until=5.0, now=0.0)
+    evict_all(cache)
+    assert (matched(cache, "a"), matched(cache, "pq")) == ("a", "")
+    cache.check_integrity([])
+
+
+def test_restoring_may_send_others_out_in_the_same_breath() -> None:
+    cache = unpinnable(2, 2)
+    for names in ("ab", "xy"):
+        remember(cache, names)
+        cache.pin(hashes(names), until=10.0, now=0.0)
+    assert cache.in_host_memory(hashes("ab")) == hashes("ab")
+    cache.take_copies()
+    table = cache.restore(hashes("ab"))
+    assert [copy.to_host for copy in cache.take_copies()] == [False, False]
+    assert cache.promises_lost == 2, "all slots held what was on its way back"
+    cache.check_integrity([table])
+
+
+def test_computing_again_what_is_in_host_memory_drops_the_older_copy() -> None:
+    cache = unpinnable(4, 4)
+    remember(cache, "a")
+    cache.keep(hashes("a"), ttl_s=10.0, since=0.0, now=0.0)
+    evict_all(cache)
+    (block_id,) = cache.allocate(1) or []
+    cache.publish(block_id, hashes("a")[0], parent=b"root")
+    assert cache.num_host_blocks_used == 0
+    assert cache.kept_for_s(hashes("a")[0], now=5.0) == 10.0, "the promise moved with it"
+    cache.check_integrity([[block_id]])
+
+
+def test_moving_between_tiers_is_no_news_for_readers_of_events() -> None:
+    cache = unpinnable(4, 4)
+    mirror = Mirror()
+    remember(cache, "abc")
+    cache.pin(hashes("abc"), until=10.0, now=0.0)
+    mirror.apply(cache.take_events())
+    evict_all(cache)
+    cache.release(cache.restore(hashes("abc")))
+    assert cache.take_events() == []
+    evict_all(cache)
+    cache.expire_pins(10.0)
+    mirror.apply(cache.take_events())
+    assert mirror.hashes == set()
+
+
+@pytest.mark.parametrize("ttls_s", [(10.0, 60.0), (60.0, 10.0)])
+def test_an_entry_ends_where_it_was_kept_and_lasts_as_long_as_its_longest_time(
+    ttls_s: tuple[float, float],
+) -> None:
+    cache = KVCache(8)
+    remember(cache, "abc")
+    for ttl_s in ttls_s:
+        assert cache.keep(hashes("ab"), ttl_s, since=0.0, now=0.0) == 2
+    assert cache.kept_for_s(hashes("ab")[1], now=59.0) == 60.0
+    assert cache.kept_for_s(hashes("ab")[0], now=59.0) is None
+    assert cache.kept_for_s(hashes("abc")[2], now=59.0) is None
+    assert cache.kept_for_s(hashes("ab")[1], now=60.0) is None
+
+
+def test_a_forgotten_entry_is_not_revived_by_a_longer_one() -> None:
+    cache = KVCache(8, max_pinned_fraction=0.0)
+    remember(cache, "abc")
+    cache.keep(hashes("a"), ttl_s=10.0, since=0.0, now=0.0)
+    cache.keep(hashes("abc"), ttl_s=10.0, since=20.0, now=20.0)
+    assert cache.kept_for_s(hashes("a")[0], now=21.0) is None
+    assert cache.kept_for_s(hashes("abc")[2], now=21.0) == 10.0
+
+
+def test_clear_empties_both_tiers() -> None:
+    cache = unpinnable(4, 4)
+    remember(cache, "abc")
+    cache.pin(hashes("abc"), until=10.0, now=0.0)
+    evict_all(cache)
+    cache.clear()
+    assert matched(cache, "abc") == ""
+    assert cache.num_host_blocks_used == 0
+    cache.check_integrity([])
+
+
+def test_pins_yield_only_as_far_as_needed() -> None:
+    cache = KVCache(8, max_pinned_fraction=1.0)
+    remember(cache, "abcdef")
+    cache.pin(hashes("abcdef"), until=10.0, now=0.0)
+    assert cache.num_available == 2
+    cache.make_pins_yield(4)
+    assert (cache.num_available, cache.num_pinned, cache.pins_demoted) == (4, 4, 2)
+    cache.make_pins_yield(3)
+    assert cache.pins_demoted == 2

@@ -1,0 +1,304 @@
+"""The Triton kernels against the torch functions that define them. One set of cases, for any device: small shapes in
+Triton's interpreter (`tests/triton`), real ones on a GPU (`tests/gpu`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import (
+    Activation,
+    AttentionBatch,
+    AttentionLayer,
+    DenseWeight,
+    ExpertWeights,
+    Float8Weight,
+    GroupQuantWeight,
+    Routing,
+    SamplingBatch,
+    WeightData,
+)
+from penstock.kernels.reference import TorchOps
+from penstock.kernels.triton.ops import TritonOps
+
+BLOCK_SIZE = 16
+Lengths = list[tuple[int, int]]  # of each request: tokens before this step, tokens of this step
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A device and a compute type, with the backend to test and its definition on them."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def ops(self) -> TritonOps:
+        return TritonOps(self.device, self.dtype)
+
+    @property
+    def definition(self) -> TorchOps:
+        return TorchOps(self.device, self.dtype)
+
+    @property
+    def exact(self) -> TorchOps:
+        return TorchOps(self.device, torch.float32)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def matrix(self, outputs: int, width: int) -> DenseWeight:
+        return DenseWeight(self.normal(outputs, width) / width**0.5)
+
+    def int32(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def batch(self, lengths: Lengths, num_blocks: int) -> AttentionBatch:
+        """Over shuffled blocks."""
+        order = torch.randperm(num_blocks).tolist()
+        width = max(-(-(before + count) // BLOCK_SIZE) for before, count in lengths)
+        tables, positions, slots, starts = [], [], [], [0]
+        for before, count in lengths:
+            table = [order.pop() for _ in range(-(-(before + count) // BLOCK_SIZE))]
+            tables.append(table + [0] * (width - len(table)))
+            for position in range(before, before + count):
+                positions.append(position)
+                slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            starts.append(starts[-1] + count)
+        return AttentionBatch(
+            positions=self.int32(positions),
+            slots=self.int32(slots),
+            query_starts=self.int32(starts),
+            context_lens=self.int32([before + count for before, count in lengths]),
+            block_tables=self.int32(tables),
+            num_requests=len(lengths),
+            max_query_len=max(count for _, count in lengths),
+            max_context_len=max(before + count for before, count in lengths),
+            num_decodes=next((i for i, (_, count) in enumerate(lengths) if count > 1), len(lengths)),
+        )
+
+    def earlier(self, batch: AttentionBatch, lengths: Lengths) -> AttentionBatch:
+        """The step that put into the cache what `batch` finds there."""
+        counts = [before for before, _ in lengths]
+        tables = batch.block_tables.cpu().long()
+        positions = [torch.arange(count) for count in counts]
+        slots = [
+            tables[index][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            for index, at in enumerate(positions)
+        ]
+        return AttentionBatch(
+            positions=torch.cat(positions).int().to(self.device),
+            slots=torch.cat(slots).int().to(self.device),
+            query_starts=self.int32([0, *torch.tensor(counts).cumsum(0).tolist()]),
+            context_lens=self.int32(counts),
+            block_tables=batch.block_tables,
+            num_requests=len(counts),
+            max_query_len=max(counts),
+            max_context_len=max(counts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    count: int
+    kv_count: int
+    size: int
+    window: int | None = None
+    softcap: float | None = None
+    norms: bool = False
+
+    def layer(self, bench: Bench, max_positions: int) -> AttentionLayer:
+        norms = [
+            torch.rand(self.size, device=bench.device).to(bench.dtype) + 0.5 if self.norms else None
+            for _ in range(2)
+        ]
+        return AttentionLayer(
+            num_heads=self.count,
+            num_kv_heads=self.kv_count,
+            head_dim=self.size,
+            scale=self.size**-0.5,
+            rope=torch.randn(max_positions, self.size, device=bench.device),
+            window=self.window,
+            softcap=self.softcap,
+            q_norm=norms[0],
+            k_norm=norms[1],
+        )
+
+
+def attention_error(bench: Bench, heads: Heads, lengths: Lengths) -> float:
+    """Relative, after the same tokens went to both backends' caches, each in its own layout."""
+    torch.manual_seed(0)
+    num_blocks = sum(-(-(before + count) // BLOCK_SIZE) for before, count in lengths) + 3
+    layer = heads.layer(bench, max(before + count for before, count in lengths) + 1)
+    batch = bench.batch(lengths, num_blocks)
+    width = (heads.count + 2 * heads.kv_count) * heads.size
+    backends = (bench.ops, bench.definition)
+    stores = [ops.allocate_kv(1, num_blocks, BLOCK_SIZE, heads.kv_count, heads.size) for ops in backends]
+    if any(before for before, _ in lengths):
+        earlier = bench.earlier(batch, lengths)
+        qkv = bench.normal(earlier.positions.shape[0], width)
+        for ops, store in zip(backends, stores, strict=True):
+            ops.attend(qkv, layer, store.layer(0), earlier)
+    qkv = bench.normal(batch.positions.shape[0], width)
+    got, wanted = (
+        ops.attend(qkv, layer, store.layer(0), batch).float()
+        for ops, store in zip(backends, stores, strict=True)
+    )
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def assert_elementwise(bench: Bench, rows: int, width: int) -> None:
+    ops, definition = bench.ops, bench.definition
+    x, residual = bench.normal(rows, width), bench.normal(rows, width)
+    weight = torch.rand(width, device=bench.device).to(bench.dtype)
+    tolerance = {} if bench.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-5), definition.rms_norm(x, weight, 1e-5), **tolerance
+    )
+    ours, theirs = residual.clone(), residual.clone()
+    torch.testing.assert_close(
+        ops.add_rms_norm(x, ours, weight, 1e-5), definition.add_rms_norm(x, theirs, weight, 1e-5), **tolerance
+    )
+    torch.testing.assert_close(ours, theirs, **tolerance)
+    both = torch.cat([x, residual], 1)
+    activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
+    for activation in activations:
+        torch.testing.assert_close(
+            ops.gated(both, activation), definition.gated(both, activation), **tolerance
+        )
+
+
+def block_error(bench: Bench, rows: int, hidden: int, inner: int, bias: bool) -> float:
+    """Of an attention half and an MLP half of a layer, against float32; relative to the largest value."""
+    ops, exact = bench.ops, bench.exact
+
+    def packed(outputs: int, width: int) -> tuple[object, object]:
+        weight = bench.matrix(outputs, width)
+        offsets = bench.normal(outputs) if bias else None
+        wide = None if offsets is None else offsets.float()
+        return ops.pack_linear([weight], offsets), exact.pack_linear([weight], wide)
+
+    heads, kv_heads, size = 8, 2, 64
+    gate_up, down = packed(2 * inner, hidden), packed(hidden, inner)
+    qkv, output = packed((heads + 2 * kv_heads) * size, hidden), packed(hidden, heads * size)
+    norm = torch.rand(hidden, device=bench.device) + 0.5
+    layer = AttentionLayer(heads, kv_heads, size, size**-0.5, torch.rand(512, size, device=bench.device))
+    batch = bench.batch([(7 * i % 100, 1) for i in range(rows)], num_blocks=8 * rows)
+    ours = bench.normal(rows, hidden)
+    theirs = ours.float()
+    stores = [each.allocate_kv(1, 8 * rows, BLOCK_SIZE, kv_heads, size) for each in (ops, exact)]
+    for each, residual, store, part in ((ops, ours, stores[0], 0), (exact, theirs, stores[1], 1)):
+        each.attention_block(residual, norm, 1e-5, qkv[part], output[part], layer, store.layer(0), batch)
+        each.mlp_block(residual, norm, 1e-5, gate_up[part], down[part], "silu")
+    return float((ours.float() - theirs).abs().max() / theirs.abs().max())
+
+
+def share_of_close_tokens(
+    bench: Bench, tokens: int, experts: int, routing: Routing, hidden: int, inner: int
+) -> float:
+    """Rounding lets a token near a tie take another expert, so not all can be."""
+    parts = [
+        ExpertWeights(
+            bench.matrix(inner, hidden), bench.matrix(inner, hidden), bench.matrix(hidden, inner)
+        )
+        for _ in range(experts)
+    ]
+    router = bench.matrix(experts, hidden)
+    norm = torch.rand(hidden, device=bench.device) + 0.5
+    ours = bench.normal(tokens, hidden)
+    theirs = ours.clone()
+    for ops, residual in ((bench.ops, ours), (bench.definition, theirs)):
+        packed = ops.pack_experts(iter(parts))
+        ops.moe_block(residual, norm, 1e-5, ops.pack_linear([router]), packed, routing, "silu")
+    close = (ours.float() - theirs.float()).abs().amax(dim=1) < 0.03 * theirs.abs().max()
+    return float(close.float().mean())
+
+
+def random_quantized(outputs: int, width: int, group: int, bits: int, *, offsets: bool) -> GroupQuantWeight:
+    low, high, code_type = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
+    scales = (torch.rand(outputs, width // group) + 0.5) * 2.0 ** (1 - bits) / width**0.5
+    codes = torch.randint(low, high, (outputs, width), dtype=code_type)
+    shifts = -scales * (8 if bits == 4 else 3) if offsets else None
+    return GroupQuantWeight(codes, scales, shifts, group, 4 if bits == 4 else 8)
+
+
+def quantized_formats(outputs: int, width: int) -> dict[str, list[WeightData]]:
+    """Stacks of what checkpoints hold, each of `outputs` rows in all; `width` is a multiple of 128."""
+    half = outputs // 2
+    order = torch.randperm(width)
+    ordered = [random_quantized(half, width, 32, 4, offsets=True) for _ in range(2)]
+    row = (torch.randn(outputs, width) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {
+        "Q4_K": [random_quantized(outputs, width, 32, 4, offsets=True)],
+        "Q8_0": [random_quantized(outputs, width, 32, 8, offsets=False)],
+        "Q5_K": [random_quantized(outputs, width, 32, 8, offsets=True)],
+        "Q6_K": [random_quantized(outputs, width, 16, 8, offsets=False)],
+        "int4 of a whole row": [random_quantized(outputs, width, width, 4, offsets=True)],
+        "int8 of a whole row": [random_quantized(outputs, width, width, 8, offsets=False)],
+        "float8 in blocks": [Float8Weight(row, (torch.rand(outputs, width // 128) + 1) / 1e3, 128)],
+        "Q4_K with Q6_K": [
+            random_quantized(half, width, 32, 4, offsets=True),
+            random_quantized(half, width, 16, 8, offsets=False),
+        ],
+        "act-order": [
+            GroupQuantWeight(part.codes, part.scales, part.offsets, 32, 4, order) for part in ordered
+        ],
+        "two orders": [
+            GroupQuantWeight(part.codes, part.scales, part.offsets, 32, 4, each)
+            for part, each in zip(ordered, (order, torch.arange(width).flip(0)), strict=True)
+        ],
+    }
+
+
+def product_errors(
+    bench: Bench, gate_up: list[WeightData], down: list[WeightData], rows: int, bias: bool
+) -> dict[str, float]:
+    """Of an MLP half and of logits, against the values that the weights stand for; relative to the largest."""
+    ops, exact = bench.ops, bench.exact
+
+    def packed(weights: list[WeightData]) -> tuple[object, object]:
+        outputs = sum(weight.shape[0] for weight in weights)
+        offsets = torch.randn(outputs, device=bench.device) if bias else None
+        return ops.pack_linear(weights, offsets), exact.pack_linear(weights, offsets)
+
+    hidden = gate_up[0].shape[1]
+    pairs = packed(gate_up), packed(down)
+    norm = torch.rand(hidden, device=bench.device) + 0.5
+    ours = bench.normal(rows, hidden)
+    theirs = ours.float()
+    for each, residual, part in ((ops, ours, 0), (exact, theirs, 1)):
+        each.mlp_block(residual, norm, 1e-5, pairs[0][part], pairs[1][part], "silu")
+    x = bench.normal(rows, hidden)
+    expected = exact.logits(x.float(), pairs[0][1])
+    logits = ops.logits(x, pairs[0][0])
+    return {
+        "block": float((ours.float() - theirs).abs().max() / theirs.abs().max()),
+        "logits": float((logits - expected).abs().max() / expected.abs().max()),
+    }
+
+
+def sampling_batch(bench: Bench, rows: int, temperature: float) -> SamplingBatch:
+    def column(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=bench.device)
+
+    return SamplingBatch(
+        temperature=column(temperature, torch.float32),
+        top_k=column(0, torch.int32),
+        top_p=column(1.0, torch.float32),
+        min_p=column(0.0, torch.float32),
+        seed=torch.arange(rows, device=bench.device) * 7919,
+        position=torch.arange(rows, device=bench.device),
+        all_greedy=temperature == 0.0,
+        whole_vocabulary=True,
+    )
+
+
+def share_of_same_tokens(bench: Bench, rows: int, vocabulary: int, temperature: float) -> float:
+    """Both draw with the same number, so they differ only where it falls on a boundary."""
+    logits = torch.randn(rows, vocabulary, device=bench.device) * 3
+    batch = sampling_batch(bench, rows, temperature)
+    same = bench.ops.sample(logits, batch) == bench.definition.sample(logits, batch)
+    return float(same.float().mean())
