@@ -81,7 +81,7 @@ class ServiceEndpoints:
         return _json({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
+        return Response(await self._gateway.metrics_page(), headers={"content-type": CONTENT_TYPE})
 
     async def chat_page(self, request: Request) -> Response:
         headers = {

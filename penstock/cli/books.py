@@ -42,10 +42,11 @@ class Books:
     ledger: UsageLedger | None
     replies: ReplyDesk
 
-    def build_limiter(self, config: GatewayConfig) -> RunningLimiter:
+    def build_limiter(self, config: GatewayConfig, num_processes: int = 1) -> RunningLimiter:
         """Limits that follow the settings, with budgets where there is a ledger."""
         limits = self.settings.current.limits if self.settings else None
-        limiter = build_limiter(config, limits, book=self.ledger.book if self.ledger else None)
+        book = self.ledger.book if self.ledger else None
+        limiter = build_limiter(config, limits, book=book, num_processes=num_processes)
         if self.settings is not None:
             self.settings.attach(lambda settings: limiter.apply(settings.limits))
         return limiter
@@ -92,8 +93,9 @@ async def open_books(config: ServeConfig, database: Database, *, is_open: bool) 
             ledger = _make_ledger(config, database, PriceTable(settings.prices))
             await ledger.start()
             stack.push_async_callback(ledger.close)
-        # On a laptop that stores nothing else, idempotency keys leave no file either.
-        keys = IdempotentAnswers(settings.idempotency, database if wants_ledger else None)
+        # On a laptop that stores nothing else, idempotency keys leave no file either; several processes must share.
+        stores_keys = wants_ledger or config.server.api_workers > 1
+        keys = IdempotentAnswers(settings.idempotency, database if stores_keys else None)
         replies = ReplyDesk(settings.response_cache, keys)
         stack.push_async_callback(keys.close)
         await stack.enter_async_context(_running(keys.run()))

@@ -1,4 +1,4 @@
-"""The composition root of `penstock serve`: one engine process, the gateway and the HTTP server in this one.
+"""The composition root of `penstock serve`: the engine process, and one or several gateways before it.
 
 Nothing here decides anything; it builds the parts, connects them and takes them down in order.
 """
@@ -7,47 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
-import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-import uvicorn
 import uvloop
 
-from penstock.api.app import create_app
-from penstock.api.http_protocol import ClientNoise, bounded_protocols
-from penstock.cli.books import open_books
-from penstock.cli.stores import data_dir, open_database
-from penstock.cli.telemetry import build_journal, build_observer, configure_server_logging
+from penstock.cli.api_workers import ApiWorkers
+from penstock.cli.front_door import open_front_door, prepare_process
+from penstock.cli.telemetry import configure_server_logging
 from penstock.cluster.local import LocalReplica
 from penstock.core.config import ServeConfig, ServerConfig
 from penstock.core.errors import UsageError
 from penstock.core.messages import EngineReady, LoadProgress
-from penstock.gateway.batches.service import StoredWork
-from penstock.gateway.responses.database import DatabaseResponses
-from penstock.gateway.responses.store import MemoryResponses
-from penstock.gateway.tenants.service import Tenants
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-WEBSOCKET_PING_S = 30.0  # between pings, and for the answer to one
-RESERVED_FILES = 200  # that a server opens besides connections
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: SIGTERM must drain before the server stops."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def run(
@@ -60,28 +39,26 @@ def run(
     log_level: str = "INFO",
 ) -> None:
     """Serve until SIGTERM or SIGINT. `on_ready` is called with the model and the URL once both are there."""
-    listener = bind(
-        config.server
-    )  # before the model loads: a port in use should not cost a minute to find out
+    # Before the model loads: a port in use should not cost a minute to find out.
+    listener = bind(config.server)
     configure_server_logging(config.telemetry)
-    logging.getLogger("uvicorn.error").addFilter(ClientNoise())
-    config = msgspec.structs.replace(config, server=within_file_limit(config.server))
-    uvloop.run(_serve(config, model_path, listener, is_open, on_progress, on_ready, log_level))
+    config = prepare_process(config)
+    replica = LocalReplica(
+        config.engine,
+        model_path,
+        log_level=log_level,
+        log_format=config.telemetry.log_format,
+        on_progress=on_progress,
+    )
 
+    def announce(ready: EngineReady) -> None:
+        if on_ready is not None:
+            host, port = listener.getsockname()[:2]
+            on_ready(ready, f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
-def within_file_limit(server: ServerConfig) -> ServerConfig:
-    """Every connection is an open file, and a process may usually open 1,024. Ask for as many as are needed, and
-    where the system does not give them, take fewer connections rather than fail to accept one."""
-    wanted = server.max_connections + RESERVED_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return server
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed == wanted:
-        return server
-    log.info("the system allows %d open files, which bounds the connections", allowed)
-    return msgspec.structs.replace(server, max_connections=max(1, allowed - RESERVED_FILES))
+    serve = _serve_here if config.server.api_workers == 1 else _serve_by_workers
+    with contextlib.closing(listener):
+        uvloop.run(serve(config, replica, listener, is_open, announce))
 
 
 def bind(server: ServerConfig) -> socket.socket:
@@ -101,97 +78,66 @@ def bind(server: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _serve(
+async def _serve_here(
     config: ServeConfig,
-    model_path: Path,
+    replica: LocalReplica,
     listener: socket.socket,
     is_open: bool,
-    on_progress: Callable[[LoadProgress], None] | None,
-    on_ready: Callable[[EngineReady, str], None] | None,
-    log_level: str,
+    announce: Callable[[EngineReady], None],
 ) -> None:
-    observer = build_observer(config.telemetry)
-    database = open_database(config.store)
-    tenants = Tenants(database, static_key=config.server.api_key, oidc=config.tenants.oidc, is_open=is_open)
-    stack = contextlib.AsyncExitStack()
-    books = await stack.enter_async_context(open_books(config, database, is_open=is_open))
-    limiter = books.build_limiter(config.gateway)
-    work = StoredWork(database, data_dir(config.store))
-    # A laptop without a database gets none for the sake of responses that nobody may ever look up.
-    responses = DatabaseResponses(database) if database.exists else MemoryResponses()
-    replica = LocalReplica(
-        config.engine,
-        model_path,
-        log_level=log_level,
-        log_format=config.telemetry.log_format,
-        on_progress=on_progress,
-    )
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop = _stop_event()
     try:
         ready = await _until(replica.start(), stop)
         if ready is None:
             return
-        await limiter.start()
-        journal = build_journal(config.telemetry, observer)
-        gateway = books.build_gateway(
-            replica.client, config.gateway, limiter, observer if journal is not None else None
-        )
-        http, websocket, connections = bounded_protocols(config.server)
-        gateway.metrics.register(connections)
-        server = _Server(
-            uvicorn.Config(
-                create_app(
-                    gateway,
-                    config.server,
-                    tenants=tenants,
-                    work=work,
-                    responses=responses,
-                    journal=journal,
-                    more_routes=books.routes(database),
-                ),
-                loop="none",
-                http=http,
-                ws=websocket,
-                ws_max_size=config.server.max_body_bytes,
-                ws_per_message_deflate=False,  # would cost each idle connection its compression windows
-                ws_ping_interval=WEBSOCKET_PING_S,
-                ws_ping_timeout=WEBSOCKET_PING_S,
-                lifespan="off",
-                access_log=False,
-                proxy_headers=False,  # nothing here asks where a request came from
-                log_config=None,  # so that its lines look like ours
-                log_level="warning",
-                server_header=False,
-                timeout_keep_alive=75,
-            )
-        )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        work.runner.start()
-        # What is built stays: the collector need not walk over it again and again between requests.
-        gc.collect()
-        gc.freeze()
-        if on_ready is not None:
-            host, port = listener.getsockname()[:2]
-            on_ready(ready, f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        await stop.wait()
-        log.info("draining: running answers get %.0f s to finish", config.server.drain_timeout)
-        stop.clear()  # a second signal cuts the drain short
-        batches_paused = asyncio.create_task(work.runner.stop(config.server.drain_timeout))
-        await _until(gateway.drain(config.server.drain_timeout), stop)
-        await batches_paused
-        server.should_exit = True
-        await serving
+        async with open_front_door(config, replica.client, listener, is_open=is_open) as door:
+            announce(ready)
+            await stop.wait()
+            _announce_drain(config.server)
+            stop.clear()  # a second signal cuts the drain short
+            await _until(door.drain(config.server.drain_timeout), stop)
+            await door.close()
     finally:
         await replica.stop()
-        await asyncio.to_thread(observer.tracing.close)
-        await limiter.close()
-        await tenants.close()
-        await stack.aclose()
-        database.close()
-        listener.close()
+
+
+async def _serve_by_workers(
+    config: ServeConfig,
+    replica: LocalReplica,
+    listener: socket.socket,
+    is_open: bool,
+    announce: Callable[[EngineReady], None],
+) -> None:
+    stop = _stop_event()
+    # Workers watch the settings file themselves; here the signal would be fatal.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    workers = ApiWorkers(config, replica.endpoint, listener, is_open=is_open)
+    replica.on_change = workers.tell_of_engine
+    try:
+        ready = await _until(replica.start(), stop)
+        if ready is None or not await _until(workers.start(), stop):
+            return
+        announce(ready)
+        await stop.wait()
+        _announce_drain(config.server)
+        stop.clear()
+        if await _until(workers.drain(), stop) is None:
+            await workers.cut_short()
+    finally:
+        await workers.stop()
+        await replica.stop()
+
+
+def _announce_drain(server: ServerConfig) -> None:
+    log.info("draining: running answers get %.0f s to finish", server.drain_timeout)
+
+
+def _stop_event() -> asyncio.Event:
+    """Set by SIGINT and SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 async def _until(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:

@@ -53,6 +53,13 @@ class LocalReplica:
         self._watcher: asyncio.Task[None] | None = None
         self._was_ready = False
         self._stopping = False
+        # Told why the engine process ended, and with None when a new one starts.
+        self.on_change: Callable[[str | None], None] = lambda _: None
+
+    @property
+    def endpoint(self) -> str:
+        """Where further gateways reach the engine, also after a restart."""
+        return self._endpoint
 
     @property
     def pid(self) -> int | None:
@@ -109,7 +116,9 @@ class LocalReplica:
                 return
             await asyncio.sleep(0.05)  # its last words may still be in the socket
             ended = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
-            self.client.fail(EngineUnavailable(f"The engine process ended {ended}.", retry_after_s=5.0))
+            message = f"The engine process ended {ended}."
+            self.client.fail(EngineUnavailable(message, retry_after_s=5.0))
+            self.on_change(message)
             if not self._was_ready:
                 return
             log.error("the engine process ended %s; starting it again in %.1f s", ended, delay_s)
@@ -117,3 +126,4 @@ class LocalReplica:
             delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
             await self._launch()
             self.client.start()
+            self.on_change(None)

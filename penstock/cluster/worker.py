@@ -28,6 +28,7 @@ from penstock.core.messages import (
     AddRequest,
     Codec,
     EngineFailed,
+    EngineStats,
     FromEngine,
     Hello,
     LoadProgress,
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.25  # how often an idle engine looks for expired requests and for its parent
 STATS_INTERVAL_S = 0.1
-NEWS_INTERVAL_S = 0.001  # the news of shorter steps travel together
+NEWS_INTERVAL_S = 0.001  # the news of steps that take less travel together
 
 
 class Worker:
@@ -62,7 +63,7 @@ class Worker:
         self._stopping = False
         self._stats_sent_s = 0.0
         self._news: list[TokenEvent] = []  # not sent yet
-        self._news_sent_s = 0.0
+        self._news_since_s = 0.0
         self._parent = os.getppid()
 
     def start(self, config: EngineConfig, model_path: Path) -> None:
@@ -88,14 +89,14 @@ class Worker:
                 log.warning("the gateway process has gone; leaving")
                 return
             was_busy = busy or loop.has_work
-            self._news += loop.step()
+            self._add_news(loop.step())
             is_idle = not loop.has_work
-            self._send_news(force=is_idle)
+            news = self._take_news(at_once=is_idle or loop.step_s >= NEWS_INTERVAL_S)
+            self._send_outputs(news, self._due_stats(at_once=is_idle and was_busy))
             for rejected in loop.take_rejections():
                 gateway = self._gateway_of.pop(rejected.request_id, None)
                 if gateway is not None:
                     self._send(gateway, rejected)
-            self._send_stats(force=was_busy and is_idle)
 
     def report_failure(self, error: BaseException) -> None:
         if isinstance(error, PenstockError):
@@ -155,12 +156,28 @@ class Worker:
         else:
             self._gateway_of[request_id] = gateway
 
-    def _send_news(self, *, force: bool) -> None:
+    def _add_news(self, events: list[TokenEvent]) -> None:
+        if events and not self._news:
+            self._news_since_s = time.monotonic()
+        self._news += events
+
+    def _take_news(self, *, at_once: bool) -> list[TokenEvent]:
+        """What is to be sent now. A message wakes three threads, so an engine whose steps take no time sends some
+        steps' news in one."""
+        if not self._news or not (at_once or time.monotonic() - self._news_since_s >= NEWS_INTERVAL_S):
+            return []
+        news, self._news = self._news, []
+        return news
+
+    def _due_stats(self, *, at_once: bool) -> EngineStats | None:
         now = time.monotonic()
-        if not self._news or not (force or now - self._news_sent_s >= NEWS_INTERVAL_S):
-            return
-        events, self._news = self._news, []
-        self._news_sent_s = now
+        if self._engine is None or not (at_once or now - self._stats_sent_s >= STATS_INTERVAL_S):
+            return None
+        self._stats_sent_s = now
+        return self._engine.loop.stats()
+
+    def _send_outputs(self, events: list[TokenEvent], stats: EngineStats | None) -> None:
+        """One message to each gateway that something happened for; stats are for all."""
         by_gateway: defaultdict[bytes, list[TokenEvent]] = defaultdict(list)
         for event in events:
             gateway = self._gateway_of.get(event.request_id)
@@ -169,15 +186,8 @@ class Worker:
             by_gateway[gateway].append(event)
             if event.finish_reason is not None:
                 del self._gateway_of[event.request_id]
-        for gateway, its_events in by_gateway.items():
-            self._send(gateway, StepOutputs(tuple(its_events)))
-
-    def _send_stats(self, *, force: bool) -> None:
-        now = time.monotonic()
-        if self._engine is None or not (force or now - self._stats_sent_s >= STATS_INTERVAL_S):
-            return
-        self._stats_sent_s = now
-        self._broadcast(StepOutputs((), self._engine.loop.stats()))
+        for gateway in by_gateway if stats is None else self._gateways:
+            self._send(gateway, StepOutputs(tuple(by_gateway[gateway]), stats))
 
     def _broadcast(self, message: FromEngine) -> None:
         for gateway in self._gateways:

@@ -285,6 +285,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Meta(description="Listen beyond loopback without a key. Anyone who reaches the port can use it."),
     ] = False
+    api_workers: Annotated[
+        int, Meta(description="Gateway processes that share the port, for machines with many cores.", ge=1, le=256)
+    ] = 1
     drain_timeout: Annotated[
         float, Meta(description="Seconds that running answers get to finish after SIGTERM.", ge=0)
     ] = 60.0

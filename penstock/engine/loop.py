@@ -80,6 +80,11 @@ class EngineLoop:
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_work or bool(self._grammars)
 
+    @property
+    def step_s(self) -> float:
+        """What the executor needed for the latest step."""
+        return self._step_s
+
     def add(self, request: Request, timeout_s: float | None = None) -> None:
         """Raises what `Scheduler.add` raises; a refused request leaves no trace. One with a grammar is added once
         that is compiled; what is wrong with it shows in `take_rejections`."""

@@ -12,6 +12,19 @@ from penstock.core.messages import EngineStats
 _LABELS = ("model_name",)
 
 
+CACHE_METRICS = (
+    "kv_pinned_blocks",
+    "kv_host_blocks",
+    "kv_host_blocks_used",
+    "cache_read_tokens",
+    "cache_write_tokens",
+    "kv_pins_demoted",
+    "kv_blocks_to_host",
+    "kv_blocks_from_host",
+    "kv_kept_blocks_lost",
+)
+
+
 def cache_metrics(stats: EngineStats, model_name: str) -> Iterator[Metric]:
     for name, help_text, value in (
         ("kv_pinned_blocks", "KV blocks held for cache breakpoints.", stats.num_pinned_blocks),

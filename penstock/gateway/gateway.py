@@ -38,6 +38,7 @@ from penstock.gateway.dialect import Dialect, PreparedPrompt
 from penstock.gateway.grammars import GrammarChecker
 from penstock.gateway.guards.keeper import GuardKeeper
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.metrics_exchange import MetricsExchange
 from penstock.gateway.plain_text import RenderedChat
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt
 from penstock.gateway.queue_times import QueueTimes
@@ -136,6 +137,7 @@ class Gateway:
         self.config = config
         self.clock = clock or SystemClock()
         self.metrics = GatewayMetrics()
+        self.metrics_exchange: MetricsExchange | None = None  # set where there are several processes
         self.guards = GuardKeeper(self.submit)
         self.metrics.register(self.guards.metrics)
         self.tiers = TierSettings()
@@ -270,7 +272,13 @@ class Gateway:
         self._queue_times.observe(stats, self.clock.now())
         return self._queue_times.drain_s(stats, self.metrics.request_generation_tokens.mean)
 
-    def render_metrics(self) -> bytes:
+    async def metrics_page(self) -> bytes:
+        """Of all gateway processes of this server."""
+        if self.metrics_exchange is not None:
+            return await self.metrics_exchange.page()
+        return self.render_own_metrics()
+
+    def render_own_metrics(self) -> bytes:
         if self.engine.ready is not None:
             self.model()
         self.metrics.observe_stats(self.engine.stats)

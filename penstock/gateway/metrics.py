@@ -15,11 +15,31 @@ from prometheus_client.registry import Collector
 
 from penstock.core.messages import EngineStats
 from penstock.core.request import FinishReason
-from penstock.gateway.cache_metrics import cache_metrics
+from penstock.gateway.cache_metrics import CACHE_METRICS, cache_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("penstock_", "vllm:")
 LABELS = ("model_name",)
+# What every gateway repeats from the engine's reports instead of counting it.
+ENGINE_METRICS = frozenset(
+    {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "kv_fragmentation",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_preemptions",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "iteration_tokens_total",
+        *CACHE_METRICS,
+    }
+)
+
+
+def is_of_engine(family_name: str) -> bool:
+    return any(family_name.removeprefix(prefix) in ENGINE_METRICS for prefix in PREFIXES)
 
 
 def _bounds(text: str) -> tuple[float, ...]:

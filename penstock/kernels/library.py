@@ -119,6 +119,28 @@ _FUNCTIONS = (
             c_void_p,
         ),
     ),
+    (
+        "mlp_block",
+        None,
+        (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_float, c_int64, c_void_p),
+    ),
+    (
+        "attention_block",
+        None,
+        (
+            c_void_p,
+            c_void_p,
+            POINTER(AttentionLayerStruct),
+            POINTER(AttentionBatchStruct),
+            c_int,
+            c_int64,
+            c_void_p,
+            c_int,
+            c_void_p,
+            c_float,
+            c_void_p,
+        ),
+    ),
     ("sample", None, (POINTER(SamplingStruct), c_void_p, c_void_p)),
     ("uniform_draw", c_double, (c_int64, c_int64)),
 )

@@ -248,8 +248,7 @@ class NativeOps(ComposedBlocks):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype is not self.dtype or not x.is_contiguous():
             x = self._fitted(x)
-        if residual.dtype is not self.dtype or not residual.is_contiguous():
-            raise ValueError("the residual is updated in place and must be contiguous, of the backend's type")
+        self._check_residual(residual)
         rows, width = x.shape
         y = torch.empty_like(x)
         self._library.add_rms_norm(
@@ -341,6 +340,49 @@ class NativeOps(ComposedBlocks):
         )
         return y
 
+    def attention_block(
+        self,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        qkv: Any,
+        output: Any,
+        layer: AttentionLayer,
+        cache: Any,
+        batch: AttentionBatch,
+    ) -> None:
+        self._check_residual(residual)
+        struct = self._describe(layer, batch)
+        self._library.attention_block(
+            qkv.handle,
+            output.handle,
+            struct,
+            self._batch_struct,
+            self._dtype_code,
+            cache.block_size,
+            cache.address,
+            DTYPE_CODES[norm.dtype],
+            norm.data_ptr(),
+            eps,
+            residual.data_ptr(),
+        )
+
+    def mlp_block(
+        self, residual: Tensor, norm: Tensor, eps: float, gate_up: Any, down: Any, activation: Activation
+    ) -> None:
+        self._check_residual(residual)
+        self._library.mlp_block(
+            gate_up.handle,
+            down.handle,
+            self._dtype_code,
+            ACTIVATION_CODES[activation],
+            DTYPE_CODES[norm.dtype],
+            norm.data_ptr(),
+            eps,
+            residual.shape[0],
+            residual.data_ptr(),
+        )
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits = logits.contiguous()
         rows, vocabulary = logits.shape
@@ -354,6 +396,10 @@ class NativeOps(ComposedBlocks):
         if x.dtype is not self.dtype:
             raise TypeError(f"activations are {x.dtype} where the backend computes in {self.dtype}")
         return x.contiguous()
+
+    def _check_residual(self, residual: Tensor) -> None:
+        if residual.dtype is not self.dtype or not residual.is_contiguous():
+            raise ValueError("the residual is updated in place and must be contiguous, of the backend's type")
 
     def _describe(self, layer: AttentionLayer, batch: AttentionBatch) -> AttentionLayerStruct:
         """The layer in C form; the batch's is left in `_batch_struct`."""

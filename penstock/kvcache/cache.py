@@ -299,6 +299,10 @@ class KVCache:
         indexed."""
         return self._events.take(self._indexed())
 
+    def restart_events(self) -> None:
+        """A reader of events has missed some: the next `take_events` is `cleared` and all that is indexed."""
+        self._events.restart()
+
     def clear(self) -> None:
         """Forget every prefix, pins included. Active blocks stay with their holders but can no longer be
         found, and are free once released."""

@@ -46,6 +46,11 @@ class EventLog:
         self._pending = [_Pending([], None)]
         self._num_pending_hashes = 0
 
+    def restart(self) -> None:
+        """A reader has missed news: the next one to take it starts from the index as it is then."""
+        self._restart = True
+        self._pending = []
+
     def take(self, index: Iterable[tuple[BlockHash, BlockHash]]) -> list[KVEvent]:
         """The news since the last call. `index` is (hash, parent) of everything indexed now, read only when
         pending news was dropped."""
@@ -62,8 +67,7 @@ class EventLog:
         if self._restart:
             return False
         if self._num_pending_hashes >= self._max_pending_hashes:
-            self._restart = True
-            self._pending = []
+            self.restart()
             return False
         self._num_pending_hashes += 1
         return True

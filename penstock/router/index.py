@@ -26,6 +26,7 @@ class PrefixIndex:
         self._dying: dict[bytes, int] = {}
         self._live_bits = 0
         self._retired_bits = 0  # may still be set in entries, and mean nothing
+        self._sets: dict[int, int] = {}  # one object for all equal sets: less memory, and equal by identity
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old) + len(self._dying)
@@ -48,10 +49,9 @@ class PrefixIndex:
         for block_hash in hashes:
             holders = self._young.get(block_hash)
             if holders is None:
-                holders = self._old.pop(block_hash, 0) & self._live_bits
-                self._insert(block_hash, holders | bit if holders else bit)
+                self._insert(block_hash, self._old.pop(block_hash, 0) & self._live_bits | bit)
             elif not holders & bit:
-                self._young[block_hash] = holders | bit
+                self._young[block_hash] = self._shared(holders | bit)
 
     def remove(self, bit: int, hashes: Iterable[bytes]) -> None:
         for generation in (self._young, self._old):
@@ -60,7 +60,7 @@ class PrefixIndex:
                 if holders & bit:
                     left = (holders ^ bit) & self._live_bits
                     if left:
-                        generation[block_hash] = left
+                        generation[block_hash] = self._shared(left)
                     else:
                         del generation[block_hash]
 
@@ -70,23 +70,30 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[bytes], bits: int) -> dict[int, int]:
         """For each of these replicas that holds a leading part of the chain: its bit, and how many blocks."""
-        young, old = self._young, self._old
+        old = self._old
         depths: dict[int, int] = {}
         holding = bits
         depth = 0
-        for block_hash in hashes:
-            still_holding = holding & (young.get(block_hash) or old.get(block_hash, 0))
-            if still_holding != holding:
-                if depth:
-                    _set_each(depths, holding ^ still_holding, depth)
-                holding = still_holding
-                if not holding:
-                    break
+        last_holders = None
+        for holders in map(self._young.get, hashes):
+            if holders is None:
+                holders = old.get(hashes[depth], 0)
+            if (
+                holders is not last_holders
+            ):  # the next block of a chain mostly has the holders of the one before
+                last_holders = holders
+                still_holding = holding & holders
+                if still_holding != holding:
+                    if depth:
+                        _set_each(depths, holding ^ still_holding, depth)
+                    holding = still_holding
+                    if not holding:
+                        break
             depth += 1
-        if depth:
+        if depth and holding:
             _set_each(depths, holding, depth)
-            if old:
-                self._rejuvenate(hashes[:depth])
+        if depth and old:
+            self._rejuvenate(hashes[:depth])
         return depths
 
     def _rejuvenate(self, hashes: Sequence[bytes]) -> None:
@@ -100,10 +107,14 @@ class PrefixIndex:
             self._dying = self._old
             self._old = self._young
             self._young = {}
-        self._young[block_hash] = holders
+            self._sets.clear()
+        self._young[block_hash] = self._shared(holders)
         dying = self._dying
         for _ in range(min(_DROPPED_PER_INSERT, len(dying))):
             dying.popitem()
+
+    def _shared(self, holders: int) -> int:
+        return self._sets.setdefault(holders, holders)
 
     def _sweep(self) -> None:
         """Take retired bits out of every entry, so that they can be given out again."""
@@ -111,6 +122,7 @@ class PrefixIndex:
         self._young = {block_hash: left for block_hash, bits in self._young.items() if (left := bits & live)}
         self._old = {block_hash: left for block_hash, bits in self._old.items() if (left := bits & live)}
         self._dying = {}
+        self._sets.clear()
         self._retired_bits = 0
 
 

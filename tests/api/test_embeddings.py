@@ -164,7 +164,7 @@ async def test_known_texts_are_not_embedded_again() -> None:
         assert second["usage"]["prompt_tokens"] == 3, "what was known counts as well"
         await create(client, "a", **{"x-penstock-cache": "off"})
         assert len(engine.added) == 4
-    rendered = gateway.render_metrics().decode()
+    rendered = gateway.render_own_metrics().decode()
     assert "penstock_embedding_cache_hits_total 2.0" in rendered
     assert "penstock_embedding_cache_misses_total 3.0" in rendered
 

@@ -232,7 +232,7 @@ def test_a_full_house_is_refused_clearly_and_opens_again() -> None:
         assert response.headers["retry-after"] == "5"
         assert response.body is not None
         assert "WebSockets" in json.loads(response.body)["error"]["message"]
-        served.wait_until(lambda: b"penstock_websockets_open 0.0" in served.gateway.render_metrics())
+        served.wait_until(lambda: b"penstock_websockets_open 0.0" in served.gateway.render_own_metrics())
         with socket_to(served) as socket:
             ask(socket, ping=1)
             assert hear(socket) == {"pong": 1}

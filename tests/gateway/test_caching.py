@@ -292,7 +292,7 @@ def test_metrics_show_what_the_engine_reports() -> None:
     engine.stats = EngineStats(
         num_pinned_blocks=7, num_pins_demoted=3, num_host_blocks=9, cache_read_tokens=64
     )
-    lines = Gateway(engine, GatewayConfig()).render_metrics().decode().splitlines()
+    lines = Gateway(engine, GatewayConfig()).render_own_metrics().decode().splitlines()
     for line in (
         'penstock_kv_pinned_blocks{model_name="bytes"} 7.0',
         'penstock_kv_pins_demoted_total{model_name="bytes"} 3.0',

@@ -40,7 +40,7 @@ COUNTERS = {
 def samples(gateway: Gateway) -> dict[str, float]:
     """Every sample, under its name or name/label for labels other than the model's."""
     found = {}
-    for family in text_string_to_metric_families(gateway.render_metrics().decode()):
+    for family in text_string_to_metric_families(gateway.render_own_metrics().decode()):
         for sample in family.samples:
             if sample.name.startswith(
                 "vllm:"

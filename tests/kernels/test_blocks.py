@@ -39,3 +39,25 @@ def test_attention(ops: Ops, rows: int) -> None:
     batch = make_batch([([3, 0, 2], 0, rows)])
     expected = ops.linear(ops.attend(ops.linear(x, qkv), layer, store.layer(0), batch), output)
     assert torch.equal(ops.attention(x, qkv, output, layer, store.layer(1), batch), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 21, 200])
+def test_mlp_block(ops: Ops, rows: int) -> None:
+    gate_up, down = dense(ops, 2 * WIDTH, HIDDEN), dense(ops, HIDDEN, WIDTH)
+    residual, norm = torch.randn(rows, HIDDEN).to(ops.dtype), torch.rand(HIDDEN).to(ops.dtype)
+    expected = residual + ops.mlp(ops.rms_norm(residual, norm, 1e-5), gate_up, down, "silu")
+    ops.mlp_block(residual, norm, 1e-5, gate_up, down, "silu")
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 21])
+def test_attention_block(ops: Ops, rows: int) -> None:
+    layer = make_layer(num_heads=4, num_kv_heads=2, head_dim=16)
+    qkv, output = dense(ops, 8 * 16, HIDDEN), dense(ops, HIDDEN, 4 * 16)
+    residual, norm = torch.randn(rows, HIDDEN).to(ops.dtype), torch.rand(HIDDEN)
+    store = ops.allocate_kv(2, 4, BLOCK_SIZE, 2, 16)
+    batch = make_batch([([3, 0, 2], 0, rows)])
+    normed = ops.rms_norm(residual, norm, 1e-5)
+    expected = residual + ops.attention(normed, qkv, output, layer, store.layer(0), batch)
+    ops.attention_block(residual, norm, 1e-5, qkv, output, layer, store.layer(1), batch)
+    assert torch.equal(residual, expected)

@@ -134,7 +134,6 @@ def test_gemma3_as_first_published() -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling of kind 'longrope'"),
         ({"rope_scaling": [1]}, "rope_scaling that is not an object"),
         ({"partial_rotary_factor": 0.5}, "only part of each head"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which is not true or false"),
     ],

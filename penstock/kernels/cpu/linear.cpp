@@ -1,9 +1,8 @@
 // Sharing a matrix product between threads, and reading embeddings out of packed matrices.
-#include "linear.h"
+#include "product.h"
 
 #include <algorithm>
 
-#include "kernels.h"
 #include "pool.h"
 
 namespace penstock {
@@ -36,34 +35,50 @@ void pad_row(const bf16* from, int64_t width, int64_t padded, bf16* to) {
   std::fill(to + width, to + padded, bf16{0});
 }
 
-// Activations in the form `multiply_strip` reads: as they are where possible.
-void prepare_activations(const void* x, int64_t rows, Dtype dtype, Activations form, LinearCall* call) {
-  static thread_local Scratch scratch;
-  const int64_t width = call->in_features, padded = call->num_tiles * kTileInputs;
-  call->x = x;
-  call->x_stride = width;
-  if (dtype == Dtype::float32) return;
-  const bf16* from = static_cast<const bf16*>(x);
-  if (form == Activations::widened) {
-    float* to = scratch.get<float>(rows * width);
-    for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
-      kernels().widen(from + first * width, to + first * width, count * width);
-    });
-    call->x = to;
-    return;
-  }
-  const bool as_it_is = width == padded && (form == Activations::padded_bf16 || rows == 1);
-  if (as_it_is) return;
-  bf16* to = scratch.get<bf16>(rows * padded);
-  for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
-    if (form == Activations::tiles) return kernels().pack_activations(*call, from, first, count, to);
-    for (int64_t row = first; row < first + count; ++row) pad_row(from + row * width, width, padded, to + row * padded);
-  });
-  call->x = to;
-  call->x_stride = padded;
+int64_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void* to) {
+  const int64_t row_bytes = width * element_bytes(dtype);
+  const uint8_t* from = static_cast<const uint8_t*>(in.data);
+  if (in.origin == InputRows::Origin::normed) return kernels().rms_norm(in.norm, from + row * row_bytes, to);
+  kernels().gated(dtype, in.activation, width, from + row * 2 * row_bytes, to);
 }
 
-LinearCall make_call(const Linear& linear, void* y, Dtype y_dtype) {
+void reshape_rows(const LinearCall& call, Activations form, const bf16* from, int64_t first, int64_t count, void* to) {
+  const int64_t width = call.in_features, padded = call.num_tiles * kTileInputs;
+  if (form == Activations::widened) {
+    return kernels().widen(from + first * width, static_cast<float*>(to) + first * width, count * width);
+  }
+  bf16* narrow = static_cast<bf16*>(to);
+  if (form == Activations::tiles) return kernels().pack_activations(call, from, first, count, narrow);
+  for (int64_t row = first; row < first + count; ++row) {
+    pad_row(from + row * width, width, padded, narrow + row * padded);
+  }
+}
+
+// Activations in the form `multiply_strip` reads: as they are where possible.
+void prepare_activations(const InputRows& in, int64_t rows, Dtype dtype, Activations form, LinearCall* call) {
+  static thread_local Scratch made_rows, reshaped_rows;
+  const int64_t width = call->in_features, padded = call->num_tiles * kTileInputs;
+  const bool makes = in.origin != InputRows::Origin::given;
+  const int64_t row_bytes = width * element_bytes(dtype);
+  uint8_t* made = makes ? made_rows.get<uint8_t>(rows * row_bytes) : nullptr;
+  const void* x = makes ? made : in.data;
+  const bool fits = form == Activations::padded_bf16 || (form == Activations::tiles && rows == 1);
+  const bool reshapes = dtype == Dtype::bfloat16 && !(fits && width == padded);
+  void* reshaped = reshapes ? reshaped_rows.get<float>(rows * padded) : nullptr;
+  call->x = reshapes ? reshaped : x;
+  call->x_stride = reshapes && form != Activations::widened ? padded : width;
+  if (!makes && !reshapes) return;
+  for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
+    for (int64_t row = first; makes && row < first + count; ++row) {
+      make_row(in, dtype, width, row, made + row * row_bytes);
+    }
+    if (reshapes) reshape_rows(*call, form, static_cast<const bf16*>(x), first, count, reshaped);
+  });
+}
+
+LinearCall make_call(const Linear& linear, const OutputRows& out) {
   LinearCall call = {};
   call.parts = linear.parts.data();
   call.strips = linear.strips.data();
@@ -73,8 +88,9 @@ LinearCall make_call(const Linear& linear, void* y, Dtype y_dtype) {
   call.in_features = linear.in_features;
   call.out_features = linear.out_features;
   call.num_tiles = linear.num_tiles;
-  call.y = y;
-  call.y_dtype = y_dtype;
+  call.y = out.data;
+  call.y_dtype = out.dtype;
+  call.adds = out.adds;
   return call;
 }
 
@@ -87,28 +103,33 @@ int64_t rows_per_item(const LinearCall& call, int64_t rows) {
 }
 
 }  // namespace
+
+void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, const OutputRows& out) {
+  if (rows == 0) return;
+  const Kernels& set = kernels();
+  set.enter();
+  LinearCall call = make_call(linear, out);
+  auto multiply_strip = set.multiply_strip_f32;
+  Activations form = set.activations;
+  if (dtype == Dtype::bfloat16) {
+    const bool wide = rows >= kWideRows && set.multiply_strip_wide != nullptr;
+    multiply_strip = wide ? set.multiply_strip_wide : set.multiply_strip_bf16;
+    if (wide) form = Activations::padded_bf16;
+  }
+  prepare_activations(in, rows, dtype, form, &call);
+  const int64_t piece = rows_per_item(call, rows);
+  parallel_for(ceil_div(rows, piece) * call.num_strips, [&](int64_t item) {
+    const int64_t first = item / call.num_strips * piece;
+    multiply_strip(call, call.strips[item % call.num_strips], first, std::min(rows, first + piece));
+  });
+}
+
 }  // namespace penstock
 
 using namespace penstock;
 
 PENSTOCK_API void penstock_linear(const Linear* linear, int dtype, int64_t rows, const void* x, int y_dtype, void* y) {
-  if (rows == 0) return;
-  const Kernels& set = kernels();
-  set.enter();
-  LinearCall call = make_call(*linear, y, static_cast<Dtype>(y_dtype));
-  auto multiply = set.multiply_strip_f32;
-  Activations form = set.activations;
-  if (static_cast<Dtype>(dtype) == Dtype::bfloat16) {
-    const bool wide = rows >= kWideRows && set.multiply_strip_wide != nullptr;
-    multiply = wide ? set.multiply_strip_wide : set.multiply_strip_bf16;
-    if (wide) form = Activations::padded_bf16;
-  }
-  prepare_activations(x, rows, static_cast<Dtype>(dtype), form, &call);
-  const int64_t piece = rows_per_item(call, rows);
-  parallel_for(ceil_div(rows, piece) * call.num_strips, [&](int64_t item) {
-    const int64_t first = item / call.num_strips * piece;
-    multiply(call, call.strips[item % call.num_strips], first, std::min(rows, first + piece));
-  });
+  multiply(*linear, static_cast<Dtype>(dtype), rows, InputRows::given(x), {y, static_cast<Dtype>(y_dtype)});
 }
 
 // False, and nothing written, when an id is not a row.
@@ -117,7 +138,7 @@ PENSTOCK_API int penstock_embed(const Linear* linear, int dtype, int64_t count, 
     if (ids[i] < 0 || ids[i] >= linear->out_features) return 0;
   }
   const int64_t width = linear->in_features;
-  const int64_t row_bytes = width * (static_cast<Dtype>(dtype) == Dtype::float32 ? 4 : 2);
+  const int64_t row_bytes = width * element_bytes(static_cast<Dtype>(dtype));
   const auto embed_one = [&](int64_t i) {
     auto part = linear->parts.begin();
     while (ids[i] >= part->first_output + part->rows) ++part;

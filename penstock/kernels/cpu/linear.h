@@ -90,6 +90,7 @@ struct LinearCall {
   int64_t x_stride;  // elements between rows, where rows are kept whole
   void* y;
   Dtype y_dtype;
+  bool adds;         // to y, after rounding
 };
 
 }  // namespace penstock

@@ -85,11 +85,21 @@ static void multiply_block(const float* panel, int64_t step, int64_t num_inputs,
 constexpr int kBlockRows = kRegisters == 1 ? 4 : 2;
 constexpr int kBlockOutputs = kRegisters == 1 ? 4 : 2;
 
+template <typename Element>
+PENSTOCK_INLINE void write_as(Element* to, Floats sum, int64_t count, bool adds) {
+  if (adds) {
+    Element rounded[kLanes];
+    store(rounded, sum);
+    sum = load(rounded) + load_some(to, count);
+  }
+  store_some(to, sum, count);
+}
+
 PENSTOCK_INLINE void write_outputs(const LinearCall& call, int64_t row, int64_t output, int64_t count, Floats sum) {
   const int64_t at = row * call.out_features + output;
   if (call.bias != nullptr) sum = sum + load(call.bias + output);
-  if (call.y_dtype == Dtype::float32) return store_some(static_cast<float*>(call.y) + at, sum, count);
-  return store_some(static_cast<bf16*>(call.y) + at, sum, count);
+  if (call.y_dtype == Dtype::float32) return write_as(static_cast<float*>(call.y) + at, sum, count, call.adds);
+  return write_as(static_cast<bf16*>(call.y) + at, sum, count, call.adds);
 }
 
 static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row) {

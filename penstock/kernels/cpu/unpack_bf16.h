@@ -105,16 +105,27 @@ static inline void unpack_tile(const Part& part, const uint8_t* tile, uint8_t* t
   }
 }
 
+static inline __m512 widen_bf16(__m256i values) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+}
+
 // One row's 16 sums of a panel, plus bias, to where they belong.
 static inline void write_panel_row(const LinearCall& call, int64_t row, int64_t output, int64_t count, __m512 sums) {
   const int64_t at = row * call.out_features + output;
   const __mmask16 mask = count >= kPanelOutputs ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
   if (call.bias != nullptr) sums = _mm512_add_ps(sums, _mm512_loadu_ps(call.bias + output));
   if (call.y_dtype == Dtype::float32) {
-    _mm512_mask_storeu_ps(static_cast<float*>(call.y) + at, mask, sums);
-  } else {
-    _mm256_mask_storeu_epi16(static_cast<bf16*>(call.y) + at, mask, (__m256i)_mm512_cvtneps_pbh(sums));
+    float* to = static_cast<float*>(call.y) + at;
+    if (call.adds) sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(mask, to));
+    return _mm512_mask_storeu_ps(to, mask, sums);
   }
+  bf16* to = static_cast<bf16*>(call.y) + at;
+  __m256bh rounded = _mm512_cvtneps_pbh(sums);
+  if (call.adds) {
+    const __m512 old = widen_bf16(_mm256_maskz_loadu_epi16(mask, to));
+    rounded = _mm512_cvtneps_pbh(_mm512_add_ps(old, widen_bf16((__m256i)rounded)));
+  }
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)rounded);
 }
 
 }  // namespace penstock

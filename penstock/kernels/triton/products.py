@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
         return skinny.linear(x, weight.weight, weight.bias, scales=_scales(weight), out_dtype=out_dtype)
     if isinstance(weight, Float8Linear):
         return float8.many_rows(x, weight, out_dtype)
-    if out_dtype != x.dtype and weight.bias is None:
+    if out_dtype != x.dtype and weight.bias is None and x.is_cuda:
         return torch.mm(x, weight.weight.t(), out_dtype=out_dtype)
     return F.linear(x, weight.weight, weight.bias).to(out_dtype)
 

@@ -137,7 +137,7 @@ async def test_a_forbidden_prompt_is_refused_and_never_runs() -> None:
     with pytest.raises(ContentRefused, match="'plans'"):
         await gateway.submit(wish("tell me about Nightfall"))
     assert engine.added == []
-    assert b'penstock_guard_findings_total{action="refuse"' in gateway.render_metrics()
+    assert b'penstock_guard_findings_total{action="refuse"' in gateway.render_own_metrics()
 
 
 async def test_one_refused_choice_leaves_the_others() -> None:
@@ -349,7 +349,7 @@ async def test_no_verdict_follows_the_policy(verdict: str, stage: str) -> None:
     gateway, _ = gateway_with(judging(verdict, "hello"), rule, on_failure="open")
     assert (await read(gateway, wish("hi")))[0] == "hello"
     assert b'penstock_guard_failures_total{outcome="open",policy="house",rule="judge"} 1.0' in (
-        gateway.render_metrics()
+        gateway.render_own_metrics()
     )
 
 

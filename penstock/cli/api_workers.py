@@ -1,0 +1,135 @@
+"""Several gateway processes on one socket, for machines with cores to spare: started, told of the engine's fate,
+restarted when they die, drained.
+
+The kernel hands each new connection to whichever worker takes it first. Limits without Redis are divided among them;
+everything that must be shared is in the database. A worker knows nothing of the others but where to ask for metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from penstock.cli.worker_messages import (
+    Begin,
+    CutShort,
+    Drain,
+    EngineGone,
+    EngineStarting,
+    ToWorker,
+    encode_line,
+)
+from penstock.core.config import ServeConfig
+
+log = logging.getLogger(__name__)
+
+FIRST_RESTART_DELAY_S = 0.5
+LAST_RESTART_DELAY_S = 30.0
+START_TIMEOUT_S = 60.0
+LEAVE_TIMEOUT_S = 5.0  # beyond the drain
+
+
+class ApiWorkers:
+    def __init__(
+        self, config: ServeConfig, engine_endpoint: str, listener: socket.socket, *, is_open: bool
+    ) -> None:
+        self._config = config
+        self._engine_endpoint = engine_endpoint
+        self._listener = listener
+        self._is_open = is_open
+        # A private folder: metrics may say more than a stranger should see.
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-api-"))
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._is_leaving = False
+
+    async def start(self) -> bool:
+        """Returns when every worker accepts connections."""
+        numbers = range(self._config.server.api_workers)
+        await asyncio.gather(*map(self._launch, numbers))
+        self._keepers = [asyncio.create_task(self._keep(number)) for number in numbers]
+        return True
+
+    def tell_of_engine(self, gone: str | None) -> None:
+        """The engine process has ended, for the reason given; or, with None, a new one starts."""
+        self._tell_all(EngineStarting() if gone is None else EngineGone(gone))
+
+    async def drain(self) -> bool:
+        self._is_leaving = True
+        self._tell_all(Drain())
+        await asyncio.gather(*(process.wait() for process in self._processes.values()))
+        return True
+
+    async def cut_short(self) -> None:
+        self._tell_all(CutShort())
+        await self._await_all(LEAVE_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        self._is_leaving = True
+        for keeper in self._keepers:
+            keeper.cancel()
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.kill()
+        await self._await_all(LEAVE_TIMEOUT_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _launch(self, number: int) -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "penstock.cli.api_worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(self._listener.fileno(),),
+        )
+        self._processes[number] = process
+        siblings = tuple(
+            str(self._folder / f"{index}.sock") for index in range(self._config.server.api_workers)
+        )
+        begin = Begin(
+            self._config,
+            self._engine_endpoint,
+            self._listener.fileno(),
+            self._is_open,
+            siblings,
+            number,
+        )
+        self._tell(process, begin)
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+        if not line:
+            raise RuntimeError(f"API worker {number} ended before it was ready")
+
+    async def _keep(self, number: int) -> None:
+        """Start a worker again whenever it dies, with growing pauses."""
+        delay_s = FIRST_RESTART_DELAY_S
+        while True:
+            code = await self._processes[number].wait()
+            if self._is_leaving:
+                return
+            log.error("API worker %d ended with code %d; starting it again in %.1f s", number, code, delay_s)
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                await self._launch(number)
+                delay_s = FIRST_RESTART_DELAY_S
+
+    def _tell_all(self, message: ToWorker) -> None:
+        for process in self._processes.values():
+            self._tell(process, message)
+
+    def _tell(self, process: asyncio.subprocess.Process, message: ToWorker) -> None:
+        if process.returncode is None and process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(encode_line(message))
+
+    async def _await_all(self, timeout_s: float) -> None:
+        waits = [process.wait() for process in self._processes.values()]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*waits), timeout_s)

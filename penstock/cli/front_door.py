@@ -1,0 +1,152 @@
+"""One gateway process behind a listening socket: everything of a server but the engine.
+
+Part of the composition root. `penstock serve` runs one in its own process, or several as children
+(`cli/api_workers.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import uvicorn
+
+from penstock.api.app import create_app
+from penstock.api.http_protocol import ClientNoise, bounded_protocols
+from penstock.cli.books import open_books
+from penstock.cli.stores import data_dir, open_database
+from penstock.cli.telemetry import build_journal, build_observer
+from penstock.cluster.client import EngineClient
+from penstock.core.config import ServeConfig, ServerConfig
+from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.responses.store import MemoryResponses
+from penstock.gateway.tenants.service import Tenants
+
+log = logging.getLogger(__name__)
+
+WEBSOCKET_PING_S = 30.0  # between pings, and for the answer to one
+RESERVED_FILES = 200  # that a server opens besides connections
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: SIGTERM must drain before the server stops."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """A gateway that serves. `close` after `drain`: bytes may still be on their way to readers until then."""
+
+    gateway: Gateway
+    _work: StoredWork
+    _server: _Server
+    _serving: asyncio.Task[None]
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let running answers finish. Cancelled, it cuts them short."""
+        paused = asyncio.create_task(self._work.runner.stop(timeout_s))
+        try:
+            await self.gateway.drain(timeout_s)
+        finally:
+            await paused
+
+    async def close(self) -> None:
+        self._server.should_exit = True
+        await self._serving
+
+
+def prepare_process(config: ServeConfig) -> ServeConfig:
+    """What a process that listens needs, once. Returns the settings that this system allows."""
+    logging.getLogger("uvicorn.error").addFilter(ClientNoise())
+    return msgspec.structs.replace(config, server=within_file_limit(config.server))
+
+
+def within_file_limit(server: ServerConfig) -> ServerConfig:
+    """Every connection is an open file, and a process may usually open 1,024. Ask for as many as are needed, and
+    where the system does not give them, take fewer connections rather than fail to accept one."""
+    wanted = server.max_connections + RESERVED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return server
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed == wanted:
+        return server
+    log.info("the system allows %d open files, which bounds the connections", allowed)
+    return msgspec.structs.replace(server, max_connections=max(1, allowed - RESERVED_FILES))
+
+
+@contextlib.asynccontextmanager
+async def open_front_door(
+    config: ServeConfig, engine: EngineClient, listener: socket.socket, *, is_open: bool
+) -> AsyncIterator[FrontDoor]:
+    """Serve `engine`, which is ready, until the context ends."""
+    num_processes = config.server.api_workers
+    async with contextlib.AsyncExitStack() as stack:
+        observer = build_observer(config.telemetry)
+        stack.push_async_callback(asyncio.to_thread, observer.tracing.close)
+        database = open_database(config.store)
+        stack.callback(database.close)
+        tenants = Tenants(
+            database, static_key=config.server.api_key, oidc=config.tenants.oidc, is_open=is_open
+        )
+        stack.push_async_callback(tenants.close)
+        books = await stack.enter_async_context(open_books(config, database, is_open=is_open))
+        limiter = books.build_limiter(config.gateway, num_processes)
+        stack.push_async_callback(limiter.close)
+        await limiter.start()
+        journal = build_journal(config.telemetry, observer)
+        gateway = books.build_gateway(
+            engine, config.gateway, limiter, observer if journal is not None else None
+        )
+        # A laptop without a database gets none for the sake of responses that nobody may ever look up.
+        is_shared = database.exists or num_processes > 1
+        work = StoredWork(database, data_dir(config.store))
+        http, websocket, connections = bounded_protocols(config.server)
+        gateway.metrics.register(connections)
+        app = create_app(
+            gateway,
+            config.server,
+            tenants=tenants,
+            work=work,
+            responses=DatabaseResponses(database) if is_shared else MemoryResponses(),
+            journal=journal,
+            more_routes=books.routes(database),
+        )
+        server = _Server(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http=http,
+                ws=websocket,
+                ws_max_size=config.server.max_body_bytes,
+                ws_per_message_deflate=False,  # would cost each idle connection its compression windows
+                ws_ping_interval=WEBSOCKET_PING_S,
+                ws_ping_timeout=WEBSOCKET_PING_S,
+                proxy_headers=False,  # nothing here asks where a request came from
+                lifespan="off",
+                access_log=False,
+                log_config=None,  # so that its lines look like ours
+                log_level="warning",
+                server_header=False,
+                timeout_keep_alive=75,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        work.runner.start()
+        # What is built stays: the collector need not walk over it again and again between requests.
+        gc.collect()
+        gc.freeze()
+        yield FrontDoor(gateway, work, server, serving)

@@ -1,0 +1,22 @@
+"""Which replica serves a request: `Router.choose`. Imports core and kvcache's block hashes only."""
+
+from penstock.router.policies import POLICIES, Policy, policy_named
+from penstock.router.prompt import hash_text, hash_tokens
+from penstock.router.replica import Replica, ReplicaState
+from penstock.router.request import Decision, Reason, RoutingRequest
+from penstock.router.router import Router, RouterConfig
+
+__all__ = [
+    "POLICIES",
+    "Decision",
+    "Policy",
+    "Reason",
+    "Replica",
+    "ReplicaState",
+    "Router",
+    "RouterConfig",
+    "RoutingRequest",
+    "hash_text",
+    "hash_tokens",
+    "policy_named",
+]

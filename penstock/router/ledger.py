@@ -1,0 +1,142 @@
+"""The load of one replica, as seen from here, in predicted seconds. Knows no other replica and no prefix index.
+
+Three sources are added up: what this router sent and has not seen answered, which it knows exactly and at once; what
+others sent, which heartbeats tell by the difference; and how fast the replica works, which is fitted from heartbeats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.messages import EngineStats
+from penstock.router.affinity import number_of
+from penstock.router.rates import LinearFit
+from penstock.router.replica import Replica
+
+_FULL_SHARE = 0.97  # of KV blocks; beyond, requests wait for others to end
+_FADING = 0.95
+_GUESSED_BASE_S = 0.010
+_GUESSED_TOKEN_S = 50e-6
+_GUESSED_HOLD_S = 5.0
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request on its way: what it adds to the ledger until it ends."""
+
+    ledger: ReplicaLedger
+    routed_s: float
+    prefill_tokens: int  # thought not to be cached
+    num_blocks: int  # of KV, at its expected end
+    work_tokens: float  # that were to be computed before its first token, its own included
+    has_output: bool = False
+
+
+class ReplicaLedger:
+    __slots__ = (
+        "_fit",
+        "_hold_s",
+        "_kv_used",
+        "_num_beats",
+        "_others_requests",
+        "_others_tokens",
+        "_own_tokens",
+        "_uncached_share",
+        "bit",
+        "blocks_free",
+        "num_requests",
+        "number",
+        "own_requests",
+        "queue_s",
+        "replica",
+        "token_s",
+        "wait_per_block_s",
+    )
+
+    def __init__(self, replica: Replica, bit: int) -> None:
+        self.replica = replica
+        self.number = number_of(replica.id)
+        self.bit = bit  # where it stands in the prefix index
+        self._fit = LinearFit(_GUESSED_BASE_S, _GUESSED_TOKEN_S, replica.max_step_tokens)
+        self._own_tokens = 0
+        self.own_requests = 0
+        self._others_tokens = 0.0
+        self._others_requests = 0
+        self._kv_used = 0  # blocks, by the last heartbeat and what was sent since
+        self._hold_s = _GUESSED_HOLD_S  # how long a request keeps its blocks
+        self._uncached_share = 1.0
+        self._num_beats = 0
+        # What follows is derived, and is all that a policy reads.
+        self.num_requests = 0  # unfinished, from everyone
+        self.queue_s = 0.0  # until a request without a prompt would get its first token
+        self.token_s = 0.0  # for each token of its prompt that is not cached
+        self.blocks_free = 0.0
+        self.wait_per_block_s = 0.0  # for each block that a request needs beyond those
+        self._derive()
+
+    @property
+    def prefill_tokens(self) -> float:
+        """Waiting to be computed before any first token."""
+        return self._own_tokens + self._others_tokens
+
+    def describe(self, replica: Replica) -> None:
+        self.replica = replica
+        self._derive()
+
+    def predict_s(self, uncached_tokens: float, num_blocks: int) -> float:
+        """Seconds until the first token of a request that leaves so much to compute and needs so many blocks."""
+        predicted_s = self.queue_s + uncached_tokens * self.token_s
+        if num_blocks > self.blocks_free:
+            predicted_s += (num_blocks - max(0.0, self.blocks_free)) * self.wait_per_block_s
+        return predicted_s
+
+    def enter(self, prefill_tokens: int, num_blocks: int, now: float) -> Ticket:
+        self._own_tokens += prefill_tokens
+        self.own_requests += 1
+        self._kv_used += num_blocks
+        self._derive()
+        return Ticket(self, now, prefill_tokens, num_blocks, self.prefill_tokens)
+
+    def first_token(self, ticket: Ticket, now: float) -> None:
+        if ticket.has_output:
+            return
+        ticket.has_output = True
+        self._own_tokens -= ticket.prefill_tokens
+        if not self._num_beats:  # other people's engines: the wait itself is the measurement
+            self._fit.observe(ticket.work_tokens, now - ticket.routed_s)
+        self._derive()
+
+    def leave(self, ticket: Ticket, now: float) -> None:
+        if not ticket.has_output:
+            self._own_tokens -= ticket.prefill_tokens
+        self.own_requests -= 1
+        self._kv_used = max(0, self._kv_used - ticket.num_blocks)
+        if ticket.has_output:
+            self._hold_s += (1.0 - _FADING) * (now - ticket.routed_s - self._hold_s)
+        self._derive()
+
+    def heartbeat(self, stats: EngineStats, hit_share: float | None) -> None:
+        """`hit_share`: of the prompt tokens that were looked up since the last heartbeat, if there were any."""
+        self._num_beats += 1
+        if stats.step_s > 0.0 and stats.step_tokens:
+            self._fit.observe(stats.step_tokens, stats.step_s)
+        if hit_share is not None:
+            self._uncached_share += (1.0 - _FADING) * (1.0 - hit_share - self._uncached_share)
+        self._kv_used = stats.num_kv_blocks_used
+        self._others_requests = max(0, stats.num_running + stats.num_waiting - self.own_requests)
+        waiting_tokens = stats.num_waiting_tokens * self._uncached_share
+        self._others_tokens = max(0.0, waiting_tokens - self._own_tokens) if self._others_requests else 0.0
+        self._derive()
+
+    def _derive(self) -> None:
+        replica, fit = self.replica, self._fit
+        self.num_requests = self.own_requests + self._others_requests
+        # Every request that runs adds a token to each step, and so many tokens fit in a step.
+        step_s = fit.base_s + self.num_requests * fit.token_s
+        self.token_s = fit.token_s + step_s / replica.max_step_tokens
+        self.queue_s = step_s + (self._own_tokens + self._others_tokens) * self.token_s
+        if replica.num_kv_blocks is not None:
+            self.blocks_free = _FULL_SHARE * replica.num_kv_blocks - self._kv_used
+            self.wait_per_block_s = self._hold_s / max(1, self._kv_used)
+        else:
+            self.blocks_free = float("inf")

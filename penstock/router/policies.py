@@ -1,0 +1,221 @@
+"""The ways to pick one of several replicas that all could serve. Know ledgers and matches; no hash, no filter.
+
+A policy may remember turns. It is given time, chance, load and what each replica holds, and never fails: there is
+always a candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
+
+from penstock.core.errors import ConfigError
+from penstock.router.affinity import number_of, score
+from penstock.router.ledger import ReplicaLedger
+from penstock.router.request import RandomSource, Reason, RoutingRequest
+
+
+class Policy(Protocol):
+    name: ClassVar[str]
+    reads_prefixes: ClassVar[bool]  # whether `matches` is wanted; it costs most of a decision
+
+    def pick(
+        self,
+        request: RoutingRequest,
+        candidates: Sequence[ReplicaLedger],
+        matches: Mapping[ReplicaLedger, int],
+        rng: RandomSource,
+    ) -> tuple[ReplicaLedger, Reason]:
+        """`matches`: prompt tokens that a candidate holds; those that hold none are not in it."""
+        ...
+
+
+class RoundRobin:
+    """Each in turn, whatever its load."""
+
+    name: ClassVar[str] = "round-robin"
+    reads_prefixes: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def pick(
+        self,
+        request: RoutingRequest,
+        candidates: Sequence[ReplicaLedger],
+        matches: Mapping[ReplicaLedger, int],
+        rng: RandomSource,
+    ) -> tuple[ReplicaLedger, Reason]:
+        self._turn += 1
+        return candidates[(self._turn - 1) % len(candidates)], Reason.TURN
+
+
+class LeastLoaded:
+    """The fewest unfinished requests, then the fewest prompt tokens in front; equals by chance."""
+
+    name: ClassVar[str] = "least-loaded"
+    reads_prefixes: ClassVar[bool] = False
+
+    def pick(
+        self,
+        request: RoutingRequest,
+        candidates: Sequence[ReplicaLedger],
+        matches: Mapping[ReplicaLedger, int],
+        rng: RandomSource,
+    ) -> tuple[ReplicaLedger, Reason]:
+        first = int(rng.random() * len(candidates))
+        best = candidates[first]
+        best_load = _load(best)
+        for candidate in candidates:
+            if candidate.num_requests <= best_load[0]:
+                load = _load(candidate)
+                if load < best_load:
+                    best, best_load = candidate, load
+        return best, Reason.LOAD
+
+
+class PowerOfTwo:
+    """The less loaded of two drawn by chance: nearly as even as asking all, and a stale view misleads fewer."""
+
+    name: ClassVar[str] = "power-of-two"
+    reads_prefixes: ClassVar[bool] = False
+
+    def pick(
+        self,
+        request: RoutingRequest,
+        candidates: Sequence[ReplicaLedger],
+        matches: Mapping[ReplicaLedger, int],
+        rng: RandomSource,
+    ) -> tuple[ReplicaLedger, Reason]:
+        count = len(candidates)
+        first = int(rng.random() * count)
+        if count == 1:
+            return candidates[0], Reason.LOAD
+        second = (first + 1 + int(rng.random() * (count - 1))) % count
+        pair = candidates[first], candidates[second]
+        return min(pair, key=_load), Reason.LOAD
+
+
+class SessionAffinity:
+    """The replica that the session, or prompt_cache_key, leads to, unless it has more than its part of the load;
+    then the next one that the key leads to. Requests without a key go to the least loaded."""
+
+    name: ClassVar[str] = "session-affinity"
+    reads_prefixes: ClassVar[bool] = False
+
+    def __init__(self, max_share: float = 1.25) -> None:
+        self._max_share = max_share  # of the mean number of requests
+        self._without_key = LeastLoaded()
+
+    def pick(
+        self,
+        request: RoutingRequest,
+        candidates: Sequence[ReplicaLedger],
+        matches: Mapping[ReplicaLedger, int],
+        rng: RandomSource,
+    ) -> tuple[ReplicaLedger, Reason]:
+        if request.affinity_key is None:
+            return self._without_key.pick(request, candidates, matches, rng)
+        key = number_of(request.affinity_key)
+        total = sum(candidate.num_requests for candidate in candidates)
+        most = self._max_share * (total + 1) / len(candidates)
+        fitting = [candidate for candidate in candidates if candidate.num_requests < most]
+        return max(fitting, key=lambda candidate: score(key, candidate.number)), Reason.AFFINITY
+
+
+class PrefixAware:
+    """The shortest predicted time to the first token: what waits there, and what of the prompt is not cached there.
+
+    A replica that holds the prefix wins until its queue is longer than another's by more than it takes to compute
+    the prefix there. Then that one gets a copy, and from then on there are two: no prefix makes a hot spot.
+    `recompute_weight` above 1 prices in that computing again also delays those who come later. A key that several
+    requests share is worth `affinity_share` of computing the prompt: it decides where nothing is known yet.
+    """
+
+    name: ClassVar[str] = "prefix-aware"
+    reads_prefixes: ClassVar[bool] = True
+
+    def __init__(self, recompute_weight: float = 1.0, affinity_share: float = 0.2) -> None:
+        if recompute_weight < 1.0 or not 0.0 <= affinity_share <= 1.0:
+            raise ConfigError(
+                f"Recomputing weighs at least 1, not {recompute_weight}; affinity 0 to 1, not {affinity_share}."
+            )
+        self._recompute_weight = recompute_weight
+        self._affinity_share = affinity_share
+
+    def pick(
+        self,
+        request: RoutingRequest,
+        candidates: Sequence[ReplicaLedger],
+        matches: Mapping[ReplicaLedger, int],
+        rng: RandomSource,
+    ) -> tuple[ReplicaLedger, Reason]:
+        num_tokens = request.num_prompt_tokens
+        block_size = candidates[0].replica.block_size
+        num_blocks = (num_tokens + request.expected_output_tokens) // block_size + 1
+        weighted = num_tokens * self._recompute_weight
+        # As if nobody held anything, which is so for most. Holding some of the prompt only ever lowers a cost.
+        costs_s = [
+            candidate.queue_s + weighted * candidate.token_s
+            if num_blocks <= candidate.blocks_free
+            else self._cost_s(candidate, num_tokens, num_blocks)
+            for candidate in candidates
+        ]
+        least_s = min(costs_s)
+        best = candidates[_place(least_s, costs_s, start=int(rng.random() * len(costs_s)))]
+        for candidate, matched in matches.items():
+            cost_s = self._cost_s(candidate, num_tokens - matched, num_blocks - matched // block_size)
+            if cost_s < least_s:
+                best, least_s = candidate, cost_s
+        favourite = self._favourite(request, candidates)
+        if favourite is not None and favourite is not best:
+            uncached = num_tokens - matches.get(favourite, 0)
+            bonus_s = self._affinity_share * uncached * favourite.token_s
+            needed = num_blocks - matches.get(favourite, 0) // block_size
+            if self._cost_s(favourite, uncached, needed) - bonus_s < least_s:
+                best = favourite
+        return best, _reason(best, favourite, matches)
+
+    def _cost_s(self, candidate: ReplicaLedger, uncached_tokens: int, num_blocks: int) -> float:
+        return candidate.predict_s(uncached_tokens * self._recompute_weight, num_blocks)
+
+    def _favourite(
+        self, request: RoutingRequest, candidates: Sequence[ReplicaLedger]
+    ) -> ReplicaLedger | None:
+        if request.affinity_key is None:
+            return None
+        key = number_of(request.affinity_key)
+        return max(candidates, key=lambda candidate: score(key, candidate.number))
+
+
+def _load(candidate: ReplicaLedger) -> tuple[int, float]:
+    return candidate.num_requests, candidate.prefill_tokens
+
+
+def _place(value: float, values: list[float], start: int) -> int:
+    """Where a value is, looking from `start` on and then from the front: chance decides between equals."""
+    try:
+        return values.index(value, start)
+    except ValueError:
+        return values.index(value)
+
+
+def _reason(
+    best: ReplicaLedger, favourite: ReplicaLedger | None, matches: Mapping[ReplicaLedger, int]
+) -> Reason:
+    if not matches:
+        return Reason.AFFINITY if best is favourite else Reason.LOAD
+    return Reason.PREFIX if matches.get(best, 0) == max(matches.values()) else Reason.COPY
+
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (RoundRobin, LeastLoaded, PowerOfTwo, SessionAffinity, PrefixAware)
+}
+
+
+def policy_named(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ConfigError(
+            f"There is no routing policy {name!r}.", hint=f"Choose one of {', '.join(POLICIES)}."
+        )
+    return POLICIES[name]()

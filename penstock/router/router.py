@@ -1,0 +1,213 @@
+"""`choose(request, replicas, now, rng)`: which replica serves a request. Knows no socket, clock or source of chance.
+
+Who may serve is settled first: the model, the revision, health, the region. Then a policy picks. What the router
+knows comes in as news: `heartbeat` and `receive` from replicas, `first_token` and `ended` from whoever relays
+answers. What it wants comes out as data: a `Decision`, and `resyncs_needed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.core.errors import EngineUnavailable, ModelNotFound
+from penstock.core.kv_events import KVEvent
+from penstock.core.messages import EngineStats
+from penstock.router.expectations import Expectations
+from penstock.router.feed import KVFeed
+from penstock.router.index import PrefixIndex
+from penstock.router.ledger import ReplicaLedger, Ticket
+from penstock.router.policies import Policy, PrefixAware
+from penstock.router.replica import Replica, ReplicaState
+from penstock.router.request import Decision, RandomSource, RoutingRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    max_index_entries: int = 500_000
+    max_expected_blocks: int = 200_000
+    expectation_ttl_s: float = 15.0  # for a replica to confirm what was sent to it
+    approximate_ttl_s: float = 300.0  # for one that confirms nothing, since the last request with that prefix
+    spill_over_s: float = 2.0  # a predicted wait that makes a request leave its region
+
+
+@dataclass(slots=True)
+class _Known:
+    """All that is kept about one replica."""
+
+    replica: Replica
+    ledger: ReplicaLedger
+    feed: KVFeed
+    lookups: tuple[int, int] = (0, 0)  # prefix tokens looked up and found, by the last heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Who may serve one kind of request, until the fleet changes."""
+
+    local: list[ReplicaLedger]  # in the preferred region; everyone, where there is no preference
+    everywhere: list[ReplicaLedger]
+
+
+class Router:
+    def __init__(self, policy: Policy | None = None, config: RouterConfig | None = None) -> None:
+        self.policy: Policy = policy or PrefixAware()
+        self.config = config or RouterConfig()
+        self.index = PrefixIndex(self.config.max_index_entries)
+        self.expectations = Expectations(self.index, self.config.max_expected_blocks)
+        self._fleet: Sequence[Replica] | None = None
+        self._known: dict[str, _Known] = {}
+        self._by_bit: dict[int, ReplicaLedger] = {}
+        self._pools: dict[tuple[str, str | None, str | None], _Pool] = {}
+        self._tickets: dict[str, Ticket] = {}
+
+    def choose(
+        self, request: RoutingRequest, replicas: Sequence[Replica], now: float, rng: RandomSource
+    ) -> Decision:
+        """Raises ModelNotFound or EngineUnavailable when nobody may serve. Pass the same `replicas` object until
+        something about them changes: it is compared by identity."""
+        if replicas is not self._fleet:
+            self.update(replicas)
+        self.expectations.expire(now)
+        candidates = self._candidates(request)
+        matches: dict[ReplicaLedger, int] = {}
+        if self.policy.reads_prefixes and request.block_hashes:
+            matches = self._match(request, candidates)
+        picked, reason = self.policy.pick(request, candidates, matches, rng)
+        matched = matches.get(picked, 0)
+        block_size = picked.replica.block_size
+        uncached = request.num_prompt_tokens - matched
+        num_blocks = (uncached + request.expected_output_tokens) // block_size + 1
+        predicted_s = picked.predict_s(uncached, num_blocks)
+        self._tickets[request.id] = picked.enter(uncached, num_blocks, now)
+        if self.policy.reads_prefixes:
+            self._expect(request, picked, matched // block_size, now)
+        return Decision(
+            picked.replica.id,
+            reason,
+            matched_tokens=matched,
+            best_matched_tokens=max(matches.values(), default=0),
+            predicted_ttft_s=predicted_s,
+            is_spilled_over=request.region not in (None, picked.replica.region),
+        )
+
+    def update(self, replicas: Sequence[Replica]) -> None:
+        """The fleet changed. Replicas that are no longer in it, or are gone, are forgotten."""
+        self._fleet = replicas
+        self._pools.clear()
+        present = {replica.id for replica in replicas if replica.state is not ReplicaState.GONE}
+        for replica_id in [replica_id for replica_id in self._known if replica_id not in present]:
+            feed = self._known.pop(replica_id).feed
+            del self._by_bit[feed.bit]
+            feed.close()
+        for replica in replicas:
+            known = self._known.get(replica.id)
+            if known is not None:
+                known.replica = replica
+                known.ledger.describe(replica)
+            elif replica.id in present:
+                feed = KVFeed(self.index, self.expectations)
+                ledger = self._by_bit[feed.bit] = ReplicaLedger(replica, feed.bit)
+                self._known[replica.id] = _Known(replica, ledger, feed)
+
+    def receive(self, replica_id: str, events: Iterable[KVEvent]) -> bool:
+        """KV events of a replica, in the order in which they came. False: it must tell everything again, because
+        some were lost. What an unknown replica says is ignored."""
+        known = self._known.get(replica_id)
+        if known is None:
+            return True
+        known.feed.receive(events)
+        if known.feed.bit != known.ledger.bit:
+            del self._by_bit[known.ledger.bit]
+            known.ledger.bit = known.feed.bit
+            self._by_bit[known.feed.bit] = known.ledger
+        return not known.feed.needs_resync
+
+    def resyncs_needed(self) -> tuple[str, ...]:
+        """Replicas to ask for a new start of their KV events: `KVCache.restart_events` is how they answer. Until
+        that arrives nothing is assumed to be cached there but what is sent from now on."""
+        return tuple(replica_id for replica_id, known in self._known.items() if known.feed.needs_resync)
+
+    def heartbeat(self, replica_id: str, stats: EngineStats) -> None:
+        known = self._known.get(replica_id)
+        if known is None:
+            return
+        queries, hits = known.lookups
+        known.lookups = stats.prefix_cache_queries, stats.prefix_cache_hits
+        new_queries = stats.prefix_cache_queries - queries
+        known.ledger.heartbeat(
+            stats, (stats.prefix_cache_hits - hits) / new_queries if new_queries > 0 else None
+        )
+
+    def first_token(self, request_id: str, now: float) -> None:
+        ticket = self._tickets.get(request_id)
+        if ticket is not None:
+            ticket.ledger.first_token(ticket, now)
+
+    def ended(self, request_id: str, now: float) -> None:
+        """A request ended in any way, or left its replica to be sent to another. Unknown ids are ignored."""
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            ticket.ledger.leave(ticket, now)
+
+    def ledger(self, replica_id: str) -> ReplicaLedger | None:
+        """What is known of a replica's load, for people to look at."""
+        known = self._known.get(replica_id)
+        return None if known is None else known.ledger
+
+    def _candidates(self, request: RoutingRequest) -> list[ReplicaLedger]:
+        """Those in the preferred region, unless the shortest wait there is too long; then all."""
+        key = request.model, request.revision, request.region
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = self._make_pool(request)
+        local = _without(pool.local, request.excluded)
+        if local and (
+            request.region is None
+            or min(candidate.queue_s for candidate in local) <= self.config.spill_over_s
+        ):
+            return local
+        everywhere = _without(pool.everywhere, request.excluded)
+        if not everywhere:
+            raise EngineUnavailable(
+                f"No replica of {request.model!r} can take a request now.", retry_after_s=1.0
+            )
+        return everywhere
+
+    def _make_pool(self, request: RoutingRequest) -> _Pool:
+        serving = [known for known in self._known.values() if request.model in known.replica.models]
+        if not serving:
+            raise ModelNotFound(f"The model {request.model!r} is not served here.", param="model")
+        everywhere = [
+            known.ledger
+            for known in serving
+            if known.replica.state is ReplicaState.READY
+            and request.revision in (None, known.replica.revision)
+        ]
+        local = [candidate for candidate in everywhere if request.region in (None, candidate.replica.region)]
+        return _Pool(local, everywhere)
+
+    def _match(
+        self, request: RoutingRequest, candidates: Sequence[ReplicaLedger]
+    ) -> dict[ReplicaLedger, int]:
+        """Prompt tokens that candidates hold; never the whole prompt."""
+        bits = 0
+        for candidate in candidates:
+            bits |= candidate.bit
+        depths = self.index.match(request.block_hashes, bits)
+        most = request.num_prompt_tokens - 1
+        block_size = candidates[0].replica.block_size
+        return {self._by_bit[bit]: min(depth * block_size, most) for bit, depth in depths.items()}
+
+    def _expect(self, request: RoutingRequest, picked: ReplicaLedger, num_matched: int, now: float) -> None:
+        hashes = request.block_hashes
+        if picked.replica.sends_kv_events:
+            self.expectations.expect(picked.bit, hashes[num_matched:], now, self.config.expectation_ttl_s)
+        else:
+            self.expectations.expect(picked.bit, hashes, now, self.config.approximate_ttl_s)
+
+
+def _without(candidates: list[ReplicaLedger], excluded: frozenset[str]) -> list[ReplicaLedger]:
+    if not excluded:
+        return candidates
+    return [candidate for candidate in candidates if candidate.replica.id not in excluded]

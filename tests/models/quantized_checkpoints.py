@@ -1,0 +1,219 @@
+"""Tiny quantized checkpoints in the layouts that are published, written here from their descriptions and not with the
+code that reads them. Each comes with what its weights stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass
+class Quantized:
+    """The tensors of one matrix as stored, and the matrix."""
+
+    tensors: dict[str, Tensor]
+    dense: Tensor
+
+
+@dataclass
+class Layout:
+    settings: dict[str, Any]
+    quantize: Callable[[Tensor], Quantized]
+    skipped: tuple[str, ...] = field(default=())
+
+
+def pack_rows(codes: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
+    """[n, w] → int32 [n, w × bits / 32]; nibble i of a word is element places[i] of its eight."""
+    per_word = 32 // bits
+    places = places or tuple(range(per_word))
+    grouped = codes.numpy().astype(np.uint32).reshape(codes.shape[0], -1, per_word)
+    words = np.zeros(grouped.shape[:2], dtype=np.uint32)
+    for position, element in enumerate(places):
+        words |= grouped[:, :, element] << np.uint32(bits * position)
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def asymmetric(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [out, in], scales and zero points [out, groups]."""
+    rows, columns = weight.shape
+    grouped = weight.view(rows, -1, group)
+    low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
+    scales = ((high - low) / (2**bits - 1)).clamp_min(1e-5).half().float()
+    zeros = (-low / scales).round().clamp(1, 2**bits - 1)
+    codes = (grouped / scales[:, :, None] + zeros[:, :, None]).round().clamp(0, 2**bits - 1)
+    return codes.view(rows, columns), scales, zeros
+
+
+def spread(table: Tensor, group: int) -> Tensor:
+    return table.repeat_interleave(group, dim=1)
+
+
+def awq(group: int) -> Layout:
+    def quantize(weight: Tensor) -> Quantized:
+        codes, scales, zeros = asymmetric(weight, group, 4)
+        return Quantized(
+            {
+                "qweight": pack_rows(codes.T, 4, AWQ_NIBBLES),
+                "qzeros": pack_rows(zeros.T, 4, AWQ_NIBBLES),
+                "scales": scales.T.half().contiguous(),
+            },
+            (codes - spread(zeros, group)) * spread(scales, group),
+        )
+
+    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    return Layout(settings, quantize)
+
+
+def gptq(bits: int, group: int, *, act_order: bool, version: str = "gptq") -> Layout:
+    def quantize(weight: Tensor) -> Quantized:
+        columns = weight.shape[1]
+        size = columns if group == -1 else group
+        # All matrices of one width get one order, as those do that see the same inputs.
+        generator = torch.Generator().manual_seed(columns)
+        order = torch.randperm(columns, generator=generator) if act_order else torch.arange(columns)
+        codes_in_order, scales, zeros = asymmetric(weight[:, order].contiguous(), size, bits)
+        group_of_input = torch.empty(columns, dtype=torch.int32)
+        group_of_input[order] = (torch.arange(columns) // size).int()
+        codes = torch.empty_like(codes_in_order)
+        codes[:, order] = codes_in_order
+        stored_zeros = zeros - 1 if version == "gptq" else zeros
+        own = group_of_input.long()
+        return Quantized(
+            {
+                "qweight": pack_rows(codes, bits).T.contiguous(),
+                "qzeros": pack_rows(stored_zeros.T, bits),
+                "scales": scales.T.half().contiguous(),
+                "g_idx": group_of_input,
+            },
+            (codes - zeros[:, own]) * scales[:, own],
+        )
+
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": act_order,
+        "sym": False,
+        "checkpoint_format": version,
+    }
+    return Layout(settings, quantize)
+
+
+def compressed(format_name: str, weights: dict[str, Any], quantize: Callable[[Tensor], Quantized]) -> Layout:
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": format_name,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+    return Layout(settings, quantize)
+
+
+def compressed_packed(bits: int, group: int, *, symmetric: bool) -> Layout:
+    def quantize(weight: Tensor) -> Quantized:
+        codes, scales, zeros = asymmetric(weight, group, bits)
+        if symmetric:
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        tensors = {
+            "weight_packed": pack_rows(codes, bits),
+            "weight_scale": scales.bfloat16(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = pack_rows(zeros.T, bits).T.contiguous()
+        dense = (codes - spread(zeros, group)) * spread(scales.bfloat16().float(), group)
+        return Quantized(tensors, dense)
+
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    return compressed("pack-quantized", weights, quantize)
+
+
+def smooth_int8() -> Layout:
+    def quantize(weight: Tensor) -> Quantized:
+        scales = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
+        codes = (weight / scales.float()).round().clamp(-128, 127)
+        return Quantized(
+            {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float()
+        )
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    return compressed("int-quantized", weights, quantize)
+
+
+def float8(kind: str) -> Layout:
+    """`kind`: compressed (a scale for each row), tensor, or blocks."""
+
+    def quantize(weight: Tensor) -> Quantized:
+        if kind == "blocks":
+            return quantize_blocks(weight)
+        largest = weight.abs().amax(dim=1, keepdim=True) if kind == "compressed" else weight.abs().max()
+        scales = largest / 448
+        values = (weight / scales).to(torch.float8_e4m3fn)
+        return Quantized({"weight": values, "weight_scale": scales}, values.float() * scales)
+
+    def quantize_blocks(weight: Tensor) -> Quantized:
+        rows, columns = weight.shape
+        height, width = -(-rows // 48), -(-columns // 32)
+        padded = torch.zeros(height * 48, width * 32)
+        padded[:rows, :columns] = weight
+        scales = padded.view(height, 48, width, 32).abs().amax(dim=(1, 3)) / 448
+        full = scales.repeat_interleave(48, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+        values = (weight / full).to(torch.float8_e4m3fn)
+        return Quantized({"weight": values, "weight_scale_inv": scales}, values.float() * full)
+
+    if kind == "compressed":
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+        return compressed("float-quantized", weights, quantize)
+    settings: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    if kind == "blocks":
+        settings["weight_block_size"] = [48, 32]
+    return Layout(settings, quantize)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "AWQ": awq(32),
+    "AWQ of groups of 16": awq(16),
+    "GPTQ": gptq(4, 32, act_order=False),
+    "GPTQ act-order": gptq(4, 16, act_order=True),
+    "GPTQ act-order, larger groups": gptq(4, 32, act_order=True),
+    "GPTQ 8 bits": gptq(8, 32, act_order=False),
+    "GPTQ 8 bits act-order": gptq(8, 32, act_order=True),
+    "GPTQ of whole rows": gptq(4, -1, act_order=False),
+    "GPTQ version 2": gptq(4, 32, act_order=False, version="gptq_v2"),
+    "compressed int4": compressed_packed(4, 32, symmetric=True),
+    "compressed int4 with zero points": compressed_packed(4, 32, symmetric=False),
+    "compressed int8, packed": compressed_packed(8, 32, symmetric=True),
+    "SmoothQuant int8": smooth_int8(),
+    "compressed float8": float8("compressed"),
+    "float8 with one scale": float8("tensor"),
+    "float8 in blocks": float8("blocks"),
+}
+
+
+def quantize_folder(folder: Path, layout: Layout) -> dict[str, Tensor]:
+    """Rewrites a checkpoint in the layout; what its weights then stand for, by their plain names."""
+    path = folder / "model.safetensors"
+    stored: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    for name, tensor in load_file(path).items():
+        if "_proj.weight" not in name and ".experts." not in name:
+            stored[name] = dense[name] = tensor
+            continue
+        made = layout.quantize(tensor.float())
+        dense[name] = made.dense
+        for suffix, part in made.tensors.items():
+            stored[f"{name.removesuffix('.weight')}.{suffix}"] = part.contiguous()
+    save_file(stored, path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": layout.settings}))
+    return dense

@@ -1,0 +1,153 @@
+"""Quantized checkpoints as published: each layout read through the whole loader and run, against transformers with the
+weights that the checkpoint stands for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, Ops
+from penstock.kernels.reference import TorchOps
+from penstock.models.load import load_model, open_checkpoint
+from tests.models.checkpoints import Reference, make_reference
+from tests.models.conftest import random_prompt
+from tests.models.paged import PagedRunner
+from tests.models.quantized_checkpoints import LAYOUTS, gptq, quantize_folder
+
+PROMPT = random_prompt(30, seed=8)
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture
+def folder(llama: Reference, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama.folder, tmp_path / "copy"))
+
+
+def expected_logits(folder: Path, dense: dict[str, torch.Tensor]) -> torch.Tensor:
+    """From transformers, with the weights themselves."""
+    model = make_reference("llama", folder / "again").model
+    missing = model.load_state_dict(dense, strict=False)
+    assert not missing.unexpected_keys
+    with torch.inference_mode():
+        return model(torch.tensor([PROMPT])).logits[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout(name: str, folder: Path, ops: Ops) -> None:
+    expected = expected_logits(folder, quantize_folder(folder, LAYOUTS[name]))
+    got = PagedRunner(load_model(folder, ops), ops).prompt_logits(PROMPT)
+    # The native backend keeps float8 as bfloat16, which rounds what one code and its scale multiply to.
+    rounds = ops.name == "native" and "float8" in name
+    tolerance = 0.02 * float(expected.abs().max()) if rounds else 5e-4
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=5e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_decode_without_loss_and_stay_packed(name: str, folder: Path) -> None:
+    dense = quantize_folder(folder, LAYOUTS[name])
+    source = open_checkpoint(folder).source()
+    for stem, rows, columns in ((UP, 96, 64), ("model.layers.1.mlp.down_proj", 64, 96)):
+        weight = source.matrix(f"{stem}.weight", rows, columns)
+        assert isinstance(weight, GroupQuantWeight | Float8Weight)
+        assert weight.shape == (rows, columns)
+        torch.testing.assert_close(weight.dequantize(), dense[f"{stem}.weight"], rtol=1e-5, atol=1e-6)
+    assert isinstance(source.matrix("lm_head.weight", 320, 64), DenseWeight)
+
+
+def test_stacked_parts_in_different_orders(folder: Path, ops: Ops) -> None:
+    """Then no reordering of the input serves all of them."""
+    dense = quantize_folder(folder, gptq(4, 32, act_order=True))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    # Swapping two inputs of different groups in one matrix alone gives it an order of its own.
+    groups = tensors[f"{UP}.g_idx"]
+    first, second = int((groups == 0).nonzero()[0]), int((groups == 1).nonzero()[0])
+    swap = torch.arange(64)
+    swap[[first, second]] = swap[[second, first]]
+    words = tensors[f"{UP}.qweight"]
+    codes = torch.stack([(words >> (4 * place)) & 15 for place in range(8)], 1).view(64, 96)[swap]
+    packed = sum(codes.view(8, 8, 96)[:, place].long() << (4 * place) for place in range(8))
+    tensors[f"{UP}.qweight"] = torch.where(packed >= 2**31, packed - 2**32, packed).int()
+    tensors[f"{UP}.g_idx"] = groups[swap]
+    save_file(tensors, path)
+    dense[f"{UP}.weight"] = dense[f"{UP}.weight"][:, swap]
+    got = PagedRunner(load_model(folder, ops), ops).prompt_logits(PROMPT)
+    torch.testing.assert_close(got, expected_logits(folder, dense), atol=5e-4, rtol=5e-4)
+
+
+def test_experts_of_a_mixture(tmp_path: Path, ops: Ops) -> None:
+    reference = make_reference("qwen3-moe", tmp_path)
+    original = reference.logits(PROMPT)
+    quantize_folder(tmp_path, gptq(8, 32, act_order=True))
+    got = PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(PROMPT)
+    assert torch.nn.functional.cosine_similarity(got, original, dim=1).min() > 0.99
+
+
+def settings_of(folder: Path, **quantization: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes, which cannot"),
+        ({"quant_method": "sorcery"}, "quantized by 'sorcery', which cannot be read; known are AWQ, GPTQ"),
+        ({"bits": 4}, "quantized by 'unknown'"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', which cannot be read; known: gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3, which cannot be read; known: 4 and 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "not two sizes"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 2, "type": "int"}}},
+            },
+            "int weights of 2 bits",
+        ),
+    ],
+)
+def test_unknown_kinds_are_refused_by_name(folder: Path, settings: dict[str, Any], message: str) -> None:
+    settings_of(folder, **settings)
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(folder, TorchOps())
+
+
+def damage(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "tensor", "message"),
+    [
+        ("AWQ", f"{UP}.scales", None, r"no tensor model\.layers\.0\.mlp\.up_proj\.scales"),
+        ("AWQ", f"{UP}.qweight", torch.zeros(64, 3, dtype=torch.int32), r"qweight of shape \[64, 3\]"),
+        ("GPTQ", f"{UP}.g_idx", torch.zeros(64, dtype=torch.int32), "does not share out its 64 inputs"),
+        ("GPTQ", f"{UP}.g_idx", torch.full((64,), -1, dtype=torch.int32), "does not share out"),
+        ("float8 in blocks", f"{UP}.weight_scale_inv", torch.ones(2, 3), r"\[2, 3\], which blocks of 48"),
+        ("compressed float8", f"{UP}.weight_scale", torch.ones(5), "96 rows has 5 scales"),
+        ("SmoothQuant int8", f"{UP}.weight", torch.zeros(96, 64, dtype=torch.int16), r"torch\.int16"),
+    ],
+)
+def test_damaged_checkpoints_name_the_tensor(
+    folder: Path, layout: str, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    quantize_folder(folder, LAYOUTS[layout])
+    damage(folder, name, tensor)
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(folder, TorchOps())

@@ -1,0 +1,157 @@
+"""Every Triton kernel in Triton's interpreter, on the CPU, on small shapes. (`tests/gpu` compiles them.)
+
+In float16 and float32: the interpreter cannot multiply matrices of bfloat16.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from penstock.kernels.interface import DenseWeight, Routing
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+# tests/conftest.py chooses the interpreter, before anything can have imported triton.
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
+
+from penstock.kernels.triton import attention, float8, int8, packing
+from penstock.models.quantize import quantize
+from tests.triton.cases import (
+    Bench,
+    Heads,
+    Lengths,
+    assert_elementwise,
+    attention_error,
+    block_error,
+    product_errors,
+    quantized_formats,
+    random_quantized,
+    sampling_batch,
+    share_of_close_tokens,
+    share_of_same_tokens,
+)
+
+HALF = Bench(torch.device("cpu"), torch.float16)
+WHOLE = Bench(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("bench", [HALF, WHOLE], ids=["float16", "float32"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(4, 2, 32),
+        Heads(3, 1, 40, norms=True),
+        Heads(2, 2, 32, window=21),
+        Heads(4, 1, 32, window=150, softcap=3.0, norms=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "lengths",
+    [[(40, 1), (3, 1), (170, 1)], [(0, 1)], [(0, 37), (16, 20), (5, 1)], [(33, 1), (64, 18)]],
+    ids=str,
+)
+def test_attend(bench: Bench, heads: Heads, lengths: Lengths) -> None:
+    assert attention_error(bench, heads, lengths) < (2e-3 if bench is HALF else 1e-5)
+
+
+@pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(2, 1, 16, window=300)], ids=str)
+def test_a_long_context_is_split_and_merged(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_num_processors", lambda index: 100)
+    assert attention.split_length(2, 900, 100) == attention.SHORTEST_SPLIT
+    assert attention_error(WHOLE, heads, [(900, 1), (10, 1)]) < 1e-5
+
+
+@pytest.mark.parametrize("bench", [HALF, WHOLE], ids=["float16", "float32"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (5, 100)])
+def test_norms_and_gates(bench: Bench, rows: int, width: int) -> None:
+    assert_elementwise(bench, rows, width)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_block_is_its_parts(rows: int, bias: bool) -> None:
+    """One row, a few (both in kernels of their own) and many."""
+    assert block_error(HALF, rows, hidden=128, inner=256, bias=bias) < 4e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (6, 3)])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_experts(tokens: int, experts: int, top_k: int, normalizes: bool) -> None:
+    routing = Routing(experts, top_k, normalizes)
+    assert share_of_close_tokens(HALF, tokens, experts, routing, hidden=64, inner=96) > 0.9
+
+
+@pytest.mark.parametrize("name", quantized_formats(2, 128))
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_quantized_weights(name: str, rows: int) -> None:
+    gate_up, down = quantized_formats(256, 128)[name], quantized_formats(128, 128)[name]
+    for bias in (False, True):
+        errors = product_errors(HALF, gate_up, down, rows, bias)
+        assert max(errors.values()) < 4e-3, errors
+
+
+def test_quantized_weights_stay_packed() -> None:
+    formats = quantized_formats(64, 256)
+    dense_bytes = 64 * 256 * 2
+    for name in ("Q4_K", "Q8_0", "Q6_K", "float8 in blocks", "Q4_K with Q6_K", "act-order"):
+        packed = packing.pack(formats[name], None, torch.float16, torch.device("cpu"))
+        assert packed.num_bytes < 0.65 * dense_bytes, name
+        assert (packed.out_features, packed.in_features) == (64, 256)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "Q6_K", "Q5_K"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_are_rows_of_the_packed_table(name: str, is_tied: bool) -> None:
+    (weight,) = quantized_formats(50, 128)[name]
+    ops = HALF.ops
+    table = ops.pack_embedding(weight, ops.pack_linear([weight]) if is_tied else None)
+    ids = torch.tensor([0, 49, 7, 7], dtype=torch.int32)
+    torch.testing.assert_close(
+        ops.embed(ids, table), weight.dequantize(torch.float16)[ids.long()], rtol=2e-3, atol=1e-4
+    )
+    assert (table.num_bytes == 0) == is_tied
+
+
+def test_int8_unpacks_to_what_it_stands_for() -> None:
+    weight = random_quantized(6, 96, 32, 8, offsets=True)
+    packed = int8.pack([weight], None, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(int8.unpack(packed, torch.float32), weight.dequantize())
+
+
+def test_rounding_to_float8() -> None:
+    x = torch.randn(3, 100) * torch.tensor([[1e-4], [1.0], [300.0]])
+    rounded = torch.empty(3, 100, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(3, 1)
+    float8._round_kernel[(3,)](x, rounded, scales, 100, BLOCK=128)
+    assert (rounded.float() * scales - x).abs().max(dim=1).values.le(x.abs().amax(dim=1) * 0.04).all()
+    assert (rounded.float().abs().amax(dim=1) == 448).all()
+
+
+def test_one_row_of_float8_weights() -> None:
+    weight = quantize(DenseWeight(torch.randn(48, 128)), "fp8")
+    packed, expected = HALF.ops.pack_linear([weight]), WHOLE.exact.pack_linear([weight])
+    x = HALF.normal(1, 128)
+    torch.testing.assert_close(
+        HALF.ops.linear(x, packed).float(), WHOLE.exact.linear(x.float(), expected), rtol=2e-3, atol=2e-2
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [333, 5000])
+def test_sampling(vocabulary: int) -> None:
+    assert share_of_same_tokens(WHOLE, 12, vocabulary, temperature=0.0) == 1.0
+    assert share_of_same_tokens(WHOLE, 12, vocabulary, temperature=0.8) > 0.9
+
+
+def test_a_row_that_cannot_be_sampled_spares_the_others() -> None:
+    logits = torch.randn(3, 300)
+    logits[0, 299] = float("nan")
+    logits[1] = float("-inf")
+    for temperature in (0.0, 1.0):
+        chosen = WHOLE.ops.sample(logits, sampling_batch(WHOLE, 3, temperature)).tolist()
+        assert chosen[:2] == [-1, -1]
+        assert chosen[2] >= 0
