@@ -13,7 +13,7 @@ import argparse
 import random
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -21,6 +21,7 @@ from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, Quantiz
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.offline import OfflineEngine
 
+KVType = Literal["auto", "fp8"]
 DECODE_STEPS = 64
 # vLLM 0.26 on one H200, bf16, random weights: tokens per second, or milliseconds.
 VLLM: dict[str, dict[str, Any]] = {
@@ -42,7 +43,9 @@ VLLM: dict[str, dict[str, Any]] = {
 }
 
 
-def build(folder: Path, max_tokens: int, quantization: Quantization | None = None) -> OfflineEngine:
+def build(
+    folder: Path, max_tokens: int, quantization: Quantization | None = None, kv_cache_dtype: KVType = "auto"
+) -> OfflineEngine:
     config = EngineConfig(
         model=ModelConfig(
             model=str(folder),
@@ -51,7 +54,7 @@ def build(folder: Path, max_tokens: int, quantization: Quantization | None = Non
             max_model_len=4096,
             quantization=quantization,
         ),
-        cache=CacheConfig(gpu_memory_utilization=0.9),
+        cache=CacheConfig(gpu_memory_utilization=0.9, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(max_num_batched_tokens=max_tokens, itl_target_ms=None),
     )
     return OfflineEngine(config, folder)
@@ -126,13 +129,16 @@ def main() -> None:
     parser.add_argument("--prefill", action="store_true")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--quantization", choices=get_args(Quantization))
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVType), default="auto")
     parser.add_argument("--profile", action="store_true", help="print where the time of decode steps goes")
     arguments = parser.parse_args()
     lines = ["| model | what | Penstock | vLLM 0.26 | ratio |", "|---|---|---|---|---|"]
     for folder in arguments.folders:
         peer = VLLM.get(folder.name, {})
         start = time.perf_counter()
-        engine = build(folder, arguments.max_num_batched_tokens, arguments.quantization)
+        engine = build(
+            folder, arguments.max_num_batched_tokens, arguments.quantization, arguments.kv_cache_dtype
+        )
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
         seconds = time.perf_counter() - start
         lines.append(f"| {folder.name} | load to first token, s | {seconds:.1f} | | |")

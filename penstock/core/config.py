@@ -67,6 +67,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_kv_blocks: Annotated[int, Meta(description="KV blocks, instead of a memory size.", ge=2)] | None = (
         None
     )
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="Type of cached keys and values: auto is the compute type, fp8 halves it (CUDA only)."
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Meta(description="Share of a GPU's memory that Penstock may use.", gt=0, le=1)
     ] = 0.9
@@ -286,7 +292,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="Listen beyond loopback without a key. Anyone who reaches the port can use it."),
     ] = False
     api_workers: Annotated[
-        int, Meta(description="Gateway processes that share the port, for machines with many cores.", ge=1, le=256)
+        int,
+        Meta(
+            description="Gateway processes that share the port, for machines with many cores.", ge=1, le=256
+        ),
     ] = 1
     drain_timeout: Annotated[
         float, Meta(description="Seconds that running answers get to finish after SIGTERM.", ge=0)

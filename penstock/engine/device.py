@@ -22,7 +22,9 @@ def choose_ops(config: EngineConfig) -> Ops:
     device = _choose_device(config.model.device)
     if device.type == "cpu":
         set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-    ops = select_ops(device, _choose_dtype(config.model.dtype, device))
+    ops = select_ops(
+        device, _choose_dtype(config.model.dtype, device), _kv_dtype(config.cache.kv_cache_dtype, device)
+    )
     if isinstance(ops, TorchOps):
         log.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
     return ops
@@ -36,6 +38,18 @@ def _choose_device(asked: str) -> torch.device:
             "--device cuda was asked for, but torch finds no CUDA device.", hint="Try --device auto."
         )
     return torch.device(asked)
+
+
+def _kv_dtype(asked: str, device: torch.device) -> torch.dtype | None:
+    """None is the compute type."""
+    if asked == "auto":
+        return None
+    if device.type != "cuda":
+        raise ConfigError(
+            "A KV cache in fp8 needs a CUDA device.",
+            hint="Leave --kv-cache-dtype out to keep it in the compute type.",
+        )
+    return torch.float8_e4m3fn
 
 
 def _choose_dtype(asked: str, device: torch.device) -> torch.dtype:

@@ -19,7 +19,7 @@ MAX_DEFAULT_HOST_MEMORY = 4 << 30
 def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:
     if config.cache.num_kv_blocks is not None:
         return config.cache.num_kv_blocks
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ops.dtype.itemsize
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ops.kv_dtype.itemsize
     bytes_per_block = bytes_per_token * config.cache.block_size
     if config.cache.kv_cache_memory is not None:
         memory = parse_bytes(config.cache.kv_cache_memory)

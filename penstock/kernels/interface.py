@@ -229,6 +229,7 @@ class Ops(Protocol):
     name: str
     device: torch.device
     dtype: torch.dtype  # of activations
+    kv_dtype: torch.dtype  # of cached keys and values
 
     def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> PackedLinear:
         """Stack `parts` along their outputs (Q, K and V, say) and lay them out for `linear`. Done once, at load;

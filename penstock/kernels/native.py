@@ -177,6 +177,7 @@ class NativeOps(ComposedBlocks):
         if dtype not in DTYPE_CODES:
             raise ValueError(f"the native CPU backend computes in float32 or bfloat16, not {dtype}")
         self.dtype = dtype
+        self.kv_dtype = dtype
         self._library = library
         self._dtype_code = DTYPE_CODES[dtype]
         self._layers: dict[int, tuple[AttentionLayerStruct, AttentionLayer, list[Tensor | None]]] = {}
@@ -351,6 +352,10 @@ class NativeOps(ComposedBlocks):
         cache: Any,
         batch: AttentionBatch,
     ) -> None:
+        if qkv.input_order is not None or output.input_order is not None:
+            normed = self.rms_norm(residual, norm, eps)
+            residual.add_(self.attention(normed, qkv, output, layer, cache, batch))
+            return
         self._check_residual(residual)
         struct = self._describe(layer, batch)
         self._library.attention_block(
@@ -370,6 +375,9 @@ class NativeOps(ComposedBlocks):
     def mlp_block(
         self, residual: Tensor, norm: Tensor, eps: float, gate_up: Any, down: Any, activation: Activation
     ) -> None:
+        if gate_up.input_order is not None or down.input_order is not None:
+            residual.add_(self.mlp(self.rms_norm(residual, norm, eps), gate_up, down, activation))
+            return
         self._check_residual(residual)
         self._library.mlp_block(
             gate_up.handle,

@@ -80,9 +80,15 @@ class TorchKVStore(TensorKVStore):
 class TorchOps(ComposedBlocks):
     name = "torch"
 
-    def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
 
     def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> TorchLinear:
         weight = torch.cat([self._dense(part) for part in parts])
@@ -125,7 +131,7 @@ class TorchOps(ComposedBlocks):
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> TorchKVStore:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        return TorchKVStore(shape, self.dtype, self.device)
+        return TorchKVStore(shape, self.kv_dtype, self.device)
 
     def attend(
         self, qkv: Tensor, layer: AttentionLayer, cache: TorchKVLayer, batch: AttentionBatch
@@ -141,8 +147,10 @@ class TorchOps(ComposedBlocks):
         key = _rotate(key, layer.rope, batch.positions)
 
         slots = batch.slots.long()
-        cache.keys.view(-1, kv_heads, width)[slots] = key
-        cache.values.view(-1, kv_heads, width)[slots] = value
+        for store, new in ((cache.keys, key), (cache.values, value)):
+            # As bytes, because torch cannot assign float8 by index.
+            kept = new.to(store.dtype).contiguous().view(torch.uint8)
+            store.view(torch.uint8).view(-1, kv_heads, kept.shape[-1])[slots] = kept
 
         output = torch.empty_like(query)
         starts = batch.query_starts.tolist()

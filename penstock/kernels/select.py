@@ -22,7 +22,8 @@ class Capabilities:
     num_threads: int
 
 
-def select_ops(device: torch.device | str, dtype: torch.dtype) -> Ops:
+def select_ops(device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Ops:
+    """`kv_dtype` is that of the KV cache, where it is not `dtype`; the native CPU kernels know no other."""
     device = torch.device(device)
     native = library.load()
     if device.type == "cpu" and dtype in DTYPE_CODES and native is not None:
@@ -30,8 +31,8 @@ def select_ops(device: torch.device | str, dtype: torch.dtype) -> Ops:
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from penstock.kernels.triton.ops import TritonOps  # imports triton, which only CUDA machines have
 
-        return TritonOps(device, dtype)
-    return TorchOps(device, dtype)
+        return TritonOps(device, dtype, kv_dtype)
+    return TorchOps(device, dtype, kv_dtype)
 
 
 def capabilities() -> Capabilities:

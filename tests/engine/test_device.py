@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.core.config import EngineConfig, ModelConfig
+from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.device import choose_ops
 from penstock.kernels import library
@@ -39,3 +39,9 @@ def test_the_native_backend_says_nothing(caplog: pytest.LogCaptureFixture) -> No
 def test_cuda_without_a_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         choose_ops(EngineConfig(model=ModelConfig(device="cuda")))
+
+
+def test_a_float8_cache_needs_cuda() -> None:
+    config = EngineConfig(model=ModelConfig(device="cpu"), cache=CacheConfig(kv_cache_dtype="fp8"))
+    with pytest.raises(ConfigError, match="CUDA"):
+        choose_ops(config)

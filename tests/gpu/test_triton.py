@@ -234,3 +234,28 @@ def test_rounded_weights(method: Quantization, rows: int, bias: bool) -> None:
     x = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
     expected = exact.logits(x.float(), gate_up[1])
     assert (triton_ops.logits(x, gate_up[0]) - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [[(500, 1), (1, 1), (77, 1)], [(0, 70), (130, 33), (16, 200)]])
+def test_a_cache_in_float8(lengths: list[tuple[int, int]]) -> None:
+    """Against the definition with a cache of the same type, filled by the same calls."""
+    kv_dtype = torch.float8_e4m3fn
+    triton_ops = TritonOps(DEVICE, torch.bfloat16, kv_dtype)
+    torch_ops = TorchOps(DEVICE, torch.bfloat16, kv_dtype)
+    heads, kv_heads, size = 8, 2, 128
+    layer = AttentionLayer(heads, kv_heads, size, size**-0.5, torch.rand(1024, size, device=DEVICE))
+    width = (heads + 2 * kv_heads) * size
+    stores = [ops.allocate_kv(1, 200, BLOCK_SIZE, kv_heads, size) for ops in (triton_ops, torch_ops)]
+    batch = random_batch(lengths, num_blocks=200)
+    before = [(0, count) for count, _ in lengths if count]
+    if before:  # fill what this step finds in the cache
+        history = random_batch(before, num_blocks=200)
+        past = torch.randn(sum(count for _, count in before), width, device=DEVICE, dtype=torch.bfloat16)
+        for ops, store in zip((triton_ops, torch_ops), stores, strict=True):
+            ops.attend(past, layer, store.layer(0), history)
+    qkv = torch.randn(sum(count for _, count in lengths), width, device=DEVICE, dtype=torch.bfloat16)
+    ours, theirs = (
+        ops.attend(qkv, layer, store.layer(0), batch)
+        for ops, store in zip((triton_ops, torch_ops), stores, strict=True)
+    )
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=0.03, rtol=0.03)

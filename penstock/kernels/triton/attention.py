@@ -26,6 +26,14 @@ PROGRAMS_PER_PROCESSOR = 1.5
 
 
 @triton.jit
+def _widened(cached, type: tl.constexpr):
+    """Keys or values as they are multiplied: float8 in float16, which the hardware widens it to."""
+    if cached.dtype == tl.float8e4nv:
+        return cached.to(tl.float16)
+    return cached.to(type)
+
+
+@triton.jit
 def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):
     """Scaled and capped scores, in units of log2."""
     scores = tl.dot(q, k) * scale
@@ -101,7 +109,9 @@ def _decode_kernel(
         v = tl.load(
             v_cache + offset[:, None] + dims[None, :], mask=present[:, None] & dim_inside[None, :], other=0.0
         )
-        scores = _scores(queries, k, scale, softcap, HAS_CAP)
+        k = _widened(k, q.dtype.element_ty)
+        v = _widened(v, q.dtype.element_ty)
+        scores = _scores(queries.to(k.dtype), k, scale, softcap, HAS_CAP)
         scores = tl.where(present[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -222,7 +232,9 @@ def _prefill_kernel(
         v = tl.load(
             v_cache + offset[:, None] + dims[None, :], mask=present[:, None] & dim_inside[None, :], other=0.0
         )
-        scores = _scores(queries, k, scale, softcap, HAS_CAP)
+        k = _widened(k, q.dtype.element_ty)
+        v = _widened(v, q.dtype.element_ty)
+        scores = _scores(queries.to(k.dtype), k, scale, softcap, HAS_CAP)
         visible = at[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible = visible & (at[None, :] > position[:, None] - window)

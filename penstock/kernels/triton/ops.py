@@ -44,9 +44,10 @@ class PagedKV(TensorKVStore):
 class TritonOps:
     name = "triton"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
         self.device = device
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self._torch = TorchOps(device, dtype)
 
     def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> Packed:
@@ -84,7 +85,7 @@ class TritonOps:
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> PagedKV:
         shape = (num_layers, num_blocks + 1, num_kv_heads, block_size, head_dim)
-        keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        keys, values = (torch.zeros(shape, dtype=self.kv_dtype, device=self.device) for _ in range(2))
         return PagedKV(keys, values, num_blocks, block_size)
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:

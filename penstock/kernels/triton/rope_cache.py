@@ -71,10 +71,12 @@ def _rope_cache_kernel(
     value_at = v_cache + row + (heads - H - G)[:, None] * BLOCK_SIZE * D
     tl.store(query_at, rotated_a, mask=is_query[:, None] & present)
     tl.store(query_at + D // 2, rotated_b, mask=is_query[:, None] & present)
-    tl.store(key_at, rotated_a, mask=is_key[:, None] & present)
-    tl.store(key_at + D // 2, rotated_b, mask=is_key[:, None] & present)
-    tl.store(value_at, rotated_a, mask=is_value[:, None] & present)
-    tl.store(value_at + D // 2, rotated_b, mask=is_value[:, None] & present)
+    kept_a = rotated_a.to(k_cache.dtype.element_ty)
+    kept_b = rotated_b.to(k_cache.dtype.element_ty)
+    tl.store(key_at, kept_a, mask=is_key[:, None] & present)
+    tl.store(key_at + D // 2, kept_b, mask=is_key[:, None] & present)
+    tl.store(value_at, kept_a, mask=is_value[:, None] & present)
+    tl.store(value_at + D // 2, kept_b, mask=is_value[:, None] & present)
 
 
 def rope_and_cache(
