@@ -14,9 +14,16 @@ from .conftest import PENSTOCK, RunningServer
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_is_an_example_for_each_sdk() -> None:
+    assert [re.search(r"from (\w+) import", example)[1] for example in EXAMPLES] == ["openai", "anthropic"]
+
+
 @pytest.mark.e2e
-def test_the_python_example_prints_paris(server: RunningServer) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("example", EXAMPLES, ids=["openai", "anthropic"])
+def test_the_python_examples_print_paris(server: RunningServer, example: str) -> None:
     assert "http://127.0.0.1:8000" in example
     program = example.replace("http://127.0.0.1:8000", server.url)
     done = subprocess.run(
