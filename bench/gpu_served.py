@@ -120,13 +120,15 @@ def _clients(workload: Workload) -> int:
     return workload.arrivals.concurrency
 
 
-async def measure_all(url: str, started_s: float) -> None:
+async def measure_all(url: str, started_s: float, only: list[str]) -> None:
     target = await find_target("penstock", url, None, None)
     await run_load(target, streams(1, 1, 77))
     print(f"start to first answer: {time.monotonic() - started_s:.1f} s (vLLM: 83 s)", flush=True)
     lines = ["| load | out tok/s | vLLM | ratio | TTFT p50 ms | vLLM | ITL p50 / p99 ms | vLLM |"]
     lines.append("|" + "---|" * 8)
     for name, workload in workloads().items():
+        if only and not any(part in name for part in only):
+            continue
         summary = await measure(target, name, workload)
         rate, first_ms, middle_ms, late_ms = VLLM[name]
         ttft, itl = summary.ttft_ms, summary.itl_ms
@@ -146,11 +148,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--itl-target-ms", type=float, default=30.0)
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold one of these words")
     arguments = parser.parse_args()
     started_s = time.monotonic()
     with server(arguments.folder, arguments.port, arguments.itl_target_ms) as url:
         wait_until_ready(url)
-        asyncio.run(measure_all(url, started_s))
+        asyncio.run(measure_all(url, started_s, arguments.only))
 
 
 if __name__ == "__main__":

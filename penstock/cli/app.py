@@ -11,6 +11,7 @@ from penstock.cli.doctor import doctor
 from penstock.cli.generate import generate
 from penstock.cli.keys import keys
 from penstock.cli.pull import pull
+from penstock.cli.quantize import quantize
 from penstock.cli.serve import serve
 from penstock.cli.usage import usage
 from penstock.cli.workspaces import audit, organizations, workspaces
@@ -40,6 +41,7 @@ for command in (
     pull,
     chat,
     generate,
+    quantize,
     keys,
     workspaces,
     organizations,

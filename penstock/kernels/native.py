@@ -1,15 +1,14 @@
 """The fast CPU backend: tensors in, calls to the compiled library, tensors out.
 
-Knows the C interface (`library.py`) and how weights are handed to it; the layouts themselves are the library's
-own affair (cpu/linear.h, cpu/attention.h). Every call here is on the path of each token, so there is one cheap
-check per activation, and none of what a model decides at load.
+Knows the C interface (`library.py`); what the library keeps between calls is in `native_storage.py`. Every call
+here is on the path of each token, so there is one cheap check per activation, and none of what a model decides at
+load.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
-from ctypes import byref, memmove
+from collections.abc import Sequence
+from ctypes import byref
 from typing import Any
 
 import torch
@@ -20,153 +19,20 @@ from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
     AttentionLayer,
-    DenseWeight,
-    Float8Weight,
-    GroupQuantWeight,
     SamplingBatch,
     WeightData,
     with_common_order,
 )
 from penstock.kernels.library import AttentionBatchStruct, AttentionLayerStruct, Library, SamplingStruct
+from penstock.kernels.native_storage import NativeEmbedding, NativeKVStore, NativeLinear
 
-# Numbers shared with cpu/common.h and cpu/linear.h.
+# Numbers shared with cpu/common.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_INT8, FORMAT_INT4 = range(4)
 ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 TOKENS_PER_UNIT = 16
 MAX_HEAD_DIM = 256
 UNLIMITED_WINDOW = 2**62
-LARGEST_GROUP = 32
-
-
-class NativeLinear:
-    """Owns a packed matrix of the library, and with it the memory."""
-
-    def __init__(self, library: Library, in_features: int) -> None:
-        self.in_features = in_features
-        self.out_features = 0
-        self.num_bytes = 0
-        self.input_order: Tensor | None = None  # which input each column of the matrix takes; None is its own
-        self.handle = library.linear_create(in_features)
-        self._library = library
-        weakref.finalize(self, library.linear_free, self.handle)
-
-    def add(self, weight: WeightData, dtype: torch.dtype) -> None:
-        if weight.shape[1] != self.in_features:
-            raise ValueError(f"stacked matrices take {self.in_features} and {weight.shape[1]} inputs")
-        if isinstance(weight, DenseWeight):
-            # In float32 mode bfloat16 weights stay as they are: widening loses nothing and doubles the traffic.
-            narrow = torch.bfloat16 in (dtype, weight.values.dtype)
-            values = weight.values.to(torch.bfloat16 if narrow else torch.float32).contiguous()
-            self._add(FORMAT_BFLOAT16 if narrow else FORMAT_FLOAT32, values, None, None, 0)
-        elif isinstance(weight, Float8Weight):
-            # No CPU multiplies float8: it stands for the bfloat16 that it unpacks to.
-            self.add(DenseWeight(weight.dequantize(torch.bfloat16)), dtype)
-        else:
-            self._add_quantized(weight if weight.group <= LARGEST_GROUP else weight.regrouped(LARGEST_GROUP))
-
-    def set_bias(self, bias: Tensor) -> None:
-        values = bias.to(torch.float32).contiguous()
-        self._library.linear_set_bias(self.handle, values.data_ptr())
-        self.num_bytes += values.nbytes
-
-    def _add_quantized(self, weight: GroupQuantWeight) -> None:
-        if weight.group not in (16, LARGEST_GROUP):
-            raise ValueError(f"groups of {weight.group} are not supported, only of 16 and {LARGEST_GROUP}")
-        scales, offsets = weight.scales.contiguous(), weight.offsets
-        tables = [scales] if offsets is None else [scales, offsets.contiguous()]
-        halves = [table.half() for table in tables]
-        if all(torch.equal(half.float(), table) for half, table in zip(halves, tables, strict=True)):
-            tables = halves
-        code_format = FORMAT_INT4 if weight.bits == 4 else FORMAT_INT8
-        self._add(
-            code_format,
-            weight.codes.contiguous(),
-            tables[0],
-            tables[1] if len(tables) > 1 else None,
-            weight.group,
-        )
-
-    def _add(
-        self, code_format: int, values: Tensor, scales: Tensor | None, offsets: Tensor | None, group: int
-    ) -> None:
-        num_bytes = self._library.linear_add(
-            self.handle,
-            code_format,
-            values.shape[0],
-            values.data_ptr(),
-            None if scales is None else scales.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
-            scales is not None and scales.dtype == torch.float16,
-            group,
-        )
-        if num_bytes == 0:
-            raise MemoryError(f"no memory for a packed matrix of {values.shape[0]} × {values.shape[1]}")
-        self.out_features += values.shape[0]
-        self.num_bytes += num_bytes
-
-
-class NativeEmbedding:
-    def __init__(self, table: NativeLinear, shared: bool) -> None:
-        self.table = table
-        self.num_bytes = 0 if shared else table.num_bytes
-
-
-class NativeKVLayer:
-    __slots__ = ("address", "block_size", "store")
-
-    def __init__(self, store: NativeKVStore, address: int) -> None:
-        self.store = store  # keeps the memory alive
-        self.address = address
-        self.block_size = store.block_size
-
-
-class NativeKVStore:
-    """Memory for all layers, [layer][block], taken from the system page by page as blocks are first used. So is
-    that of the slots, [slot][layer]."""
-
-    def __init__(
-        self, library: Library, num_layers: int, num_blocks: int, block_size: int, layer_block_bytes: int
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.block_bytes = num_layers * layer_block_bytes
-        self.num_bytes = num_blocks * self.block_bytes
-        self._library = library
-        self._num_layers = num_layers
-        self._layer_block_bytes = layer_block_bytes
-        self._layer_bytes = num_blocks * layer_block_bytes
-        self._address = self._allocate(self.num_bytes)
-        self._slots_address = 0
-
-    def layer(self, index: int) -> NativeKVLayer:
-        return NativeKVLayer(self, self._address + index * self._layer_bytes)
-
-    def reserve_host(self, num_slots: int) -> None:
-        self._slots_address = self._allocate(num_slots * self.block_bytes)
-
-    def copy_to_host(self, block_id: int, slot: int) -> None:
-        for in_slot, in_block in self._pieces(slot, block_id):
-            memmove(in_slot, in_block, self._layer_block_bytes)
-
-    def copy_from_host(self, slot: int, block_id: int) -> None:
-        for in_slot, in_block in self._pieces(slot, block_id):
-            memmove(in_block, in_slot, self._layer_block_bytes)
-
-    def _pieces(self, slot: int, block_id: int) -> Iterator[tuple[int, int]]:
-        """Where each layer's part of a block lies, in the slot and in the store."""
-        in_slot = self._slots_address + slot * self.block_bytes
-        in_block = self._address + block_id * self._layer_block_bytes
-        for layer in range(self._num_layers):
-            yield in_slot + layer * self._layer_block_bytes, in_block + layer * self._layer_bytes
-
-    def _allocate(self, num_bytes: int) -> int:
-        address: int | None = self._library.allocate_pages(num_bytes)
-        if address is None:
-            raise MemoryError(f"no memory for a KV cache of {num_bytes} bytes")
-        weakref.finalize(self, self._library.free_pages, address, num_bytes)
-        return address
 
 
 class NativeOps(ComposedBlocks):

@@ -10,7 +10,8 @@ import torch
 
 from penstock.kernels.interface import AttentionLayer
 from penstock.kernels.library import Library
-from penstock.kernels.native import NativeKVStore, NativeOps
+from penstock.kernels.native import NativeOps
+from penstock.kernels.native_storage import NativeKVStore
 from penstock.kernels.reference import TorchOps
 from tests.kernels.attention_case import BLOCK_SIZE, make_batch, make_layer, make_sequences, run_all, run_step
 
@@ -141,3 +142,28 @@ def test_unsuitable_shapes_are_refused(library: Library) -> None:
         ops.allocate_kv(1, 4, 8, 2, 32)
     with pytest.raises(ValueError, match="at most 256"):
         ops.allocate_kv(1, 4, 16, 2, 512)
+
+
+@pytest.mark.parametrize("shared_len", [512, 1040, 1536])
+def test_requests_with_a_common_prefix_are_as_if_alone(
+    native: NativeOps, dtype: torch.dtype, shared_len: int
+) -> None:
+    """Enough of them for several tiles, and strangers before, between and after."""
+    layer = make_layer(**LAYERS["grouped"])
+    lengths = [700, shared_len + 3, *[shared_len + 20 + 40 * i for i in range(7)], 600, shared_len + 1, 30]
+    num_blocks = num_blocks_for(lengths)
+    sequences = make_sequences(lengths, layer, num_blocks, dtype)
+    cache = native.allocate_kv(1, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim).layer(0)
+    origin = sequences[2]
+    for sharer in [sequences[1], *sequences[3:9], sequences[10]]:
+        sharer.qkv[:shared_len] = origin.qkv[:shared_len]
+        sharer.blocks[: shared_len // BLOCK_SIZE] = origin.blocks[: shared_len // BLOCK_SIZE]
+    for sequence in sequences:
+        run_step(native, layer, cache, [(sequence, sequence.qkv.shape[0] - 1)])
+    for sequence in sequences:
+        run_step(native, layer, cache, [(sequence, 1)])
+        sequence.computed -= 1
+    run_step(native, layer, cache, [(sequence, 1) for sequence in sequences])
+    for sequence in sequences:
+        _, alone, together = sequence.outputs
+        assert torch.equal(alone, together)

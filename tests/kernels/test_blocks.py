@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels.interface import DenseWeight, Ops
+from penstock.kernels.interface import Activation, DenseWeight, Ops
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from tests.kernels.attention_case import BLOCK_SIZE, make_batch, make_layer
@@ -20,6 +20,18 @@ def ops(request: pytest.FixtureRequest, native: NativeOps, exact: TorchOps) -> O
 
 def dense(ops: Ops, outputs: int, inputs: int):
     return ops.pack_linear([DenseWeight(torch.randn(outputs, inputs))])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [1, 7, 40, 150])
+def test_mlp_of_separate_gate_and_up(ops: Ops, rows: int, activation: Activation) -> None:
+    """The usual case, in which gating may happen on the way from one product to the next."""
+    wide = 6 * 32
+    gate_up = ops.pack_linear([DenseWeight(torch.randn(wide, HIDDEN)) for _ in range(2)])
+    down = dense(ops, HIDDEN, wide)
+    x = torch.randn(rows, HIDDEN).to(ops.dtype)
+    expected = ops.linear(ops.gated(ops.linear(x, gate_up), activation), down)
+    assert torch.equal(ops.mlp(x, gate_up, down, activation), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 40])

@@ -134,7 +134,13 @@ def compressed_packed(bits: int, group: int, *, symmetric: bool) -> Layout:
         dense = (codes - spread(zeros, group)) * spread(scales.bfloat16().float(), group)
         return Quantized(tensors, dense)
 
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group",
+        "group_size": group,
+    }
     return compressed("pack-quantized", weights, quantize)
 
 
@@ -142,9 +148,7 @@ def smooth_int8() -> Layout:
     def quantize(weight: Tensor) -> Quantized:
         scales = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
         codes = (weight / scales.float()).round().clamp(-128, 127)
-        return Quantized(
-            {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float()
-        )
+        return Quantized({"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float())
 
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     return compressed("int-quantized", weights, quantize)

@@ -34,14 +34,15 @@ class Bench:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None = None
 
     @property
     def ops(self) -> TritonOps:
-        return TritonOps(self.device, self.dtype)
+        return TritonOps(self.device, self.dtype, self.kv_dtype)
 
     @property
     def definition(self) -> TorchOps:
-        return TorchOps(self.device, self.dtype)
+        return TorchOps(self.device, self.dtype, self.kv_dtype)
 
     @property
     def exact(self) -> TorchOps:
@@ -118,7 +119,7 @@ def attention_error(bench: Bench, heads: Heads, lengths: Lengths) -> float:
     backends = (bench.ops, bench.definition)
     stores = [ops.allocate_kv(1, num_blocks, BLOCK_SIZE, heads.kv_count, heads.size) for ops in backends]
     for ours, theirs in ((stores[0].keys, stores[1].keys), (stores[0].values, stores[1].values)):
-        theirs.normal_()
+        theirs.copy_(torch.randn(theirs.shape))
         ours[:, :num_blocks] = theirs.transpose(2, 3)
     qkv = bench.normal(batch.positions.shape[0], width)
     got, wanted = (
@@ -149,7 +150,7 @@ def assert_elementwise(bench: Bench, rows: int, width: int) -> None:
         )
 
 
-def block_error(bench: Bench, rows: int, hidden: int, inner: int, bias: bool) -> float:
+def block_error(bench: Bench, rows: int, heads: Heads, hidden: int, inner: int, bias: bool) -> float:
     """Of an attention half and an MLP half of a layer, against float32; relative to the largest value."""
     ops, exact = bench.ops, bench.exact
 
@@ -159,15 +160,15 @@ def block_error(bench: Bench, rows: int, hidden: int, inner: int, bias: bool) ->
         wide = None if offsets is None else offsets.float()
         return ops.pack_linear([weight], offsets), exact.pack_linear([weight], wide)
 
-    heads, kv_heads, size = 8, 2, 64
     gate_up, down = packed(2 * inner, hidden), packed(hidden, inner)
-    qkv, output = packed((heads + 2 * kv_heads) * size, hidden), packed(hidden, heads * size)
+    qkv = packed((heads.count + 2 * heads.kv_count) * heads.size, hidden)
+    output = packed(hidden, heads.count * heads.size)
     norm = torch.rand(hidden, device=bench.device) + 0.5
-    layer = AttentionLayer(heads, kv_heads, size, size**-0.5, torch.rand(512, size, device=bench.device))
+    layer = heads.layer(bench, 512)
     batch = bench.batch([(7 * i % 100, 1) for i in range(rows)], num_blocks=8 * rows)
     ours = bench.normal(rows, hidden)
     theirs = ours.float()
-    stores = [each.allocate_kv(1, 8 * rows, BLOCK_SIZE, kv_heads, size) for each in (ops, exact)]
+    stores = [each.allocate_kv(1, 8 * rows, BLOCK_SIZE, heads.kv_count, heads.size) for each in (ops, exact)]
     for each, residual, store, part in ((ops, ours, stores[0], 0), (exact, theirs, stores[1], 1)):
         each.attention_block(residual, norm, 1e-5, qkv[part], output[part], layer, store.layer(0), batch)
         each.mlp_block(residual, norm, 1e-5, gate_up[part], down[part], "silu")
@@ -179,9 +180,7 @@ def share_of_close_tokens(
 ) -> float:
     """Rounding lets a token near a tie take another expert, so not all can be."""
     parts = [
-        ExpertWeights(
-            bench.matrix(inner, hidden), bench.matrix(inner, hidden), bench.matrix(hidden, inner)
-        )
+        ExpertWeights(bench.matrix(inner, hidden), bench.matrix(inner, hidden), bench.matrix(hidden, inner))
         for _ in range(experts)
     ]
     router = bench.matrix(experts, hidden)

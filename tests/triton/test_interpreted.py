@@ -12,12 +12,14 @@ import torch
 
 from penstock.kernels.interface import DenseWeight, Routing
 
-pytest.importorskip("triton", reason="triton has no wheel for this platform")
+pytest.importorskip(
+    "triton", "3.9", reason="needs triton 3.9 or later, whose interpreter knows today's numpy"
+)
 # tests/conftest.py chooses the interpreter, before anything can have imported triton.
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
-from penstock.kernels.triton import attention, float8, int8, packing
+from penstock.kernels.triton import attention, float8, int4, int8, packing, skinny
 from penstock.models.quantize import quantize
 from tests.triton.cases import (
     Bench,
@@ -38,24 +40,25 @@ HALF = Bench(torch.device("cpu"), torch.float16)
 WHOLE = Bench(torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("bench", [HALF, WHOLE], ids=["float16", "float32"])
 @pytest.mark.parametrize(
     "heads",
     [
-        Heads(4, 2, 32),
+        Heads(4, 2, 16),
         Heads(3, 1, 40, norms=True),
-        Heads(2, 2, 32, window=21),
-        Heads(4, 1, 32, window=150, softcap=3.0, norms=True),
+        Heads(2, 2, 16, window=21),
+        Heads(4, 1, 32, window=150, softcap=3.0),
     ],
     ids=str,
 )
 @pytest.mark.parametrize(
     "lengths",
-    [[(40, 1), (3, 1), (170, 1)], [(0, 1)], [(0, 37), (16, 20), (5, 1)], [(33, 1), (64, 18)]],
+    [[(40, 1), (0, 1), (170, 1)], [(0, 17), (16, 9), (5, 1)], [(33, 1), (64, 18)]],
     ids=str,
 )
-def test_attend(bench: Bench, heads: Heads, lengths: Lengths) -> None:
-    assert attention_error(bench, heads, lengths) < (2e-3 if bench is HALF else 1e-5)
+def test_attend(heads: Heads, lengths: Lengths) -> None:
+    assert attention_error(WHOLE, heads, lengths) < 1e-5
+    if heads.norms:
+        assert attention_error(HALF, heads, lengths) < 2e-3
 
 
 @pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(2, 1, 16, window=300)], ids=str)
@@ -71,28 +74,35 @@ def test_norms_and_gates(bench: Bench, rows: int, width: int) -> None:
     assert_elementwise(bench, rows, width)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.fixture
+def few_is_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that five rows are many, and go the way of many."""
+    for kernels in (skinny, int4, int8):
+        monkeypatch.setattr(kernels, "MAX_ROWS", 4)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.usefixtures("few_is_four")
 def test_a_block_is_its_parts(rows: int, bias: bool) -> None:
-    """One row, a few (both in kernels of their own) and many."""
-    assert block_error(HALF, rows, hidden=128, inner=256, bias=bias) < 4e-3
+    assert block_error(HALF, rows, Heads(4, 2, 32), hidden=128, inner=128, bias=bias) < 4e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 30])
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (6, 3)])
-@pytest.mark.parametrize("normalizes", [False, True])
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize(("experts", "top_k", "normalizes"), [(8, 2, False), (6, 3, True)])
 def test_experts(tokens: int, experts: int, top_k: int, normalizes: bool) -> None:
     routing = Routing(experts, top_k, normalizes)
     assert share_of_close_tokens(HALF, tokens, experts, routing, hidden=64, inner=96) > 0.9
 
 
 @pytest.mark.parametrize("name", quantized_formats(2, 128))
-@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.usefixtures("few_is_four")
 def test_quantized_weights(name: str, rows: int) -> None:
-    gate_up, down = quantized_formats(256, 128)[name], quantized_formats(128, 128)[name]
-    for bias in (False, True):
-        errors = product_errors(HALF, gate_up, down, rows, bias)
-        assert max(errors.values()) < 4e-3, errors
+    gate_up = quantized_formats(64, 128)[name]
+    down = random_quantized(128, 32, 32, 8, offsets=True)
+    errors = product_errors(HALF, gate_up, [down], rows, bias=rows == 5)
+    assert max(errors.values()) < 4e-3, errors
 
 
 def test_quantized_weights_stay_packed() -> None:
@@ -128,8 +138,12 @@ def test_rounding_to_float8() -> None:
     rounded = torch.empty(3, 100, dtype=torch.float8_e4m3fn)
     scales = torch.empty(3, 1)
     float8._round_kernel[(3,)](x, rounded, scales, 100, BLOCK=128)
-    assert (rounded.float() * scales - x).abs().max(dim=1).values.le(x.abs().amax(dim=1) * 0.04).all()
-    assert (rounded.float().abs().amax(dim=1) == 448).all()
+    largest = x.abs().amax(dim=1, keepdim=True)
+    torch.testing.assert_close(scales, largest / 448)
+    expected = (x / scales).to(torch.float8_e4m3fn).float()
+    # The interpreter loses the carry of a value that rounds up to a power of two.
+    may_carry = torch.frexp(expected).mantissa.abs() == 0.5
+    assert torch.equal(rounded.float()[~may_carry], expected[~may_carry])
 
 
 def test_one_row_of_float8_weights() -> None:

@@ -1,9 +1,8 @@
 // Sharing attention between threads: first every token's queries, keys and values, then tiles of query rows.
-#include "attention.h"
-
 #include <algorithm>
 #include <vector>
 
+#include "attention_pieces.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -13,7 +12,7 @@ namespace {
 // Below this many elements of Q, K and V waking other threads costs more than it saves.
 constexpr int64_t kSerialElements = 8192;
 constexpr int64_t kTokensPerItem = 4;
-constexpr int64_t kTilesPerThread = 3;
+constexpr int64_t kSerialMerges = 12;
 
 void store_tokens(const AttendCall& call) {
   const int64_t tokens = call.batch->num_tokens;
@@ -29,61 +28,17 @@ void store_tokens(const AttendCall& call) {
   });
 }
 
-QueryTile make_tile(const AttendCall& call, int64_t request, int64_t kv_head, int64_t first_row, int64_t num_rows) {
-  const int32_t* starts = call.batch->query_starts + request;
-  const int64_t first_position = call.batch->context_lens[request] - (starts[1] - starts[0]);
-  const int64_t heads = call.heads_per_kv_head();
-  const int64_t first_end = first_position + first_row / heads + 1;
-  const int64_t last_end = first_position + (first_row + num_rows - 1) / heads + 1;
-  const int64_t first_key = std::max<int64_t>(0, first_end - call.layer->window);
-  return {request, kv_head, first_row, num_rows, first_key / kSplitTokens, ceil_div(last_end, kSplitTokens), nullptr};
-}
-
-// Longest first, so that no thread is left with a long one at the end.
-void list_tiles(const AttendCall& call, std::vector<QueryTile>& tiles) {
-  tiles.clear();
-  for (int64_t request = 0; request < call.batch->num_requests; ++request) {
-    const int32_t* starts = call.batch->query_starts + request;
-    const int64_t rows = (starts[1] - starts[0]) * call.heads_per_kv_head();
-    for (int64_t first = rows == 0 ? -1 : (rows - 1) / kTileRows * kTileRows; first >= 0; first -= kTileRows) {
-      for (int64_t kv_head = 0; kv_head < call.layer->num_kv_heads; ++kv_head) {
-        tiles.push_back(make_tile(call, request, kv_head, first, std::min<int64_t>(kTileRows, rows - first)));
-      }
-    }
-  }
-}
-
-// Few tiles over long contexts: threads share a tile's splits, and the states are merged in the same order as one
-// thread would have done it.
-void attend_by_splits(const AttendCall& call, const std::vector<QueryTile>& tiles) {
-  static thread_local Scratch outputs;
-  static thread_local std::vector<RowState> states;
-  static thread_local std::vector<QueryTile> pieces;
-  const int64_t output_size = kTileRows * call.layout.value_dim;
-  size_t total = 0;
-  for (const QueryTile& tile : tiles) total += static_cast<size_t>(tile.end_split - tile.first_split);
-  states.resize(total);
-  pieces.clear();
-  float* output = outputs.get<float>(static_cast<int64_t>(total) * output_size);
-  for (const QueryTile& tile : tiles) {
-    for (int64_t split = tile.first_split; split < tile.end_split; ++split) {
-      RowState& state = states[pieces.size()];
-      state.output = output + static_cast<int64_t>(pieces.size()) * output_size;
-      QueryTile piece = tile;
-      piece.first_split = split;
-      piece.end_split = split + 1;
-      piece.partial = &state;
-      pieces.push_back(piece);
-    }
-  }
-  const std::vector<QueryTile>& shared_pieces = pieces;
-  parallel_for(static_cast<int64_t>(total), [&](int64_t i) { kernels().attend_tile(call, shared_pieces[i]); });
-  const RowState* next = states.data();
-  for (const QueryTile& tile : tiles) {
-    const int64_t count = tile.end_split - tile.first_split;
-    kernels().merge_tile(call, tile, next, count);
-    next += count;
-  }
+void merge_pieces(const AttendCall& call, const AttentionPieces& work) {
+  const auto merge_one = [&](int64_t i) {
+    static thread_local std::vector<RowState> states;
+    const Merge& merge = work.merges[i];
+    states.resize(merge.num_parts);
+    collect_states(call, work, merge, states.data());
+    kernels().merge_tile(call, merge.tile, states.data(), static_cast<int64_t>(merge.num_parts));
+  };
+  const int64_t count = static_cast<int64_t>(work.merges.size());
+  if (count > kSerialMerges) return parallel_for(count, merge_one);
+  for (int64_t i = 0; i < count; ++i) merge_one(i);
 }
 
 }  // namespace
@@ -110,7 +65,7 @@ PENSTOCK_API void penstock_free_pages(void* data, int64_t bytes) { free_pages(da
 PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBatch* batch, int dtype,
                                   int64_t block_size, void* cache, const void* qkv, void* out) {
   static thread_local Scratch queries;
-  static thread_local std::vector<QueryTile> tiles;
+  static thread_local AttentionPieces work;
   kernels().enter();
   AttendCall call = {};
   call.layer = layer;
@@ -123,10 +78,9 @@ PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBa
   call.queries = queries.get<float>(batch->num_tokens * layer->num_heads * call.layout.key_dim);
 
   store_tokens(call);
-  list_tiles(call, tiles);
-  const bool few = static_cast<int64_t>(tiles.size()) < num_threads() * kTilesPerThread;
-  if (few && batch->max_context_len > kSplitTokens && num_threads() > 1) return attend_by_splits(call, tiles);
-  const std::vector<QueryTile>& shared_tiles = tiles;
-  parallel_for(static_cast<int64_t>(tiles.size()),
-               [&](int64_t i) { kernels().attend_tile(call, shared_tiles[i]); });
+  cut_attention(call, num_threads(), &work);
+  const AttentionPieces& shared_work = work;  // a thread_local would be the worker's own inside the region
+  parallel_for(static_cast<int64_t>(work.pieces.size()),
+               [&](int64_t i) { kernels().attend_tile(call, shared_work.pieces[i]); });
+  merge_pieces(call, work);
 }

@@ -93,7 +93,7 @@ struct RowState {
 };
 
 // Up to 16 of a request's rows for one KV head. Row r is query head r % heads_per_kv_head of the request's token
-// r / heads_per_kv_head of this step.
+// r / heads_per_kv_head of this step; where all rows see all keys, the rows of the next requests follow.
 struct QueryTile {
   int64_t request;
   int64_t kv_head;
@@ -102,6 +102,7 @@ struct QueryTile {
   int64_t first_split;
   int64_t end_split;
   RowState* partial;  // null: write the answer; else leave the state here
+  bool sees_all;      // of the splits
 };
 
 }  // namespace penstock

@@ -37,6 +37,8 @@ struct Sight {
 };
 
 PENSTOCK_INLINE Sight sight_of(const AttendCall& call, const QueryTile& tile) {
+  constexpr int64_t far = int64_t{1} << 40;
+  if (tile.sees_all) return {far, 1, 0, 2 * far};
   const int32_t* starts = call.batch->query_starts + tile.request;
   const int64_t num_queries = starts[1] - starts[0];
   return {call.batch->context_lens[tile.request] - num_queries, call.heads_per_kv_head(), tile.first_row,

@@ -9,8 +9,9 @@ namespace penstock {
 namespace amx {
 void forget_tiles();
 void pack_activations(const LinearCall& call, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
-void multiply_strip_wide(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row);
 void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row);
+void multiply_gated(const LinearCall& call, const Strip& gate, const Strip& up, Activation activation,
+                    int64_t first_row, int64_t end_row);
 void attend_tile_bf16(const AttendCall& call, const QueryTile& tile);
 void store_token_bf16(const AttendCall& call, int64_t token);
 
@@ -32,7 +33,7 @@ const Kernels* amx_kernels() {
     made.activations = Activations::tiles;
     made.pack_activations = amx::pack_activations;
     made.multiply_strip_bf16 = amx::multiply_strip;
-    made.multiply_strip_wide = amx::multiply_strip_wide;
+    made.multiply_gated = amx::multiply_gated;
     made.attend_tile = amx::attend_tile;
     made.store_token = amx::store_token;
     return made;

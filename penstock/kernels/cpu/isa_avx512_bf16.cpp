@@ -72,8 +72,10 @@ static void dot_strip(const LinearCall& call, const Strip& strip, int64_t first_
         }
       }
       for (int64_t r = 0; r < rows; ++r) {
-        write_panel_row(call, row + r, strip.first_output + p * kPanelOutputs,
-                        strip.num_outputs - p * kPanelOutputs, _mm512_load_ps(sums + r * kPanelOutputs));
+        const int64_t left = strip.num_outputs - p * kPanelOutputs;
+        write_strip_row(call, row + r, strip.first_output + p * kPanelOutputs,
+                        left < kPanelOutputs ? left : kPanelOutputs, _mm512_load_ps(sums + r * kPanelOutputs),
+                        _mm512_setzero_ps());
       }
     }
   }

@@ -40,8 +40,10 @@ struct Kernels {
   void (*multiply_strip_f32)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
   void (*multiply_strip_bf16)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
   Activations activations;
-  // For many rows, padded to whole tiles, where that is another function; else null.
-  void (*multiply_strip_wide)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
+  // Of the same strip of two matrices, activation(first) × second, as `pack_activations` would leave it in y. Null
+  // where there is no such function.
+  void (*multiply_gated)(const LinearCall&, const Strip& gate, const Strip& up, Activation, int64_t first_row,
+                         int64_t end_row);
   void (*pack_activations)(const LinearCall&, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
   void (*read_row)(const Part&, int64_t row, int64_t num_inputs, Dtype dtype, void* y);
 

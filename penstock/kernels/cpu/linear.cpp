@@ -13,8 +13,6 @@ constexpr int64_t kMinRowsPerItem = 64;
 constexpr int64_t kItemsPerThread = 4;
 
 constexpr int64_t kPackRows = 16;
-// From here on turning weights is cheaper than turning activations and results.
-constexpr int64_t kWideRows = 96;
 // Activations of one item, which every strip reads again, should stay in a core's second-level cache.
 constexpr int64_t kItemActivationBytes = 1 << 20;
 constexpr int64_t kSerialElements = 16384;
@@ -44,7 +42,8 @@ void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void
   kernels().gated(dtype, in.activation, width, from + row * 2 * row_bytes, to);
 }
 
-void reshape_rows(const LinearCall& call, Activations form, const bf16* from, int64_t first, int64_t count, void* to) {
+void reshape_rows(const LinearCall& call, Activations form, const bf16* from, int64_t first, int64_t count,
+                  void* to) {
   const int64_t width = call.in_features, padded = call.num_tiles * kTileInputs;
   if (form == Activations::widened) {
     return kernels().widen(from + first * width, static_cast<float*>(to) + first * width, count * width);
@@ -59,6 +58,10 @@ void reshape_rows(const LinearCall& call, Activations form, const bf16* from, in
 // Activations in the form `multiply_strip` reads: as they are where possible.
 void prepare_activations(const InputRows& in, int64_t rows, Dtype dtype, Activations form, LinearCall* call) {
   static thread_local Scratch made_rows, reshaped_rows;
+  if (in.origin == InputRows::Origin::packed) {
+    call->x = in.data;
+    return;
+  }
   const int64_t width = call->in_features, padded = call->num_tiles * kTileInputs;
   const bool makes = in.origin != InputRows::Origin::given;
   const int64_t row_bytes = width * element_bytes(dtype);
@@ -95,8 +98,8 @@ LinearCall make_call(const Linear& linear, const OutputRows& out) {
 }
 
 // Few strips are shared out by rows too; many rows are taken in pieces that stay in cache.
-int64_t rows_per_item(const LinearCall& call, int64_t rows) {
-  const int64_t wanted = ceil_div(num_threads() * kItemsPerThread, call.num_strips);
+int64_t rows_per_item(const LinearCall& call, int64_t num_strips, int64_t rows) {
+  const int64_t wanted = ceil_div(num_threads() * kItemsPerThread, num_strips);
   const int64_t pieces = std::clamp<int64_t>(wanted, 1, ceil_div(rows, kMinRowsPerItem));
   const int64_t cached = std::max<int64_t>(kMinRowsPerItem, kItemActivationBytes / (call.in_features * 2));
   return round_up(std::min(ceil_div(rows, pieces), cached), 32);
@@ -109,18 +112,34 @@ void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& 
   const Kernels& set = kernels();
   set.enter();
   LinearCall call = make_call(linear, out);
-  auto multiply_strip = set.multiply_strip_f32;
-  Activations form = set.activations;
-  if (dtype == Dtype::bfloat16) {
-    const bool wide = rows >= kWideRows && set.multiply_strip_wide != nullptr;
-    multiply_strip = wide ? set.multiply_strip_wide : set.multiply_strip_bf16;
-    if (wide) form = Activations::padded_bf16;
-  }
-  prepare_activations(in, rows, dtype, form, &call);
-  const int64_t piece = rows_per_item(call, rows);
+  const auto multiply_strip = dtype == Dtype::bfloat16 ? set.multiply_strip_bf16 : set.multiply_strip_f32;
+  prepare_activations(in, rows, dtype, set.activations, &call);
+  const int64_t piece = rows_per_item(call, call.num_strips, rows);
   parallel_for(ceil_div(rows, piece) * call.num_strips, [&](int64_t item) {
     const int64_t first = item / call.num_strips * piece;
     multiply_strip(call, call.strips[item % call.num_strips], first, std::min(rows, first + piece));
+  });
+}
+
+bool gates_on_the_way(const Linear& gate_up, Dtype dtype, int64_t rows) {
+  const std::vector<Part>& parts = gate_up.parts;
+  const bool side_by_side = parts.size() == 2 && parts[0].rows == parts[1].rows &&
+                            parts[0].rows % (kStripPanels * kPanelOutputs) == 0;
+  return side_by_side && rows >= kPackRows && dtype == Dtype::bfloat16 && kernels().multiply_gated != nullptr &&
+         gate_up.bias.empty();
+}
+
+void multiply_gated(const Linear& gate_up, int64_t rows, const InputRows& in, Activation activation, bf16* out) {
+  if (rows == 0) return;
+  const Kernels& set = kernels();
+  set.enter();
+  LinearCall call = make_call(gate_up, {out, Dtype::bfloat16});
+  prepare_activations(in, rows, Dtype::bfloat16, set.activations, &call);
+  const int64_t pairs = call.num_strips / 2, piece = rows_per_item(call, pairs, rows);
+  parallel_for(ceil_div(rows, piece) * pairs, [&](int64_t item) {
+    const Strip* gate = call.strips + item % pairs;
+    const int64_t first = item / pairs * piece;
+    set.multiply_gated(call, *gate, gate[pairs], activation, first, std::min(rows, first + piece));
   });
 }
 

@@ -109,23 +109,35 @@ static inline __m512 widen_bf16(__m256i values) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
 }
 
-// One row's 16 sums of a panel, plus bias, to where they belong.
-static inline void write_panel_row(const LinearCall& call, int64_t row, int64_t output, int64_t count, __m512 sums) {
+// Rows of a strip's 32 outputs, of which `count` are there: plus bias, to where they belong.
+static inline void write_strip_row(const LinearCall& call, int64_t row, int64_t output, int64_t count, __m512 low,
+                                   __m512 high) {
   const int64_t at = row * call.out_features + output;
-  const __mmask16 mask = count >= kPanelOutputs ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
-  if (call.bias != nullptr) sums = _mm512_add_ps(sums, _mm512_loadu_ps(call.bias + output));
+  const __mmask32 mask = count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+  const __mmask16 low_mask = static_cast<__mmask16>(mask), high_mask = static_cast<__mmask16>(mask >> 16);
+  if (call.bias != nullptr) {
+    low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(low_mask, call.bias + output));
+    high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(high_mask, call.bias + output + kPanelOutputs));
+  }
   if (call.y_dtype == Dtype::float32) {
     float* to = static_cast<float*>(call.y) + at;
-    if (call.adds) sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(mask, to));
-    return _mm512_mask_storeu_ps(to, mask, sums);
+    if (call.adds) {
+      low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(low_mask, to));
+      high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(high_mask, to + kPanelOutputs));
+    }
+    _mm512_mask_storeu_ps(to, low_mask, low);
+    return _mm512_mask_storeu_ps(to + kPanelOutputs, high_mask, high);
   }
   bf16* to = static_cast<bf16*>(call.y) + at;
-  __m256bh rounded = _mm512_cvtneps_pbh(sums);
+  __m512i rounded = unpack::narrow(low, high);
   if (call.adds) {
-    const __m512 old = widen_bf16(_mm256_maskz_loadu_epi16(mask, to));
-    rounded = _mm512_cvtneps_pbh(_mm512_add_ps(old, widen_bf16((__m256i)rounded)));
+    const __m512i old = _mm512_maskz_loadu_epi16(mask, to);
+    low = _mm512_add_ps(widen_bf16(_mm512_castsi512_si256(old)), widen_bf16(_mm512_castsi512_si256(rounded)));
+    high = _mm512_add_ps(widen_bf16(_mm512_extracti64x4_epi64(old, 1)),
+                         widen_bf16(_mm512_extracti64x4_epi64(rounded, 1)));
+    rounded = unpack::narrow(low, high);
   }
-  _mm256_mask_storeu_epi16(to, mask, (__m256i)rounded);
+  _mm512_mask_storeu_epi16(to, mask, rounded);
 }
 
 }  // namespace penstock

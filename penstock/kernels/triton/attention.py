@@ -29,8 +29,10 @@ PROGRAMS_PER_PROCESSOR = 1.5
 def _widened(cached, type: tl.constexpr):
     """Keys or values as they are multiplied: float8 in float16, which the hardware widens it to."""
     if cached.dtype == tl.float8e4nv:
-        return cached.to(tl.float16)
-    return cached.to(type)
+        wide = cached.to(tl.float16)
+    else:
+        wide = cached.to(type)
+    return wide
 
 
 @triton.jit

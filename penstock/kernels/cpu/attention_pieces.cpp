@@ -1,0 +1,158 @@
+#include "attention_pieces.h"
+
+#include <algorithm>
+
+namespace penstock {
+namespace {
+
+constexpr int64_t kTilesPerThread = 3;
+
+// Neighbouring requests that see the first splits through the same blocks.
+struct SharedRun {
+  int64_t first_request;
+  int64_t num_requests;
+  int64_t num_splits;
+  int64_t first_piece;
+};
+
+int64_t num_queries(const AttendCall& call, int64_t request) {
+  return call.batch->query_starts[request + 1] - call.batch->query_starts[request];
+}
+
+// How many whole splits, from the first, a request and the one after it have in common.
+int64_t splits_in_common(const AttendCall& call, int64_t request) {
+  const AttentionBatch& batch = *call.batch;
+  if (num_queries(call, request) != 1 || num_queries(call, request + 1) != 1) return 0;
+  const int64_t context_len = std::min(batch.context_lens[request], batch.context_lens[request + 1]);
+  const int64_t blocks_per_split = kSplitUnits / call.layout.units_per_block;
+  const int32_t* table = batch.block_tables + request * batch.table_stride;
+  const int32_t* end = table + context_len / kSplitTokens * blocks_per_split;
+  return (std::mismatch(table, end, table + batch.table_stride).first - table) / blocks_per_split;
+}
+
+int64_t requests_per_tile(const AttendCall& call) { return kTileRows / call.heads_per_kv_head(); }
+
+void find_runs(const AttendCall& call, std::vector<SharedRun>& runs) {
+  runs.clear();
+  const int64_t longest = call.batch->max_context_len;
+  const bool worth_it = requests_per_tile(call) > 1 && longest >= kSplitTokens;
+  const bool possible = call.layer->window >= longest && kSplitUnits % call.layout.units_per_block == 0;
+  if (!worth_it || !possible) return;
+  for (int64_t request = 0; request + 1 < call.batch->num_requests; ++request) {
+    const int64_t common = splits_in_common(call, request);
+    if (common == 0) continue;
+    const bool goes_on = !runs.empty() && runs.back().first_request + runs.back().num_requests == request + 1 &&
+                         runs.back().num_splits == common;
+    if (goes_on) {
+      runs.back().num_requests += 1;
+    } else if (runs.empty() || runs.back().first_request + runs.back().num_requests <= request) {
+      runs.push_back({request, 2, common, 0});
+    }
+  }
+}
+
+int64_t add_piece(AttentionPieces& into, QueryTile piece, int64_t first_split, int64_t end_split) {
+  piece.first_split = first_split;
+  piece.end_split = end_split;
+  into.pieces.push_back(piece);
+  return static_cast<int64_t>(into.pieces.size()) - 1;
+}
+
+// One piece for each (some requests, KV head, split), in this order.
+void add_shared_pieces(const AttendCall& call, SharedRun& run, AttentionPieces& into) {
+  run.first_piece = static_cast<int64_t>(into.pieces.size());
+  const int64_t at_once = requests_per_tile(call);
+  for (int64_t first = 0; first < run.num_requests; first += at_once) {
+    const int64_t rows = std::min(at_once, run.num_requests - first) * call.heads_per_kv_head();
+    for (int64_t kv_head = 0; kv_head < call.layer->num_kv_heads; ++kv_head) {
+      const QueryTile tile = {run.first_request + first, kv_head, 0, rows, 0, 0, nullptr, true};
+      for (int64_t split = 0; split < run.num_splits; ++split) add_piece(into, tile, split, split + 1);
+    }
+  }
+}
+
+void add_shared_parts(const AttendCall& call, const SharedRun& run, const QueryTile& tile, AttentionPieces& into) {
+  const int64_t index = tile.request - run.first_request, at_once = requests_per_tile(call);
+  const int64_t first =
+      run.first_piece + (index / at_once * call.layer->num_kv_heads + tile.kv_head) * run.num_splits;
+  for (int64_t split = 0; split < run.num_splits; ++split) {
+    into.parts.push_back({first + split, index % at_once * call.heads_per_kv_head()});
+  }
+}
+
+QueryTile make_tile(const AttendCall& call, int64_t request, int64_t kv_head, int64_t first_row, int64_t num_rows) {
+  const int64_t first_position = call.batch->context_lens[request] - num_queries(call, request);
+  const int64_t heads = call.heads_per_kv_head();
+  const int64_t first_end = first_position + first_row / heads + 1;
+  const int64_t last_end = first_position + (first_row + num_rows - 1) / heads + 1;
+  const int64_t first_key = std::max<int64_t>(0, first_end - call.layer->window);
+  return {request,  kv_head, first_row, num_rows, first_key / kSplitTokens, ceil_div(last_end, kSplitTokens),
+          nullptr, false};
+}
+
+// Longest first, so that no thread is left with a long one at the end.
+void list_tiles(const AttendCall& call, std::vector<QueryTile>& tiles) {
+  tiles.clear();
+  for (int64_t request = 0; request < call.batch->num_requests; ++request) {
+    const int64_t rows = num_queries(call, request) * call.heads_per_kv_head();
+    for (int64_t first = rows == 0 ? -1 : (rows - 1) / kTileRows * kTileRows; first >= 0; first -= kTileRows) {
+      for (int64_t kv_head = 0; kv_head < call.layer->num_kv_heads; ++kv_head) {
+        tiles.push_back(make_tile(call, request, kv_head, first, std::min<int64_t>(kTileRows, rows - first)));
+      }
+    }
+  }
+}
+
+// Every piece that a merge reads gets a state, and room for its output.
+void place_states(const AttendCall& call, AttentionPieces& into) {
+  const int64_t output_size = kTileRows * call.layout.value_dim;
+  into.states.resize(into.pieces.size());
+  float* output = into.outputs.get<float>(static_cast<int64_t>(into.pieces.size()) * output_size);
+  for (const StateRows& part : into.parts) {
+    RowState& state = into.states[part.piece];
+    state.output = output + part.piece * output_size;
+    into.pieces[part.piece].partial = &state;
+  }
+}
+
+}  // namespace
+
+void cut_attention(const AttendCall& call, int64_t num_threads, AttentionPieces* into) {
+  static thread_local std::vector<QueryTile> tiles;
+  static thread_local std::vector<SharedRun> runs;
+  into->pieces.clear();
+  into->parts.clear();
+  into->merges.clear();
+  list_tiles(call, tiles);
+  find_runs(call, runs);
+  for (SharedRun& run : runs) add_shared_pieces(call, run, *into);
+  const bool few = num_threads > 1 && static_cast<int64_t>(tiles.size()) < num_threads * kTilesPerThread;
+  auto run = runs.begin();
+  for (const QueryTile& tile : tiles) {
+    while (run != runs.end() && run->first_request + run->num_requests <= tile.request) ++run;
+    const bool shares = run != runs.end() && run->first_request <= tile.request;
+    if (!shares && !(few && tile.end_split - tile.first_split > 1)) {
+      add_piece(*into, tile, tile.first_split, tile.end_split);
+      continue;
+    }
+    const size_t first_part = into->parts.size();
+    if (shares) add_shared_parts(call, *run, tile, *into);
+    for (int64_t split = shares ? run->num_splits : tile.first_split; split < tile.end_split; ++split) {
+      into->parts.push_back({add_piece(*into, tile, split, split + 1), 0});
+    }
+    into->merges.push_back({tile, first_part, into->parts.size() - first_part});
+  }
+  place_states(call, *into);
+}
+
+void collect_states(const AttendCall& call, const AttentionPieces& from, const Merge& merge, RowState* states) {
+  for (size_t i = 0; i < merge.num_parts; ++i) {
+    const StateRows& part = from.parts[merge.first_part + i];
+    const RowState& state = from.states[part.piece];
+    std::copy_n(state.maximum + part.first_row, merge.tile.num_rows, states[i].maximum);
+    std::copy_n(state.weight_sum + part.first_row, merge.tile.num_rows, states[i].weight_sum);
+    states[i].output = state.output + part.first_row * call.layout.value_dim;
+  }
+}
+
+}  // namespace penstock

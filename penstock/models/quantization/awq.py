@@ -1,0 +1,194 @@
+"""Activation-aware scaling before rounding to four bits, after the idea of AWQ.
+
+Inputs of a product that tend to be large matter more. Multiplying their columns of the weights by s, and dividing
+what makes those inputs by s, leaves the model as it is but gives those columns finer steps. s is a power of the mean
+size of each input; the power is the one that, on the calibration text, leaves the outputs nearest to what they were.
+Where the division goes: into the norm in front, or into the rows of the matrix in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import DenseWeight, PackedLinear, WeightData
+from penstock.kernels.reference import TorchOps
+from penstock.models.config import ArchitectureConfig
+from penstock.models.load import Checkpoint
+from penstock.models.quantization.evaluation import WindowRunner
+from penstock.models.quantization.inventory import Inventory, load_listed
+from penstock.models.quantization.layouts import round_to_groups
+from penstock.models.weights import WeightSource
+
+_ROWS_PER_STACK = 192  # inputs kept to judge a scaling by
+_NUM_POWERS = 16
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What one stack of matrices is multiplied with."""
+
+    total: Tensor  # float32 [in], sum of sizes
+    count: int = 0
+    rows: list[Tensor] = field(default_factory=list)
+
+    @property
+    def mean_size(self) -> Tensor:
+        return self.total / max(1, self.count)
+
+
+class RecordingOps(TorchOps):
+    """Plain torch that looks at every input on its way."""
+
+    def __init__(self, dtype: torch.dtype, rows_per_call: int) -> None:
+        super().__init__("cpu", dtype)
+        self.names: dict[int, tuple[str, ...]] = {}
+        self.inputs: dict[tuple[str, ...], Inputs] = {}
+        self._rows_per_call = rows_per_call
+
+    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        names = self.names.get(id(weight))
+        if names is not None:
+            seen = self.inputs.setdefault(names, Inputs(torch.zeros(x.shape[1])))
+            seen.total += x.float().abs().sum(dim=0)
+            seen.count += len(x)
+            step = max(1, len(x) // self._rows_per_call)
+            seen.rows.append(x[step - 1 :: step].float())
+        return super().linear(x, weight)
+
+
+def record_inputs(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    pieces: Sequence[Sequence[int]],
+    num_positions: int,
+    on_window: Callable[[], None],
+) -> dict[tuple[str, ...], Inputs]:
+    ops = RecordingOps(dtype, max(1, _ROWS_PER_STACK // len(pieces)))
+    listed = load_listed(checkpoint, ops, num_positions)
+    ops.names = listed.stack_of
+    runner = WindowRunner(listed.model, ops)
+    for piece in pieces:
+        runner.hidden(piece)
+        on_window()
+    return ops.inputs
+
+
+@dataclass(slots=True)
+class Scaling:
+    """Factors by full tensor name."""
+
+    columns: dict[str, Tensor] = field(default_factory=dict)  # a matrix's columns are multiplied
+    rows: dict[str, Tensor] = field(default_factory=dict)  # a matrix's rows, or a vector, are divided
+
+
+class ScaledSource:
+    """Another source's weights, scaled: the same model in other numbers. `norm_offset` is what the model adds to the
+    norms it reads."""
+
+    def __init__(self, source: WeightSource, scaling: Scaling, norm_offset: float) -> None:
+        self._source = source
+        self._scaling = scaling
+        self._norm_offset = norm_offset
+
+    def names(self) -> frozenset[str]:
+        return self._source.names()
+
+    def matrix(self, name: str, rows: int, columns: int) -> WeightData:
+        weight = self._source.matrix(name, rows, columns)
+        by_column, by_row = self._scaling.columns.get(name), self._scaling.rows.get(name)
+        if by_column is None and by_row is None:
+            return weight
+        values = dense_values(weight)
+        if by_column is not None:
+            values = values * by_column
+        if by_row is not None:
+            values = values / by_row.unsqueeze(1)
+        return DenseWeight(values)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        values = self._source.vector(name, size)
+        divisor = self._scaling.rows.get(name)
+        if divisor is None:
+            return values
+        offset = self._norm_offset if name.endswith("norm.weight") else 0.0
+        return (values + offset) / divisor - offset
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Matrices that share an input, and the tensors that its factors can be divided out of."""
+
+    consumers: tuple[str, ...]  # without `.weight`
+    producers: tuple[str, ...]  # full names
+
+
+def search_scaling(
+    source: WeightSource,
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    inputs: dict[tuple[str, ...], Inputs],
+    group: int,
+    on_pair: Callable[[float], None],
+) -> Scaling:
+    scaling = Scaling()
+    pairs = _pairs(checkpoint, inventory)
+    for index, pair in enumerate(pairs):
+        seen = inputs.get(pair.consumers)
+        if seen is not None and seen.count:
+            names = [f"{consumer}.weight" for consumer in pair.consumers]
+            weights = [dense_values(source.matrix(name, *inventory.matrices[name])) for name in names]
+            factors = _best_factors(torch.cat(weights), seen, group)
+            scaling.columns.update(dict.fromkeys(names, factors))
+            scaling.rows.update(dict.fromkeys(pair.producers, factors))
+        on_pair((index + 1) / len(pairs))
+    return scaling
+
+
+def dense_values(weight: WeightData) -> Tensor:
+    return weight.values.float() if isinstance(weight, DenseWeight) else weight.dequantize()
+
+
+def _best_factors(weight: Tensor, seen: Inputs, group: int) -> Tensor:
+    rows = torch.cat(seen.rows)
+    size = seen.mean_size.clamp_min(1e-4 * float(seen.mean_size.max()) + 1e-12)
+    best, least = torch.ones_like(size), float("inf")
+    for step in range(_NUM_POWERS):
+        factors = size ** (step / _NUM_POWERS)
+        factors = factors / (factors.max() * factors.min()).sqrt()
+        rounded = round_to_groups(weight * factors, group, 4, symmetric=False).dequantize() / factors
+        error = float((rows @ (rounded - weight).T).square().mean())
+        if error < least:
+            best, least = factors, error
+    return best
+
+
+def _pairs(checkpoint: Checkpoint, inventory: Inventory) -> list[Pair]:
+    config = checkpoint.config
+    mlp_norm = checkpoint.architecture.mlp_norm_name
+    known = set(inventory.stacks)
+    pairs = []
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        pairs += [
+            Pair(tuple(f"{attention}.{part}_proj" for part in "qkv"), (f"{prefix}.input_layernorm.weight",)),
+            Pair((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (f"{prefix}.{mlp_norm}.weight",)),
+            Pair((f"{mlp}.down_proj",), _with_bias(f"{mlp}.up_proj", inventory)),
+        ]
+        if _values_feed_output_one_to_one(config):
+            pairs.append(Pair((f"{attention}.o_proj",), _with_bias(f"{attention}.v_proj", inventory)))
+    return [pair for pair in pairs if pair.consumers in known]
+
+
+def _values_feed_output_one_to_one(config: ArchitectureConfig) -> bool:
+    """With fewer value heads than query heads, one row of V feeds several inputs of the output matrix."""
+    return config.num_heads == config.num_kv_heads
+
+
+def _with_bias(stem: str, inventory: Inventory) -> tuple[str, ...]:
+    bias = f"{stem}.bias"
+    return (f"{stem}.weight", bias) if bias in inventory.vectors else (f"{stem}.weight",)
