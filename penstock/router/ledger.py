@@ -35,9 +35,9 @@ class Ticket:
 class ReplicaLedger:
     __slots__ = (
         "_fit",
+        "_has_told_steps",
         "_hold_s",
         "_kv_used",
-        "_num_beats",
         "_others_requests",
         "_others_tokens",
         "_own_tokens",
@@ -48,6 +48,7 @@ class ReplicaLedger:
         "number",
         "own_requests",
         "queue_s",
+        "recent_requests",
         "replica",
         "token_s",
         "wait_per_block_s",
@@ -65,12 +66,13 @@ class ReplicaLedger:
         self._kv_used = 0  # blocks, by the last heartbeat and what was sent since
         self._hold_s = _GUESSED_HOLD_S  # how long a request keeps its blocks
         self._uncached_share = 1.0
-        self._num_beats = 0
+        self._has_told_steps = False
+        self.recent_requests = 0.0  # kept by RecentShares, in units of its own
         # What follows is derived, and is all that a policy reads.
         self.num_requests = 0  # unfinished, from everyone
         self.queue_s = 0.0  # until a request without a prompt would get its first token
         self.token_s = 0.0  # for each token of its prompt that is not cached
-        self.blocks_free = 0.0
+        self.blocks_free = 0.0  # below 0 when requests already wait for blocks
         self.wait_per_block_s = 0.0  # for each block that a request needs beyond those
         self._derive()
 
@@ -87,7 +89,7 @@ class ReplicaLedger:
         """Seconds until the first token of a request that leaves so much to compute and needs so many blocks."""
         predicted_s = self.queue_s + uncached_tokens * self.token_s
         if num_blocks > self.blocks_free:
-            predicted_s += (num_blocks - max(0.0, self.blocks_free)) * self.wait_per_block_s
+            predicted_s += (num_blocks - self.blocks_free) * self.wait_per_block_s
         return predicted_s
 
     def enter(self, prefill_tokens: int, num_blocks: int, now: float) -> Ticket:
@@ -102,7 +104,7 @@ class ReplicaLedger:
             return
         ticket.has_output = True
         self._own_tokens -= ticket.prefill_tokens
-        if not self._num_beats:  # other people's engines: the wait itself is the measurement
+        if not self._has_told_steps:  # as other people's engines: the wait itself is the measurement
             self._fit.observe(ticket.work_tokens, now - ticket.routed_s)
         self._derive()
 
@@ -117,8 +119,8 @@ class ReplicaLedger:
 
     def heartbeat(self, stats: EngineStats, hit_share: float | None) -> None:
         """`hit_share`: of the prompt tokens that were looked up since the last heartbeat, if there were any."""
-        self._num_beats += 1
         if stats.step_s > 0.0 and stats.step_tokens:
+            self._has_told_steps = True
             self._fit.observe(stats.step_tokens, stats.step_s)
         if hit_share is not None:
             self._uncached_share += (1.0 - _FADING) * (1.0 - hit_share - self._uncached_share)

@@ -116,11 +116,10 @@ class SessionAffinity:
     ) -> tuple[ReplicaLedger, Reason]:
         if request.affinity_key is None:
             return self._without_key.pick(request, candidates, matches, rng)
-        key = number_of(request.affinity_key)
         total = sum(candidate.num_requests for candidate in candidates)
         most = self._max_share * (total + 1) / len(candidates)
         fitting = [candidate for candidate in candidates if candidate.num_requests < most]
-        return max(fitting, key=lambda candidate: score(key, candidate.number)), Reason.AFFINITY
+        return _led_to(request.affinity_key, fitting), Reason.AFFINITY
 
 
 class PrefixAware:
@@ -128,14 +127,16 @@ class PrefixAware:
 
     A replica that holds the prefix wins until its queue is longer than another's by more than it takes to compute
     the prefix there. Then that one gets a copy, and from then on there are two: no prefix makes a hot spot.
-    `recompute_weight` above 1 prices in that computing again also delays those who come later. A key that several
-    requests share is worth `affinity_share` of computing the prompt: it decides where nothing is known yet.
+
+    `recompute_weight` above 1 prices in that computing again also delays those who come later: without it, each of a
+    burst of siblings would be served as soon alone as behind the first. A key that several requests share is worth
+    `affinity_share` of computing the prompt: it decides where nothing is known yet.
     """
 
     name: ClassVar[str] = "prefix-aware"
     reads_prefixes: ClassVar[bool] = True
 
-    def __init__(self, recompute_weight: float = 1.0, affinity_share: float = 0.2) -> None:
+    def __init__(self, recompute_weight: float = 1.15, affinity_share: float = 0.2) -> None:
         if recompute_weight < 1.0 or not 0.0 <= affinity_share <= 1.0:
             raise ConfigError(
                 f"Recomputing weighs at least 1, not {recompute_weight}; affinity 0 to 1, not {affinity_share}."
@@ -167,25 +168,23 @@ class PrefixAware:
             cost_s = self._cost_s(candidate, num_tokens - matched, num_blocks - matched // block_size)
             if cost_s < least_s:
                 best, least_s = candidate, cost_s
-        favourite = self._favourite(request, candidates)
-        if favourite is not None and favourite is not best:
-            uncached = num_tokens - matches.get(favourite, 0)
-            bonus_s = self._affinity_share * uncached * favourite.token_s
-            needed = num_blocks - matches.get(favourite, 0) // block_size
-            if self._cost_s(favourite, uncached, needed) - bonus_s < least_s:
-                best = favourite
-        return best, _reason(best, favourite, matches)
+        if matches:
+            is_longest = matches.get(best, 0) == max(matches.values())
+            return best, Reason.PREFIX if is_longest else Reason.COPY
+        if request.affinity_key is not None:
+            favourite = _led_to(request.affinity_key, candidates)
+            bonus_s = self._affinity_share * num_tokens * favourite.token_s
+            if self._cost_s(favourite, num_tokens, num_blocks) - bonus_s < least_s:
+                return favourite, Reason.AFFINITY
+        return best, Reason.LOAD
 
     def _cost_s(self, candidate: ReplicaLedger, uncached_tokens: int, num_blocks: int) -> float:
         return candidate.predict_s(uncached_tokens * self._recompute_weight, num_blocks)
 
-    def _favourite(
-        self, request: RoutingRequest, candidates: Sequence[ReplicaLedger]
-    ) -> ReplicaLedger | None:
-        if request.affinity_key is None:
-            return None
-        key = number_of(request.affinity_key)
-        return max(candidates, key=lambda candidate: score(key, candidate.number))
+
+def _led_to(key: str, candidates: Sequence[ReplicaLedger]) -> ReplicaLedger:
+    number = number_of(key)
+    return max(candidates, key=lambda candidate: score(number, candidate.number))
 
 
 def _load(candidate: ReplicaLedger) -> tuple[int, float]:
@@ -198,14 +197,6 @@ def _place(value: float, values: list[float], start: int) -> int:
         return values.index(value, start)
     except ValueError:
         return values.index(value)
-
-
-def _reason(
-    best: ReplicaLedger, favourite: ReplicaLedger | None, matches: Mapping[ReplicaLedger, int]
-) -> Reason:
-    if not matches:
-        return Reason.AFFINITY if best is favourite else Reason.LOAD
-    return Reason.PREFIX if matches.get(best, 0) == max(matches.values()) else Reason.COPY
 
 
 POLICIES: dict[str, type[Policy]] = {

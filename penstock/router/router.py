@@ -20,6 +20,7 @@ from penstock.router.ledger import ReplicaLedger, Ticket
 from penstock.router.policies import Policy, PrefixAware
 from penstock.router.replica import Replica, ReplicaState
 from penstock.router.request import Decision, RandomSource, RoutingRequest
+from penstock.router.shares import RecentShares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class RouterConfig:
     max_expected_blocks: int = 200_000
     expectation_ttl_s: float = 15.0  # for a replica to confirm what was sent to it
     approximate_ttl_s: float = 300.0  # for one that confirms nothing, since the last request with that prefix
+    max_share: float = 1.3  # of the mean number of requests lately, that one replica may get for its prefixes
+    share_window_s: float = 30.0
     spill_over_s: float = 2.0  # a predicted wait that makes a request leave its region
 
 
@@ -55,6 +58,7 @@ class Router:
         self.config = config or RouterConfig()
         self.index = PrefixIndex(self.config.max_index_entries)
         self.expectations = Expectations(self.index, self.config.max_expected_blocks)
+        self._shares = RecentShares(self.config.max_share, self.config.share_window_s)
         self._fleet: Sequence[Replica] | None = None
         self._known: dict[str, _Known] = {}
         self._by_bit: dict[int, ReplicaLedger] = {}
@@ -69,11 +73,18 @@ class Router:
         if replicas is not self._fleet:
             self.update(replicas)
         self.expectations.expire(now)
+        self.ended(request.id, now)  # another attempt: the one before counts no longer
         candidates = self._candidates(request)
         matches: dict[ReplicaLedger, int] = {}
         if self.policy.reads_prefixes and request.block_hashes:
             matches = self._match(request, candidates)
         picked, reason = self.policy.pick(request, candidates, matches, rng)
+        if self.policy.reads_prefixes:
+            within = self._shares.within(candidates, picked, now)
+            if within is not candidates:
+                allowed = {ledger: matched for ledger, matched in matches.items() if ledger in within}
+                picked, reason = self.policy.pick(request, within, allowed, rng)
+            self._shares.count(picked, self._by_bit.values(), now)
         matched = matches.get(picked, 0)
         block_size = picked.replica.block_size
         uncached = request.num_prompt_tokens - matched
@@ -194,10 +205,12 @@ class Router:
         bits = 0
         for candidate in candidates:
             bits |= candidate.bit
-        depths = self.index.match(request.block_hashes, bits)
         most = request.num_prompt_tokens - 1
-        block_size = candidates[0].replica.block_size
-        return {self._by_bit[bit]: min(depth * block_size, most) for bit, depth in depths.items()}
+        matches = {}
+        for bit, depth in self.index.match(request.block_hashes, bits).items():
+            ledger = self._by_bit[bit]
+            matches[ledger] = min(depth * ledger.replica.block_size, most)
+        return matches
 
     def _expect(self, request: RoutingRequest, picked: ReplicaLedger, num_matched: int, now: float) -> None:
         hashes = request.block_hashes

@@ -17,9 +17,12 @@ class Rank(enum.IntEnum):
     everything that happened up to now, as it does in the engine, which empties its inbox before it plans."""
 
     COMMIT = 0
-    DEPART = 1
-    ARRIVE = 2
-    PLAN = 3
+    FAULT = 1
+    DEPART = 2
+    NEWS = 3
+    ARRIVE = 4
+    CONTROL = 5
+    PLAN = 6
 
 
 class EventHeap:

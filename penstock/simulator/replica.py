@@ -46,6 +46,8 @@ class SimulatedReplica:
         self.num_steps = 0
         self.num_tokens_computed = 0
         self.busy_s = 0.0
+        self.slowdown = 1.0  # times the cost model's; a fault may raise it
+        self.last_step: tuple[int, float] = (0, 0.0)  # tokens and seconds of the step committed last
 
     @property
     def load(self) -> ReplicaLoad:
@@ -85,6 +87,7 @@ class SimulatedReplica:
         self.num_steps += 1
         self.num_tokens_computed += step.plan.num_tokens
         self.busy_s += step.result.elapsed_s
+        self.last_step = step.plan.num_tokens, step.result.elapsed_s
         return self._told(self.scheduler.commit(step.plan, step.result, now))
 
     def take_events(self) -> list[TokenEvent]:
@@ -98,7 +101,7 @@ class SimulatedReplica:
                 arrival = self._arrivals[chunk.request_id]
                 index = chunk.start + chunk.num_tokens - len(arrival.request.prompt_token_ids)
                 sampled.append(SampledToken(chunk.request_id, arrival.output_token(index)))
-        return StepResult(plan.step_id, tuple(sampled), self._cost.step_s(StepWork.of(plan)))
+        return StepResult(plan.step_id, tuple(sampled), self.slowdown * self._cost.step_s(StepWork.of(plan)))
 
     def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:

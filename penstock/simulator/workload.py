@@ -86,9 +86,15 @@ class Arrival:
         int  # the simulated model ends its answer here, with END_TOKEN_ID, unless max_tokens does
     )
     departs_s: float | None = None  # when the client loses patience
+    block_hashes: tuple[bytes, ...] = ()  # of the prompt, for a router that goes by prefixes
+    session: str | None = None
+    num_answered: int = (
+        0  # tokens of the answer that are in the prompt already: another replica computed them
+    )
 
     def output_token(self, index: int) -> int:
         """What the simulated model says at this position of the answer."""
+        index += self.num_answered
         if index + 1 >= self.num_output_tokens:
             return END_TOKEN_ID
         return self.request.prompt_token_ids[0] + index

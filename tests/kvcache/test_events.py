@@ -75,3 +75,18 @@ def test_events_survive_the_wire() -> None:
     assert {type(event) for event in events} == {KVStored, KVRemoved, KVCleared}
     data = msgspec.msgpack.encode(events)
     assert msgspec.msgpack.decode(data, type=list[KVEvent]) == events
+
+
+def test_a_reader_that_missed_news_gets_a_new_start() -> None:
+    cache = KVCache(8)
+    remember(cache, "abc")
+    assert len(cache.take_events()) == 1  # and nobody got it
+    remember(cache, "x")
+    cache.restart_events()
+    mirror = Mirror()
+    mirror.next_sequence = 1
+    events = cache.take_events()
+    assert events[0] == KVCleared(1)
+    mirror.apply(events)
+    assert mirror.hashes == {*hashes("abc"), *hashes("x")}
+    assert cache.take_events() == []

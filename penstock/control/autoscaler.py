@@ -1,0 +1,273 @@
+"""How many replicas there should be: `decide(signals, state, now)`. Pure: knows no process, no clock, no cloud.
+
+Three signals, each of which alone scales up, because each means that users wait or are about to: queued prefill
+tokens over the rate at which they drain, the time to first token against its target, and KV utilisation. How busy an
+accelerator is says nothing: it is busy at half load too, since a batch of one step takes as long as it takes.
+
+Going down is another question: would what there is now fit into fewer, with room to spare? The thresholds for that
+are a share of those for going up, and a number of replicas that was too few for a load is not tried again at that
+load. So a constant load comes to rest at a constant number.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from math import ceil
+from typing import TypeAlias
+
+import msgspec
+
+_TTFT_GROWTH = 1.25  # the percentile says that there are too few, not how many
+_SAME_LOAD = 0.9  # a load of at least this share of another counts as the same
+
+
+class AutoscalerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    min_replicas: int = 1  # 0: scale to zero when idle
+    max_replicas: int = 8
+    drain_target_s: float = 2.0  # queued prefill tokens should take no longer
+    ttft_target_s: float = 1.0  # for the 95th percentile
+    kv_target: float = 0.85  # share of KV blocks in use
+    fit_share: float = 0.7  # of each target, that a smaller fleet must be predicted to stay under
+    max_growth: float = 4.0  # times, in one decision
+    up_cooldown_s: float = 30.0  # longer than the window that ttft_p95_s is taken over
+    down_cooldown_s: float = 120.0  # after any change, and how long a smaller fleet must have been enough
+    idle_to_zero_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_replicas <= self.max_replicas or self.max_replicas < 1:
+            raise ValueError(f"from {self.min_replicas} to {self.max_replicas} replicas is no range")
+        if not 0.0 < self.fit_share < 1.0 or self.max_growth <= 1.0:
+            raise ValueError("fit_share is between 0 and 1, and max_growth above 1")
+
+
+class Phase(enum.StrEnum):
+    STARTING = "starting"  # or warming up
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class ReplicaSignal(msgspec.Struct, frozen=True):
+    id: str
+    phase: Phase
+    num_requests: int = 0
+    kv_utilisation: float = 0.0
+
+
+class Signals(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one pool now. Rates are means over some seconds."""
+
+    replicas: tuple[ReplicaSignal, ...]
+    queued_prefill_tokens: float = 0.0  # held requests included
+    arriving_prefill_tokens_per_s: float = 0.0  # uncached
+    drain_tokens_per_s: float | None = (
+        None  # prefill of one replica that has enough to do; None: not known yet
+    )
+    ttft_p95_s: float | None = None
+    held_requests: int = 0  # that wait for a first replica
+
+
+class AutoscalerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be remembered from one decision to the next. Survives a restart as JSON."""
+
+    last_up_s: float | None = None
+    last_change_s: float | None = None
+    roomy_since_s: float | None = None  # since when one replica fewer would have been enough
+    idle_since_s: float | None = None
+    too_few: int = 0  # replicas, that were not enough ...
+    too_few_load: float = 0.0  # ... for this many arriving tokens/s
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    count: int
+    reason: str
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Take these out of draining: quicker than starting others."""
+
+    replica_ids: tuple[str, ...]
+    reason: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Send these no new requests, and let them finish what they have."""
+
+    replica_ids: tuple[str, ...]
+    reason: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """These have drained: end them."""
+
+    replica_ids: tuple[str, ...]
+
+
+Action: TypeAlias = Start | Resume | Drain | Stop
+
+
+class Autoscaler:
+    def __init__(self, config: AutoscalerConfig) -> None:
+        self.config = config
+
+    def decide(
+        self, signals: Signals, state: AutoscalerState, now: float
+    ) -> tuple[tuple[Action, ...], AutoscalerState]:
+        drained = tuple(
+            replica.id
+            for replica in signals.replicas
+            if replica.phase is Phase.DRAINING and not replica.num_requests
+        )
+        num_serving = _num_serving(signals)
+        state = self._observe(signals, state, num_serving, now)
+        wanted, reason = self._wanted(signals, state, num_serving, now)
+        if wanted > num_serving:
+            actions = _grow(signals, wanted - num_serving, reason)
+            # A drained replica that is wanted back is not ended.
+            resumed = {i for action in actions if isinstance(action, Resume) for i in action.replica_ids}
+            drained = tuple(replica_id for replica_id in drained if replica_id not in resumed)
+            state = msgspec.structs.replace(
+                state,
+                last_up_s=now,
+                last_change_s=now,
+                roomy_since_s=None,
+                too_few=num_serving,
+                too_few_load=signals.arriving_prefill_tokens_per_s,
+            )
+        elif wanted < num_serving:
+            actions = [Drain(_least_loaded(signals, num_serving - wanted), reason)]
+            state = msgspec.structs.replace(state, last_change_s=now, roomy_since_s=None)
+        else:
+            actions = []
+        if drained:
+            actions.append(Stop(drained))
+        return tuple(actions), state
+
+    def _observe(
+        self, signals: Signals, state: AutoscalerState, num_serving: int, now: float
+    ) -> AutoscalerState:
+        """Keep track of since when there was too much of everything."""
+        is_roomy = num_serving > 1 and self._fits(signals, state, num_serving - 1)
+        is_idle = not (
+            signals.queued_prefill_tokens
+            or signals.held_requests
+            or signals.arriving_prefill_tokens_per_s
+            or any(replica.num_requests for replica in signals.replicas)
+        )
+        return msgspec.structs.replace(
+            state,
+            roomy_since_s=_since(state.roomy_since_s, is_roomy, now),
+            idle_since_s=_since(state.idle_since_s, is_idle, now),
+        )
+
+    def _wanted(
+        self, signals: Signals, state: AutoscalerState, num_serving: int, now: float
+    ) -> tuple[int, str]:
+        config = self.config
+        if num_serving < config.min_replicas:
+            return config.min_replicas, "below the floor"
+        if num_serving > config.max_replicas:
+            return config.max_replicas, "above the ceiling"
+        if not num_serving:
+            return self._first_replicas(signals)
+        needed, reason = max(self._needs(signals, num_serving), default=(num_serving, ""))
+        if needed > num_serving:
+            if not _has_passed(state.last_up_s, config.up_cooldown_s, now):
+                return num_serving, ""
+            most = max(num_serving + 1, int(num_serving * config.max_growth))
+            return min(needed, most, config.max_replicas), reason
+        if not _has_passed(state.last_change_s, config.down_cooldown_s, now):
+            return num_serving, ""
+        if not config.min_replicas and _was_so_for(state.idle_since_s, config.idle_to_zero_s, now):
+            return 0, "idle"
+        if num_serving > max(1, config.min_replicas) and _was_so_for(
+            state.roomy_since_s, config.down_cooldown_s, now
+        ):
+            return num_serving - 1, "fewer are enough"
+        return num_serving, ""
+
+    def _first_replicas(self, signals: Signals) -> tuple[int, str]:
+        if not signals.held_requests:
+            return 0, ""
+        by_queue = [count for count, _ in self._queue_needs(signals)]
+        return min(max([1, *by_queue]), self.config.max_replicas), "requests are held"
+
+    def _needs(self, signals: Signals, num_serving: int) -> Iterator[tuple[int, str]]:
+        """How many replicas each signal calls for, of those that call for more."""
+        config = self.config
+        yield from self._queue_needs(signals)
+        ready = [replica for replica in signals.replicas if replica.phase is Phase.READY]
+        # The percentile looks back: replicas that are still starting may already be the answer.
+        is_settled = len(ready) == num_serving
+        if is_settled and signals.ttft_p95_s is not None and signals.ttft_p95_s > config.ttft_target_s:
+            yield max(num_serving + 1, ceil(num_serving * _TTFT_GROWTH)), "time to first token"
+        if ready:
+            in_use = sum(replica.kv_utilisation for replica in ready)
+            if in_use / len(ready) > config.kv_target:
+                yield ceil(in_use / config.kv_target), "KV utilisation"
+
+    def _queue_needs(self, signals: Signals) -> Iterator[tuple[int, str]]:
+        if signals.drain_tokens_per_s:
+            seconds_of_one = signals.queued_prefill_tokens / signals.drain_tokens_per_s
+            yield ceil(seconds_of_one / self.config.drain_target_s), "queued prefill tokens"
+
+    def _fits(self, signals: Signals, state: AutoscalerState, count: int) -> bool:
+        """Whether so many replicas are predicted to stay well within every target."""
+        config = self.config
+        share = config.fit_share
+        load = signals.arriving_prefill_tokens_per_s
+        if count <= state.too_few and load >= _SAME_LOAD * state.too_few_load:
+            return False
+        ready = [replica for replica in signals.replicas if replica.phase is Phase.READY]
+        if sum(replica.kv_utilisation for replica in ready) > share * config.kv_target * count:
+            return False
+        if signals.ttft_p95_s is not None:
+            now_serving = max(1, len(ready))
+            if signals.ttft_p95_s * now_serving > share * config.ttft_target_s * count:
+                return False
+        if not signals.drain_tokens_per_s:
+            return not signals.queued_prefill_tokens
+        capacity = count * signals.drain_tokens_per_s
+        return (
+            load <= share * capacity
+            and signals.queued_prefill_tokens <= share * config.drain_target_s * capacity
+        )
+
+
+def _num_serving(signals: Signals) -> int:
+    return sum(replica.phase is not Phase.DRAINING for replica in signals.replicas)
+
+
+def _grow(signals: Signals, count: int, reason: str) -> list[Action]:
+    draining = [replica.id for replica in signals.replicas if replica.phase is Phase.DRAINING]
+    resumed = tuple(draining[:count])
+    actions: list[Action] = []
+    if resumed:
+        actions.append(Resume(resumed, reason))
+    if count > len(resumed):
+        actions.append(Start(count - len(resumed), reason))
+    return actions
+
+
+def _least_loaded(signals: Signals, count: int) -> tuple[str, ...]:
+    """Those that have the least to finish; starting ones have nothing yet. Of equals, the ones that came last."""
+    serving = [
+        (replica.phase is Phase.READY, replica.num_requests, -position, replica.id)
+        for position, replica in enumerate(signals.replicas)
+        if replica.phase is not Phase.DRAINING
+    ]
+    return tuple(replica_id for *_, replica_id in sorted(serving)[:count])
+
+
+def _since(before: float | None, is_so: bool, now: float) -> float | None:
+    if not is_so:
+        return None
+    return now if before is None else before
+
+
+def _was_so_for(since_s: float | None, duration_s: float, now: float) -> bool:
+    return since_s is not None and now - since_s >= duration_s
+
+
+def _has_passed(last_s: float | None, cooldown_s: float, now: float) -> bool:
+    return last_s is None or now - last_s >= cooldown_s

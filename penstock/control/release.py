@@ -1,0 +1,166 @@
+"""A release as a state machine in a table: warm up, shadow, canary by steps, then promotion or rollback. Pure.
+
+The state is plain data that survives a restart as JSON; times in it are whatever clock the caller passes as `now`, so
+it must be one that survives too. Carrying it out (starting replicas, mirroring, splitting traffic) is the cluster's.
+"""
+
+from __future__ import annotations
+
+import enum
+from hashlib import blake2b
+from itertools import pairwise
+
+import msgspec
+from msgspec.structs import replace
+
+from penstock.control.gates import Evidence, GateConfig, GateReport, GateResult, judge, overall
+from penstock.core.errors import Conflict
+
+
+class Stage(enum.StrEnum):
+    WARMING = "warming"  # the candidate's replicas start
+    SHADOW = "shadow"  # mirrored requests; answers are compared and dropped
+    CANARY = "canary"  # a share of requests, by steps
+    LAME_DUCK = "lame_duck"  # the candidate serves everything; the old revision finishes what it has
+    PROMOTED = "promoted"
+    ROLLING_BACK = "rolling_back"  # the stable revision serves everything; the candidate finishes what it has
+    ROLLED_BACK = "rolled_back"
+
+
+class Happening(enum.StrEnum):
+    WARMED_UP = "warmed_up"
+    GATES_PASSED = "gates_passed"
+    LAST_GATES_PASSED = "last_gates_passed"  # of the last canary step
+    GATE_FAILED = "gate_failed"
+    CANDIDATE_LOST = "candidate_lost"  # it cannot be started, or no replica of it is left
+    DRAINED = "drained"
+    OPERATOR_PROMOTES = "operator_promotes"
+    OPERATOR_ROLLS_BACK = "operator_rolls_back"
+
+
+TRANSITIONS: dict[tuple[Stage, Happening], Stage] = {
+    (Stage.WARMING, Happening.WARMED_UP): Stage.SHADOW,
+    (Stage.WARMING, Happening.CANDIDATE_LOST): Stage.ROLLING_BACK,
+    (Stage.WARMING, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
+    (Stage.SHADOW, Happening.GATES_PASSED): Stage.CANARY,
+    (Stage.SHADOW, Happening.GATE_FAILED): Stage.ROLLING_BACK,
+    (Stage.SHADOW, Happening.CANDIDATE_LOST): Stage.ROLLING_BACK,
+    (Stage.SHADOW, Happening.OPERATOR_PROMOTES): Stage.LAME_DUCK,
+    (Stage.SHADOW, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
+    (Stage.CANARY, Happening.GATES_PASSED): Stage.CANARY,  # the next step
+    (Stage.CANARY, Happening.LAST_GATES_PASSED): Stage.LAME_DUCK,
+    (Stage.CANARY, Happening.GATE_FAILED): Stage.ROLLING_BACK,
+    (Stage.CANARY, Happening.CANDIDATE_LOST): Stage.ROLLING_BACK,
+    (Stage.CANARY, Happening.OPERATOR_PROMOTES): Stage.LAME_DUCK,
+    (Stage.CANARY, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
+    (Stage.LAME_DUCK, Happening.DRAINED): Stage.PROMOTED,
+    (Stage.LAME_DUCK, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,  # the old one is still there
+    (Stage.ROLLING_BACK, Happening.DRAINED): Stage.ROLLED_BACK,
+}
+_GATED = (Stage.SHADOW, Stage.CANARY)
+
+
+class ReleaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    gates: GateConfig = GateConfig()
+    mirrored_share: float = 0.1
+    canary_shares: tuple[float, ...] = (0.01, 0.05, 0.25, 0.5)
+    min_stage_s: float = 60.0  # to pass one; a failing gate ends it at once
+
+    def __post_init__(self) -> None:
+        shares = (0.0, *self.canary_shares, 1.0)
+        if len(shares) < 3 or any(low >= high for low, high in pairwise(shares)):
+            raise ValueError(f"canary shares rise between 0 and 1, unlike {self.canary_shares}")
+
+
+class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
+    stable: str  # revisions
+    candidate: str
+    stage: Stage = Stage.WARMING
+    step: int = 0  # of the canary
+    stage_number: int = 0  # rises with every change; evidence is gathered anew from then on
+    since_s: float  # when this stage, or step, began
+    reason: str = ""  # for the latest change
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage in (Stage.PROMOTED, Stage.ROLLED_BACK)
+
+
+class TrafficSplit(msgspec.Struct, frozen=True):
+    """How requests are shared out: answered by the candidate, or mirrored to it with the answer dropped."""
+
+    candidate_share: float
+    mirrored_share: float
+
+
+class Releases:
+    """The rules; every method returns a new state."""
+
+    def __init__(self, config: ReleaseConfig) -> None:
+        self.config = config
+
+    def start(self, stable: str, candidate: str, now: float) -> ReleaseState:
+        if stable == candidate:
+            raise Conflict(f"The revision {candidate!r} is already the stable one.")
+        return ReleaseState(stable=stable, candidate=candidate, since_s=now)
+
+    def happened(
+        self, state: ReleaseState, happening: Happening, now: float, reason: str = ""
+    ) -> ReleaseState:
+        """Raises Conflict where the table has no such transition."""
+        stage = TRANSITIONS.get((state.stage, happening))
+        if stage is None:
+            words = happening.replace("_", " ")
+            raise Conflict(f"The release is {state.stage.replace('_', ' ')}: {words!r} cannot follow.")
+        goes_on = stage is state.stage is Stage.CANARY
+        return replace(
+            state,
+            stage=stage,
+            step=state.step + 1 if goes_on else 0,
+            stage_number=state.stage_number + 1,
+            since_s=now,
+            reason=reason or happening.value,
+        )
+
+    def reports(self, state: ReleaseState, evidence: Evidence) -> tuple[GateReport, ...]:
+        return judge(self.config.gates, evidence, compares_answers=state.stage is Stage.SHADOW)
+
+    def judged(self, state: ReleaseState, evidence: Evidence, now: float) -> ReleaseState:
+        """Go on, or roll back, as the gates say; the same state while they say nothing."""
+        if state.stage not in _GATED or evidence.stage_number != state.stage_number:
+            return state
+        reports = self.reports(state, evidence)
+        result = overall(reports)
+        if result is GateResult.FAILED:
+            failed = [f"{r.gate}: {r.sentence}" for r in reports if r.result is GateResult.FAILED]
+            return self.happened(state, Happening.GATE_FAILED, now, "; ".join(failed))
+        if result is GateResult.UNDECIDED or now - state.since_s < self.config.min_stage_s:
+            return state
+        is_last = state.stage is Stage.CANARY and state.step + 1 == len(self.config.canary_shares)
+        return self.happened(state, Happening.LAST_GATES_PASSED if is_last else Happening.GATES_PASSED, now)
+
+    def split(self, state: ReleaseState) -> TrafficSplit:
+        if state.stage is Stage.SHADOW:
+            return TrafficSplit(0.0, self.config.mirrored_share)
+        if state.stage is Stage.CANARY:
+            return TrafficSplit(self.config.canary_shares[state.step], 0.0)
+        if state.stage in (Stage.LAME_DUCK, Stage.PROMOTED):
+            return TrafficSplit(1.0, 0.0)
+        return TrafficSplit(0.0, 0.0)
+
+    def revision_for(self, state: ReleaseState, key: str) -> str:
+        """Who answers whoever has this key, a user's or a session's. As the share grows, keys move to the candidate
+        and none moves back."""
+        share = self.split(state).candidate_share
+        return state.candidate if unit_of(key, state.candidate) < share else state.stable
+
+    def mirrors(self, state: ReleaseState, key: str) -> bool:
+        return unit_of(key, state.candidate) < self.split(state).mirrored_share
+
+
+def unit_of(key: str, salt: str) -> float:
+    """A number from 0 up to 1 that looks random: the same in every process, another for another release."""
+    digest = blake2b(
+        key.encode(), digest_size=8, salt=blake2b(salt.encode(), digest_size=16).digest()
+    ).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
