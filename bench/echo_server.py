@@ -53,24 +53,35 @@ class EchoServer:
         return {"Authorization": f"Bearer {self.api_key}"}
 
 
+@dataclass(frozen=True, slots=True)
+class Books:
+    """A database with a key, and a settings file with limits and prices."""
+
+    data_dir: Path
+    settings: Path
+    api_key: str
+
+    @classmethod
+    @contextlib.contextmanager
+    def made(cls) -> Iterator[Books]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            settings = folder / "settings.toml"
+            settings.write_text(_SETTINGS)
+            command = [*_PENSTOCK, "keys", "create", "--name", "bench", "--json", "--data-dir", str(folder)]
+            key = subprocess.run(command, check=True, capture_output=True)
+            yield cls(folder, settings, json.loads(key.stdout)["secret"])
+
+
 @contextlib.contextmanager
-def echo_server(options: Sequence[str] = ()) -> Iterator[EchoServer]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "settings.toml").write_text(_SETTINGS)
-        storage = ["--data-dir", str(folder / "data")]
-        made = subprocess.run(
-            [*_PENSTOCK, "keys", "create", "--name", "bench", "--json", *storage],
-            check=True,
-            capture_output=True,
-        )
-        api_key = json.loads(made.stdout)["secret"]
-        port = free_port()
-        command = [*_PENSTOCK, "serve", "echo", "--port", str(port), *storage]
-        command += ["--settings", str(folder / "settings.toml"), "--usage-ledger", *options]
+def echo_server() -> Iterator[EchoServer]:
+    port = free_port()
+    with Books.made() as books:
+        command = [*_PENSTOCK, "serve", "echo", "--port", str(port), "--usage-ledger"]
+        command += ["--data-dir", str(books.data_dir), "--settings", str(books.settings)]
         with started(command, port, "/ready") as gateway:
             engine = next(child for child in gateway.children() if "worker" in " ".join(child.cmdline()))
-            yield EchoServer(port, api_key, gateway, engine)
+            yield EchoServer(port, books.api_key, gateway, engine)
 
 
 @contextlib.contextmanager

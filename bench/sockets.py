@@ -1,4 +1,4 @@
-"""Loads an HTTP server from plain sockets: as little client as possible, because it shares the machine with the server.
+"""Loads an HTTP server from plain sockets: as little client as can be, because it shares the machine with the server.
 
 Every connection is kept alive and has one request under way; when its answer is complete, the next one goes out.
 """
@@ -98,21 +98,19 @@ class _Connection:
             self._is_chunked = True
 
 
-def run(call: Call, *, num_clients: int, num_requests: int) -> Load:
-    """Send `num_requests` calls over `num_clients` connections, one at a time on each."""
+def run(call: Call, *, num_clients: int, seconds: float) -> Load:
+    """Send calls over `num_clients` connections, one at a time on each, for so long; then let the last finish."""
     connections = [_Connection(call) for _ in range(num_clients)]
     by_descriptor = {connection.socket.fileno(): connection for connection in connections}
     poll = select.epoll()
     latencies: list[float] = []
-    num_sent = 0
+    num_open = num_clients
     started = time.perf_counter()
     try:
         for descriptor, connection in by_descriptor.items():
             poll.register(descriptor, select.EPOLLIN)
-            if num_sent < num_requests:
-                connection.send()
-                num_sent += 1
-        while len(latencies) < num_requests:
+            connection.send()
+        while num_open:
             ready = poll.poll(_ANSWER_TIMEOUT_S)
             if not ready:
                 raise TimeoutError("the server does not answer")
@@ -122,9 +120,10 @@ def run(call: Call, *, num_clients: int, num_requests: int) -> Load:
                 if latency_s is None:
                     continue
                 latencies.append(latency_s)
-                if num_sent < num_requests:
+                if time.perf_counter() - started < seconds:
                     connection.send()
-                    num_sent += 1
+                else:
+                    num_open -= 1
     finally:
         poll.close()
         for connection in connections:

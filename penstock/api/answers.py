@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.api.errors import is_anthropic
@@ -24,14 +23,19 @@ _STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # asks nginx not to hold events back
 ]
 
-
 KEEP_ALIVE_S = 15.0
+UNWATCHED_S = 0.02  # a watch costs more than what a client that leaves within this time could save
 
 
 class DisconnectWatch:
-    """Cancels a generation as soon as its client has gone. The request body must have been read."""
+    """Cancels a generation soon after its client has gone. The request body must have been read."""
 
     def __init__(self, receive: Receive, generation: AnswerStream) -> None:
+        self._task: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(UNWATCHED_S, self._start, receive, generation)
+
+    def _start(self, receive: Receive, generation: AnswerStream) -> None:
         self._task = asyncio.create_task(self._watch(receive, generation))
 
     async def _watch(self, receive: Receive, generation: AnswerStream) -> None:
@@ -40,12 +44,14 @@ class DisconnectWatch:
         generation.cancel()
 
     def stop(self) -> None:
-        self._task.cancel()
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def answer_whole(
     generation: AnswerStream, receive: Receive, build: Callable[[Sequence[Delta], Usage], bytes]
-) -> Response:
+) -> WholeAnswer:
     watch = DisconnectWatch(receive, generation)
     try:
         deltas = await generation.collect()
@@ -54,21 +60,30 @@ async def answer_whole(
     finally:
         watch.stop()
         generation.cancel()
-    answer = WholeAnswer(build(deltas, generation.usage), generation.rate_limits)
-    answer.raw_headers += cache_headers(generation)
-    return answer
+    return WholeAnswer(
+        build(deltas, generation.usage), generation.rate_limits, more_headers=cache_headers(generation)
+    )
 
 
-class WholeAnswer(Response):
-    """A JSON body with the rate-limit headers of the API that was called."""
+class WholeAnswer:
+    """An ASGI response: a JSON body with the rate-limit headers of the API that was called."""
 
-    def __init__(self, body: bytes, rate_limits: RateLimits) -> None:
-        super().__init__(body, media_type="application/json")
+    def __init__(
+        self, body: bytes, rate_limits: RateLimits, *, more_headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self._body = body
         self._rate_limits = rate_limits
+        self._more_headers = more_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.raw_headers += limit_headers(self._rate_limits, is_anthropic=is_anthropic(scope))
-        await super().__call__(scope, receive, send)
+        headers = [
+            (b"content-length", b"%d" % len(self._body)),
+            (b"content-type", b"application/json"),
+            *limit_headers(self._rate_limits, is_anthropic=is_anthropic(scope)),
+            *self._more_headers,
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self._body})
 
 
 class EventWriter(Protocol):

@@ -18,7 +18,7 @@ from penstock.api.anthropic_blocks import (
     mark_of,
     system_message,
 )
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, ThreadsUnsupported
 from penstock.core.request import Grammar, Tier
 from penstock.gateway.prompts import (
     CacheMark,
@@ -166,8 +166,16 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: int | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    thread: dict[str, Any] | None = None
 
     def to_generation(self) -> GenerationRequest:
+        if self.thread is not None:
+            # Ignoring it would lose the conversation: a client that is told sends all of it from then on.
+            raise ThreadsUnsupported(
+                "thread: the server keeps no conversations.",
+                param="thread",
+                hint="Send all messages, without thread.",
+            )
         self._check_thinking()
         if self.temperature is not None and not 0 <= self.temperature <= 1:
             raise InvalidRequest(

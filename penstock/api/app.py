@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp
 from penstock.api.access_log import AccessLog, RequestJournal
 from penstock.api.admin_endpoints import AdminEndpoints
 from penstock.api.anthropic_endpoints import AnthropicEndpoints
+from penstock.api.application import Application
 from penstock.api.authenticate import Authenticate
 from penstock.api.batch_routes import stored_work_routes
 from penstock.api.embeddings_endpoints import EmbeddingEndpoints
@@ -70,7 +70,7 @@ def create_app(
         ).routes(),
         *EmbeddingEndpoints(Embeddings(gateway), config.max_body_bytes).routes(),
     ]
-    app = Starlette(
+    app = Application(
         routes=[
             *inference_routes,
             *WebSocketEndpoint(gateway, config, journal).routes(),

@@ -11,7 +11,7 @@ from functools import partial
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
-from penstock.api.browsers import is_foreign_page
+from penstock.api.browsers import has_local_name, is_foreign_page, is_loopback
 from penstock.api.context import set_identify, set_principal
 from penstock.api.errors import error_response_for
 from penstock.core.errors import AuthenticationFailed, PenstockError, PermissionDenied
@@ -55,10 +55,19 @@ class Authenticate:
 
 
 def _refuse_foreign_pages(scope: Connection, needed: Scope) -> None:
-    if is_foreign_page(scope["headers"], needs_local_name=needed is Scope.ADMIN):
+    headers = scope["headers"]
+    if is_foreign_page(headers, needs_local_name=needed is Scope.ADMIN):
         raise PermissionDenied(
             "Without keys, pages of other sites may not use this server.",
             hint="Use a key, or open the page from this server's own address.",
+        )
+    # A WebSocket always names its page; whoever reads over HTTP may be a page under a name that was rebound to us.
+    server = scope.get("server") or ("", None)
+    needs_local_name = scope["type"] == "http" and (needed is Scope.ADMIN or is_loopback(server[0]))
+    if needs_local_name and not has_local_name(headers):
+        raise PermissionDenied(
+            "Without keys, this may only be called by an address or as localhost.",
+            hint="Use a key, or an address: a name can be made to point anywhere.",
         )
 
 

@@ -34,6 +34,19 @@ def is_foreign_page(headers: Iterable[tuple[bytes, bytes]], *, needs_local_name:
     return needs_local_name and not _is_local_name(host)
 
 
+def has_local_name(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether the server was called by an address or as localhost. A page under a rebound name is one of ours to its
+    browser, and where it only reads, nothing but the name gives it away."""
+    return _is_local_name(next((value for name, value in headers if name == b"host"), b""))
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 def _place(origin: bytes) -> bytes:
     try:
         return urlsplit(origin).netloc
@@ -44,7 +57,7 @@ def _place(origin: bytes) -> bytes:
 def _is_local_name(host: bytes) -> bool:
     try:
         name = urlsplit(b"//" + host).hostname or b""
-        if name == b"localhost":
+        if name == b"localhost" or name.endswith(b".localhost"):
             return True
         ipaddress.ip_address(name.decode("ascii"))
     except ValueError:

@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from penstock.api.answers import WholeAnswer
 from penstock.api.body import BodyDecoder, read_body
@@ -77,7 +77,7 @@ class EmbeddingEndpoints:
     def routes(self) -> list[Route]:
         return [Route("/v1/embeddings", self.create, methods=["POST"])]
 
-    async def create(self, request: Request) -> Response:
+    async def create(self, request: Request) -> ASGIApp:
         wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
         job = await self._embeddings.open(
             EmbeddingRequest(

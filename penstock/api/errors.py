@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.api.limit_headers import limit_headers, retry_headers
-from penstock.core.errors import NotFound, Overloaded, PenstockError
+from penstock.core.errors import NotFound, Overloaded, PenstockError, ThreadsUnsupported
 
 CLIENT_CLOSED_REQUEST = 499
 ANTHROPIC_OVERLOADED = 529
@@ -48,9 +48,16 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-class AnthropicErrorDetail(msgspec.Struct, frozen=True):
+class AnthropicErrorFacts(msgspec.Struct, frozen=True):
+    """What Anthropic's clients act upon by themselves."""
+
+    error_code: str
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     message: str
+    details: AnthropicErrorFacts | None = None
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True):
@@ -104,7 +111,8 @@ def error_event(error: PenstockError) -> bytes:
 
 
 def anthropic_error(error: PenstockError) -> AnthropicErrorDetail:
-    return AnthropicErrorDetail(_anthropic_type(anthropic_status(error)), sentence(error))
+    details = AnthropicErrorFacts(error.code) if isinstance(error, ThreadsUnsupported) else None
+    return AnthropicErrorDetail(_anthropic_type(anthropic_status(error)), sentence(error), details)
 
 
 def anthropic_error_body(error: PenstockError, request_id: str | None) -> bytes:

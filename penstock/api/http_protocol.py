@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -84,6 +85,34 @@ class StallTimer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class HeldHead(asyncio.Transport):
+    """What one answer is written to. Its head waits for the first piece of its body, as ASGI wants it, and the two
+    leave in one packet: a second one would cost a short answer as much as the rest of it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport = transport
+        self._head = b""
+        self._is_head_out = False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if self._is_head_out:
+            self._transport.write(data)
+        elif not self._head:
+            self._head = bytes(data)
+        else:
+            self._is_head_out = True
+            self._transport.write(self._head + data)
+
+    def close(self) -> None:
+        if not self._is_head_out and self._head:
+            self._transport.write(self._head)
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -163,6 +192,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
         super().on_headers_complete()
+        # Answers to other methods may have no body that the head could wait for.
+        if self.cycle is not None and self.scope["method"] == "POST" and not self.expect_100_continue:
+            self.cycle.transport = HeldHead(self.transport)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -236,10 +268,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: PenstockError) -> None:
         """Answer where nothing has been answered yet, and close."""
         self._disarm()
-        is_answering = (
-            self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        # An answer that came before the end of its request's body is an answer: a second one would be taken for the
+        # answer to something else.
+        is_answered = (
+            self.cycle is not None
+            and self.cycle.response_started
+            and (self._awaits_body or not self.cycle.response_complete)
         )
-        if not is_answering:
+        if not is_answered:
             body = error_body(error)
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
                 body
@@ -273,6 +309,12 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         self._stall.stop()
         super().resume_writing()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # A refusal ends the handshake as well; uvicorn would log each one as an error of ours.
+            self.handshake_complete = True
 
     def keepalive_timeout(self) -> None:
         """Whoever does not answer pings will not read a goodbye either."""

@@ -65,9 +65,13 @@ class OpenAIEndpoints:
 
     async def show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        model = self._gateway.model(name)
+        hidden = ModelNotFound(f"The model {name!r} is not served here.", param="model")
+        try:
+            model = self._gateway.model(name)
+        except ModelNotFound as error:
+            raise hidden from error  # which must not name models that this key does not see
         if not principal_of(request).may_use(model.card.name):
-            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
+            raise hidden
         if is_anthropic(request.scope):
             return _json(model_info(model.engine, self._started))
         return _json(self._model_entry(model))

@@ -13,6 +13,7 @@ from penstock.api.openai_messages import Message, chat_messages
 from penstock.api.openai_tools import ChatTool, ChosenTool, ToolMode, tool_choice_of, tools_of
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar, Tier
+from penstock.gateway.checks import check_top_logprobs
 from penstock.gateway.grammars import ResponseFormat, StructuredOutputs
 from penstock.gateway.prompts import (
     ChatPrompt,
@@ -206,6 +207,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         self._refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs may only be given with logprobs=true.", param="top_logprobs")
+        check_top_logprobs(self.top_logprobs)
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.generation_request(
             (self._prompt(),),
@@ -250,7 +252,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
     if isinstance(prompt, str):
         return (TextPrompt(prompt),)
-    if prompt and all(isinstance(item, int) for item in prompt):
+    if prompt and set(map(type, prompt)) == {int}:  # millions may be given
         return (TokenPrompt(tuple(prompt)),)  # type: ignore[arg-type]
     prompts: list[Prompt] = []
     for item in prompt:

@@ -181,7 +181,6 @@ class ResponseEvents:
         """After the last delta."""
         if self.body.status == "in_progress":
             self.body.status = "completed"
-        if self.body.completed_at is None:
             self.body.completed_at = int(time.time())
         self.body.usage = response_usage(usage)
 

@@ -13,6 +13,7 @@ from penstock.api.responses_items import InputItem, messages_of
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar, Tier
 from penstock.gateway import grammars
+from penstock.gateway.checks import check_top_logprobs
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, SamplingOptions, Tool, ToolChoice
 
 LOGPROBS_INCLUDED = "message.output_text.logprobs"
@@ -120,6 +121,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             raise InvalidRequest("A response in the background must be stored.", param="store")
         if self.background and self.stream:
             raise InvalidRequest("A response in the background cannot be streamed.", param="stream")
+        check_top_logprobs(self.top_logprobs)
         self._check_metadata()
 
     def to_generation(self, items: Sequence[InputItem]) -> GenerationRequest:

@@ -234,7 +234,11 @@ class Responses:
     async def _start_in_background(
         self, answer: AnswerStream, events: ResponseEvents, record: StoredResponse
     ) -> RecordedAnswer:
-        await self._store.add(msgspec.structs.replace(record, body=_to_json(events.body)))
+        try:
+            await self._store.add(msgspec.structs.replace(record, body=_to_json(events.body)))
+        except BaseException:
+            answer.cancel()  # nobody could ever ask for it
+            raise
         recorded = RecordedAnswer(
             answer,
             events,

@@ -13,11 +13,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.api.body import BodyDecoder, read_body
+from penstock.api.context import principal_of
 from penstock.api.errors import error_response
 from penstock.api.openai_messages import Message, chat_messages
-from penstock.core.errors import EngineUnavailable, InvalidRequest, PenstockError, ShuttingDown
+from penstock.core.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    PenstockError,
+    PermissionDenied,
+    ShuttingDown,
+)
 from penstock.gateway.checks import check_token_ids
-from penstock.gateway.gateway import RETRY_AFTER_S, Gateway
+from penstock.gateway.gateway import RETRY_AFTER_S, Gateway, ServedModel
 from penstock.gateway.metrics import CONTENT_TYPE
 from penstock.gateway.plain_text import RenderedChat
 from penstock.gateway.prompts import ChatPrompt
@@ -96,9 +103,9 @@ class ServiceEndpoints:
         wire = self._tokenize_decoder.decode(await read_body(request, self._max_body_bytes))
         if (wire.prompt is None) == (wire.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
-        model = self._gateway.model(wire.model)
+        model = self._model(request, wire.model)
         if wire.messages is not None:
-            rendered = model.template.render(
+            rendered = await model.template.render_later(
                 ChatPrompt(
                     messages=chat_messages(wire.messages), add_generation_prompt=wire.add_generation_prompt
                 )
@@ -111,14 +118,24 @@ class ServiceEndpoints:
         )
         pieces = None
         if wire.return_token_strs:
-            pieces = [model.tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in tokens]
+            spelt = {
+                token_id: model.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+                for token_id in set(tokens)
+            }
+            pieces = [spelt[token_id] for token_id in tokens]
         return _json(TokenizeResponse(len(tokens), model.card.max_model_len, tokens, pieces))
 
     async def detokenize(self, request: Request) -> Response:
         wire = self._detokenize_decoder.decode(await read_body(request, self._max_body_bytes))
-        model = self._gateway.model(wire.model)
+        model = self._model(request, wire.model)
         check_token_ids(wire.tokens, model.card.vocab_size, param="tokens")
-        return _json(DetokenizeResponse(model.tokenizer.decode(wire.tokens)))
+        return _json(DetokenizeResponse(await model.tokenizer.decode_later(wire.tokens)))
+
+    def _model(self, request: Request, name: str | None) -> ServedModel:
+        model = self._gateway.model(name)
+        if not principal_of(request).may_use(model.card.name):
+            raise PermissionDenied(f"This key may not use the model {model.card.name!r}.", param="model")
+        return model
 
     def _refusal(self) -> PenstockError:
         if self._gateway.is_draining:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 import signal
 import socket
 import sys
+from typing import BinaryIO
 
 import uvloop
 
-from penstock.cli.front_door import FrontDoor, open_front_door, prepare_process
+from penstock.cli.front_door import open_front_door, prepare_process
 from penstock.cli.telemetry import configure_server_logging
+from penstock.cli.waiting import until
 from penstock.cli.worker_messages import (
     Begin,
     CutShort,
     Drain,
     EngineGone,
     EngineStarting,
+    ToWorker,
     WorkerReady,
     decode_to_worker,
     encode_line,
@@ -33,65 +36,77 @@ def main() -> int:
     # Ctrl-C reaches the whole process group; the parent alone decides what happens then, and says so.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    uvloop.run(_run())
+    uvloop.run(_run(_take_standard_output()))
     return 0
 
 
-async def _run() -> None:
-    orders = await _standard_input()
-    begin = decode_to_worker(await orders.readline())
+def _take_standard_output() -> BinaryIO:
+    """Where the parent listens. From here on a `print` goes where log lines go: the parent reads one line only, and a
+    full pipe would stop whoever writes to it."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return replies
+
+
+class Orders:
+    """What the parent says, followed from the first moment on: whatever this process waits for, it hears when to
+    leave. A parent that has gone is an order to leave at once."""
+
+    def __init__(self, lines: asyncio.StreamReader, engine: ZmqEngineClient) -> None:
+        self._lines = lines
+        self._engine = engine
+        self.drain = asyncio.Event()  # set before `cut_short`, at the latest
+        self.cut_short = asyncio.Event()
+
+    async def follow(self) -> None:
+        try:
+            while not self.cut_short.is_set() and (line := await self._lines.readline()):
+                self._obey(decode_to_worker(line))
+        finally:
+            self.drain.set()
+            self.cut_short.set()
+
+    def _obey(self, order: ToWorker) -> None:
+        match order:
+            case EngineGone(message=message):
+                self._engine.fail(EngineUnavailable(message, retry_after_s=5.0))
+            case EngineStarting():
+                self._engine.start()
+            case Drain():
+                self.drain.set()
+            case CutShort():
+                self.cut_short.set()
+
+
+async def _run(replies: BinaryIO) -> None:
+    lines = await _standard_input()
+    begin = decode_to_worker(await lines.readline())
     assert isinstance(begin, Begin)
     configure_server_logging(begin.config.telemetry)
-    config = prepare_process(begin.config)
-    listener = socket.socket(fileno=begin.listener_fd)
-    listener.setblocking(False)
     engine = ZmqEngineClient(begin.engine_endpoint)
     engine.start()
-    await engine.wait_ready()
+    orders = Orders(lines, engine)
+    following = asyncio.create_task(orders.follow())
     try:
-        async with open_front_door(config, engine, listener, is_open=begin.is_open) as door:
-            exchange = MetricsExchange(begin.siblings, begin.number, door.gateway.render_own_metrics)
-            door.gateway.metrics_exchange = exchange
-            async with exchange.serving():
-                sys.stdout.buffer.write(encode_line(WorkerReady()))
-                sys.stdout.buffer.flush()
-                await _obey(orders, engine, door, config.server.drain_timeout)
+        if await until(engine.wait_ready(), orders.drain) is not None:
+            await _serve(begin, engine, orders, replies)
     finally:
+        following.cancel()
         engine.close()
 
 
-async def _obey(
-    orders: asyncio.StreamReader, engine: ZmqEngineClient, door: FrontDoor, drain_timeout_s: float
-) -> None:
-    """Until there is nothing left to do: drained, cut short, or the parent has gone."""
-    drained: asyncio.Task[None] | None = None
-    while line := await _next_order(orders, drained):
-        match decode_to_worker(line):
-            case EngineGone(message=message):
-                engine.fail(EngineUnavailable(message, retry_after_s=5.0))
-            case EngineStarting():
-                engine.start()
-            case Drain() if drained is None:
-                drained = asyncio.create_task(door.drain(drain_timeout_s))
-            case CutShort():
-                break
-    if drained is not None:
-        drained.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await drained
-    await door.close()
-
-
-async def _next_order(orders: asyncio.StreamReader, drained: asyncio.Task[None] | None) -> bytes:
-    """The next line; nothing when the drain is over or the parent has gone."""
-    if drained is None:
-        return await orders.readline()
-    reading = asyncio.ensure_future(orders.readline())
-    await asyncio.wait((reading, drained), return_when=asyncio.FIRST_COMPLETED)
-    if drained.done():
-        reading.cancel()
-        return b""
-    return reading.result()
+async def _serve(begin: Begin, engine: ZmqEngineClient, orders: Orders, replies: BinaryIO) -> None:
+    config = prepare_process(begin.config)
+    listener = socket.socket(fileno=begin.listener_fd)
+    listener.setblocking(False)
+    async with open_front_door(config, engine, listener, is_open=begin.is_open) as door:
+        exchange = MetricsExchange(begin.siblings, begin.number, door.gateway.render_own_metrics)
+        door.gateway.metrics_exchange = exchange
+        async with exchange.serving():
+            replies.write(encode_line(WorkerReady()))
+            await orders.drain.wait()
+            await until(door.drain(config.server.drain_timeout), orders.cut_short)
+            await door.close()
 
 
 async def _standard_input() -> asyncio.StreamReader:

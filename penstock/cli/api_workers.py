@@ -47,7 +47,6 @@ class ApiWorkers:
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-api-"))
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
-        self._is_leaving = False
 
     async def start(self) -> bool:
         """Returns when every worker accepts connections."""
@@ -61,9 +60,10 @@ class ApiWorkers:
         self._tell_all(EngineStarting() if gone is None else EngineGone(gone))
 
     async def drain(self) -> bool:
-        self._is_leaving = True
+        """Returns when all have left, or have had the time to."""
+        self._leave()
         self._tell_all(Drain())
-        await asyncio.gather(*(process.wait() for process in self._processes.values()))
+        await self._await_all(self._config.server.drain_timeout + LEAVE_TIMEOUT_S)
         return True
 
     async def cut_short(self) -> None:
@@ -71,14 +71,17 @@ class ApiWorkers:
         await self._await_all(LEAVE_TIMEOUT_S)
 
     async def stop(self) -> None:
-        self._is_leaving = True
-        for keeper in self._keepers:
-            keeper.cancel()
+        self._leave()
         for process in self._processes.values():
             if process.returncode is None:
                 process.kill()
         await self._await_all(LEAVE_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _leave(self) -> None:
+        """Start no worker any more."""
+        for keeper in self._keepers:
+            keeper.cancel()
 
     async def _launch(self, number: int) -> None:
         process = await asyncio.create_subprocess_exec(
@@ -112,8 +115,6 @@ class ApiWorkers:
         delay_s = FIRST_RESTART_DELAY_S
         while True:
             code = await self._processes[number].wait()
-            if self._is_leaving:
-                return
             log.error("API worker %d ended with code %d; starting it again in %.1f s", number, code, delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)

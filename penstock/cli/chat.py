@@ -31,8 +31,13 @@ _HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
 @click.option("--api-key", envvar=API_KEY_VARIABLE, show_envvar=True, help="Key that the server wants.")
 @click.option("--system", help="Instructions that stand before the conversation.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer. Default: the server's.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token. "
-              "Default: the server's.")  # fmt: skip
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    default=0.7,  # as on the chat page: small models ramble at the API's own default of 1
+    show_default=True,
+    help="0 always takes the likeliest token.",
+)
 def chat(
     positional_model: str | None,
     message: str | None,

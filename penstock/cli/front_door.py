@@ -12,6 +12,7 @@ import gc
 import logging
 import resource
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 
 WEBSOCKET_PING_S = 30.0  # between pings, and for the answer to one
 RESERVED_FILES = 200  # that a server opens besides connections
+THREAD_TURN_S = 0.001  # how long a thread, of the database say, may keep the event loop waiting
+# After the drain, for bytes that are on their way: a slow client must not keep a server from leaving.
+CLOSE_TIMEOUT_S = 5
 
 
 class _Server(uvicorn.Server):
@@ -70,6 +74,7 @@ class FrontDoor:
 def prepare_process(config: ServeConfig) -> ServeConfig:
     """What a process that listens needs, once. Returns the settings that this system allows."""
     logging.getLogger("uvicorn.error").addFilter(ClientNoise())
+    sys.setswitchinterval(THREAD_TURN_S)
     return msgspec.structs.replace(config, server=within_file_limit(config.server))
 
 
@@ -142,6 +147,7 @@ async def open_front_door(
                 log_level="warning",
                 server_header=False,
                 timeout_keep_alive=75,
+                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -25,7 +25,7 @@ from penstock.cli.tenants import (
     shown_time,
 )
 from penstock.core.config import StoreConfig
-from penstock.core.errors import UsageError
+from penstock.core.errors import ConfigError
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
 
@@ -218,9 +218,9 @@ def _changes(
 ) -> dict[str, Any]:
     """The fields that flags were given for."""
     if models and every_model:
-        raise UsageError("--model and --every-model exclude each other.")
+        raise ConfigError("--model and --every-model exclude each other.")
     if expires_in and never_expires:
-        raise UsageError("--expires-in and --never-expires exclude each other.")
+        raise ConfigError("--expires-in and --never-expires exclude each other.")
     changes: dict[str, Any] = {}
     if name is not None:
         changes["name"] = name
@@ -242,7 +242,7 @@ def _expiry(expires_in: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d{1,6})([mhdw])", expires_in)
     if match is None:
-        raise UsageError(
+        raise ConfigError(
             f"'{expires_in}' is not a duration.",
             hint="Write minutes, hours, days or weeks: 90m, 12h, 30d, 8w.",
         )

@@ -10,23 +10,21 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import uvloop
 
 from penstock.cli.api_workers import ApiWorkers
 from penstock.cli.front_door import open_front_door, prepare_process
 from penstock.cli.telemetry import configure_server_logging
+from penstock.cli.waiting import until
 from penstock.cluster.local import LocalReplica
 from penstock.core.config import ServeConfig, ServerConfig
 from penstock.core.errors import UsageError
 from penstock.core.messages import EngineReady, LoadProgress
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def run(
@@ -87,7 +85,7 @@ async def _serve_here(
 ) -> None:
     stop = _stop_event()
     try:
-        ready = await _until(replica.start(), stop)
+        ready = await until(replica.start(), stop)
         if ready is None:
             return
         async with open_front_door(config, replica.client, listener, is_open=is_open) as door:
@@ -95,7 +93,7 @@ async def _serve_here(
             await stop.wait()
             _announce_drain(config.server)
             stop.clear()  # a second signal cuts the drain short
-            await _until(door.drain(config.server.drain_timeout), stop)
+            await until(door.drain(config.server.drain_timeout), stop)
             await door.close()
     finally:
         await replica.stop()
@@ -114,14 +112,14 @@ async def _serve_by_workers(
     workers = ApiWorkers(config, replica.endpoint, listener, is_open=is_open)
     replica.on_change = workers.tell_of_engine
     try:
-        ready = await _until(replica.start(), stop)
-        if ready is None or not await _until(workers.start(), stop):
+        ready = await until(replica.start(), stop)
+        if ready is None or not await until(workers.start(), stop):
             return
         announce(ready)
         await stop.wait()
         _announce_drain(config.server)
         stop.clear()
-        if await _until(workers.drain(), stop) is None:
+        if await until(workers.drain(), stop) is None:
             await workers.cut_short()
     finally:
         await workers.stop()
@@ -138,17 +136,3 @@ def _stop_event() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
-
-
-async def _until(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
-    """The result of `work`, or None when `stop` is set first."""
-    task = asyncio.ensure_future(work)
-    stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if task.done():
-        return task.result()
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    return None

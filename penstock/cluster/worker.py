@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 IDLE_POLL_S = 0.25  # how often an idle engine looks for expired requests and for its parent
 STATS_INTERVAL_S = 0.1
 NEWS_INTERVAL_S = 0.001  # the news of steps that take less travel together
+_READABLE = int(zmq.POLLIN)
 
 
 class Worker:
@@ -56,6 +57,7 @@ class Worker:
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a gateway that has gone is noticed
         self._socket.bind(endpoint)
         self._gateways: dict[bytes, None] = {}
         self._gateway_of: dict[str, bytes] = {}
@@ -117,13 +119,15 @@ class Worker:
     def _read_inbox(self, wait_s: float) -> None:
         if wait_s > 0 and not self._socket.poll(int(wait_s * 1000)):
             return
-        while True:
-            try:
-                gateway, *messages = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while self._has_mail:
+            gateway, *messages = self._socket.recv_multipart()
             for data in messages:
                 self._handle(gateway, data)
+
+    @property
+    def _has_mail(self) -> bool:
+        """Asked before every step, and cheaper than to read in vain."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _handle(self, gateway: bytes, data: bytes) -> None:
         self._gateways[gateway] = None
@@ -186,15 +190,28 @@ class Worker:
             by_gateway[gateway].append(event)
             if event.finish_reason is not None:
                 del self._gateway_of[event.request_id]
-        for gateway in by_gateway if stats is None else self._gateways:
+        for gateway in tuple(by_gateway if stats is None else self._gateways):
             self._send(gateway, StepOutputs(tuple(by_gateway[gateway]), stats))
 
     def _broadcast(self, message: FromEngine) -> None:
-        for gateway in self._gateways:
+        for gateway in tuple(self._gateways):
             self._send(gateway, message)
 
     def _send(self, gateway: bytes, message: FromEngine) -> None:
-        self._socket.send_multipart((gateway, self._codec.encode(message)))
+        try:
+            self._socket.send_multipart((gateway, self._codec.encode(message)))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(gateway)
+
+    def _forget(self, gateway: bytes) -> None:
+        """It has gone, and nobody waits for what it asked for."""
+        self._gateways.pop(gateway, None)
+        for request_id in [known for known, owner in self._gateway_of.items() if owner == gateway]:
+            del self._gateway_of[request_id]
+            if self._engine is not None:
+                self._engine.loop.abort(request_id)
 
 
 def main() -> int:

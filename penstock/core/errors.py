@@ -3,7 +3,8 @@
     PenstockError                     500  internal_error
     ├── InvalidRequest                400  invalid_request_error
     │   ├── ContextLengthExceeded     400  context_length_exceeded
-    │   └── ContentRefused            400  content_policy_violation  (a safety policy said no)
+    │   ├── ContentRefused            400  content_policy_violation  (a safety policy said no)
+    │   └── ThreadsUnsupported        400  thread_unsupported_request  (send the whole conversation instead)
     ├── AuthenticationFailed          401  invalid_api_key
     ├── PermissionDenied              403  permission_denied     (the key is known, but may not do this)
     ├── ModelNotFound                 404  model_not_found
@@ -76,6 +77,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 class ContentRefused(InvalidRequest):
     code = "content_policy_violation"
+
+
+class ThreadsUnsupported(InvalidRequest):
+    code = "thread_unsupported_request"
 
 
 class AuthenticationFailed(PenstockError):

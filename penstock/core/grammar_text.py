@@ -187,6 +187,17 @@ def special_token_ids(tokenizer_json: bytes) -> dict[str, int]:
     return {token.content: token.id for token in added if token.special}
 
 
+def token_ids_by_number(tokenizer_json: bytes) -> dict[str, int]:
+    """The tokens that a grammar cannot spell out: special ones, and all that were added in angle brackets, such as
+    `<tool_call>`, which the matcher takes for special whatever the tokenizer says."""
+    added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens
+    return {
+        token.content: token.id
+        for token in added
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
+
+
 class _AddedToken(msgspec.Struct):
     id: int
     content: str

@@ -33,7 +33,22 @@ def without_secrets(text: str) -> str:
     return _SECRETS.sub(mask, text)
 
 
+# What could begin a line of its own, or speak to a terminal.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def on_one_line(text: str) -> str:
+    """`text` with control characters spelt out: a message may hold what a client sent, such as a path."""
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
+
+
 class TextFormatter(logging.Formatter):
+    """One line for each message; the lines of a traceback follow it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = on_one_line(record.message)
+        return super().formatMessage(record)
+
     def format(self, record: logging.LogRecord) -> str:
         return without_secrets(super().format(record))
 

@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from penstock.core.errors import InvalidRequest, Overloaded
-from penstock.core.grammar_text import grammar_text, special_token_ids
+from penstock.core.grammar_text import grammar_text, token_ids_by_number
 from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
 
@@ -96,7 +96,7 @@ class GrammarCompiler:
 
     def __init__(self, card: ModelCard, limits: GrammarLimits | None = None) -> None:
         self.limits = limits or GrammarLimits()
-        self._special_token_ids = special_token_ids(card.tokenizer_json)
+        self._special_token_ids = token_ids_by_number(card.tokenizer_json)
         self._tokenizer = _tokenizer(card)
         self._parser_limits = _parser_limits(self.limits)
         self._executor = LLExecutor(self.limits.mask_threads)

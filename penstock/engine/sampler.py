@@ -24,6 +24,8 @@ from penstock.engine.staging import Staging
 from penstock.kernels.bitmask import forbid
 from penstock.kernels.interface import Ops, SamplingBatch
 
+# Below it float32 quotients overflow, and the likeliest token wins in any case.
+MIN_TEMPERATURE = 1e-5
 NOT_A_NUMBER = "The model produced values that are not numbers for this request."
 
 
@@ -82,8 +84,8 @@ class Sampler:
 
     def begin(self, row: int, request: Request, output_token_ids: Sequence[int]) -> None:
         params = request.sampling
-        self._temperature[row] = params.temperature
-        self._top_k[row] = params.top_k or 0
+        self._temperature[row] = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
+        self._top_k[row] = min(params.top_k or 0, self._vocab_size)
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seeds[row] = self._drawn_seed(request.id) if params.seed is None else params.seed

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
@@ -14,7 +13,11 @@ from penstock.gateway.prompts import ChatPrompt, GenerationRequest, SamplingOpti
 MAX_N = 128
 MAX_CHOICES = 2048  # prompts times n, in one request
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024  # of each; what an answer might begin to say is held back
+MAX_STOP_TOKEN_IDS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_TOP_K = 2**31 - 1  # what engines count with
+REPETITION_PENALTIES = (0.01, 100)  # beyond them logits overflow
 MAX_LOGIT_BIASES = 1024
 MAX_TOOLS = 1024
 MAX_TOOL_SCHEMA_DEPTH = 64
@@ -38,8 +41,8 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
             _check_tools(prompt.tools)
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, param: str) -> None:
-    for token_id in token_ids:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, *, param: str) -> None:
+    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():  # millions may be given
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"Token id {token_id} is not in the model's vocabulary of {vocab_size} tokens.", param=param
@@ -88,20 +91,30 @@ def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
             param="min_tokens",
         )
     _check_range("temperature", options.temperature, 0, 2)
-    _check_above_zero("top_p", options.top_p, 1)
+    if not 0 < options.top_p <= 1:
+        raise InvalidRequest(f"top_p must be above 0 and at most 1, not {options.top_p}.", param="top_p")
     if options.top_k is not None:
-        _check_range("top_k", options.top_k, 1, None)
+        _check_range("top_k", options.top_k, 1, MAX_TOP_K)
     _check_range("min_p", options.min_p, 0, 1)
-    _check_above_zero("repetition_penalty", options.repetition_penalty, None)
+    _check_range("repetition_penalty", options.repetition_penalty, *REPETITION_PENALTIES)
     _check_range("presence_penalty", options.presence_penalty, -2, 2)
     _check_range("frequency_penalty", options.frequency_penalty, -2, 2)
     if options.seed is not None:
         _check_range("seed", options.seed, -(2**63), 2**63 - 1)
-    if options.logprobs is not None:
-        _check_range("logprobs", options.logprobs, 0, MAX_TOP_LOGPROBS)
+    check_top_logprobs(options.logprobs, param="logprobs")
     _check_stop(options.stop)
+    if len(options.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"There may be at most {MAX_STOP_TOKEN_IDS} stop_token_ids, not {len(options.stop_token_ids)}.",
+            param="stop_token_ids",
+        )
     check_token_ids(options.stop_token_ids, vocab_size, param="stop_token_ids")
     _check_logit_bias(options.logit_bias, vocab_size)
+
+
+def check_top_logprobs(count: int | None, *, param: str = "top_logprobs") -> None:
+    if count is not None:
+        _check_range(param, count, 0, MAX_TOP_LOGPROBS)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:
@@ -111,6 +124,8 @@ def _check_stop(stop: tuple[str, ...]) -> None:
         )
     if "" in stop:
         raise InvalidRequest("A stop string must not be empty.", param="stop")
+    if any(len(each) > MAX_STOP_CHARS for each in stop):
+        raise InvalidRequest(f"A stop string may have at most {MAX_STOP_CHARS} characters.", param="stop")
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:
@@ -162,15 +177,6 @@ def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:
             )
 
 
-def _check_range(name: str, value: float, low: float, high: float | None) -> None:
-    if low <= value < math.inf and (high is None or value <= high):
-        return
-    bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-    raise InvalidRequest(f"{name} must be {bounds}, not {value}.", param=name)
-
-
-def _check_above_zero(name: str, value: float, high: float | None) -> None:
-    if 0 < value < math.inf and (high is None or value <= high):
-        return
-    bounds = "above 0" if high is None else f"above 0 and at most {high}"
-    raise InvalidRequest(f"{name} must be {bounds}, not {value}.", param=name)
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}.", param=name)

@@ -189,16 +189,17 @@ class Choice:
         reason = event.finish_reason
         if self._parser is not None and self._parser.is_reasoning:
             self.num_reasoning_tokens += len(token_ids)
-        if self._matcher is None and not self._wants_details and reason is None:
-            self.num_tokens += len(token_ids)
-            self._release(self._detokenizer.push(token_ids))
-            return
         ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_ids
         shown_ids = token_ids[:-1] if ends_by_token else token_ids
-        for position, token_id in enumerate(shown_ids):
-            self._push_token(token_id, event.logprobs[position] if event.logprobs else None)
-            if self.finish_reason is not None:
-                return
+        # What may end the answer between two tokens of an event must see them one by one.
+        if self._matcher is None and not self._wants_details and (reason is None or self._parser is None):
+            self.num_tokens += len(shown_ids)
+            self._release(self._detokenizer.push(shown_ids))
+        else:
+            for position, token_id in enumerate(shown_ids):
+                self._push_token(token_id, event.logprobs[position] if event.logprobs else None)
+                if self.finish_reason is not None:
+                    return
         self.num_tokens += len(token_ids) - len(shown_ids)
         if reason is not None:
             self._finish(reason)

@@ -27,7 +27,7 @@ from penstock.core.errors import (
     PermissionDenied,
     ShuttingDown,
 )
-from penstock.core.grammar_text import special_token_ids
+from penstock.core.grammar_text import token_ids_by_number
 from penstock.core.messages import EngineReady
 from penstock.core.request import CacheBreakpoint, Grammar, Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Accounts, Claim
@@ -52,6 +52,7 @@ from penstock.gateway.tokenizer import TextTokenizer
 
 # For an engine that starts or a server that drains: neither has a queue whose pace could tell.
 RETRY_AFTER_S = 5.0
+_MOST_URGENT_FIRST = tuple(Tier)
 
 
 class ServedModel:
@@ -64,7 +65,7 @@ class ServedModel:
         self.dialect = Dialect(engine.model, self.tokenizer, config)
         self.template = ChatTemplate(engine.model, self.dialect.tool_format)
         self._grammars = GrammarChecker()
-        self._special_token_ids = special_token_ids(engine.model.tokenizer_json)
+        self._special_token_ids = token_ids_by_number(engine.model.tokenizer_json)
 
     async def prepare(self, prompt: Prompt, grammar: Grammar | None = None) -> PreparedPrompt:
         """`grammar` is what the request itself demands of its answers."""
@@ -72,7 +73,7 @@ class ServedModel:
             return PreparedPrompt(await self.tokenizer.encode(prompt.text, add_special_tokens=True))
         if isinstance(prompt, ChatPrompt):
             prompt = self.dialect.without_thinking_where_held(prompt, grammar)
-            rendered = self.dialect.close_thinking(prompt, self.template.render(prompt))
+            rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
             form = self.dialect.answer_form(prompt, rendered, grammar)
             pieces = marked_pieces(prompt)
             if pieces:
@@ -346,8 +347,8 @@ class Gateway:
 
 def granted_tier(wish: GenerationRequest) -> Tier:
     """The tier asked for, or the best that the caller's key allows."""
-    order = list(Tier)  # most urgent first
-    return max(wish.tier, wish.principal.best_tier, key=order.index)
+    best = wish.principal.best_tier
+    return wish.tier if wish.tier is best else max(wish.tier, best, key=_MOST_URGENT_FIRST.index)
 
 
 def _check_permission(wish: GenerationRequest, model_name: str) -> None:

@@ -31,6 +31,15 @@ CHECK_TIMEOUT_S = 10.0
 _MAX_REMEMBERED = 512
 _CHECK_THREADS = 2
 _GBNF_MARK = "::="
+# The fields that grammars come from, mostly; where a particular one came from is no longer known.
+_USUAL_PARAMS = {
+    "json": "response_format",
+    "json_schema": "response_format",
+    "regex": "structured_outputs",
+    "choice": "structured_outputs",
+    "ebnf": "structured_outputs",
+    "structural_tag": "tools",
+}
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -155,14 +164,13 @@ class GrammarChecker:
         self._pool = ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="grammar-check")
         self._good: OrderedDict[Grammar, Grammar] = OrderedDict()  # as asked → as sent; oldest use first
 
-    async def check(
-        self, grammar: Grammar, special_token_ids: Mapping[str, int], *, param: str = "response_format"
-    ) -> Grammar:
+    async def check(self, grammar: Grammar, special_token_ids: Mapping[str, int]) -> Grammar:
         """The grammar as an engine takes it. Raises InvalidRequest."""
         good = self._good.get(grammar)
         if good is not None:
             self._good.move_to_end(grammar)
             return good
+        param = _USUAL_PARAMS[grammar.kind]
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"The grammar is larger than {MAX_GRAMMAR_BYTES} bytes.", param=param)
         loop = asyncio.get_running_loop()

@@ -20,6 +20,8 @@ from penstock.gateway.metrics import is_of_engine
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 1 << 24
+# Ends every page on the wire: one without it was cut off. Whoever parses a page takes it for a comment.
+_PAGE_END = b"# EOF\n"
 
 
 class MetricsExchange:
@@ -44,7 +46,7 @@ class MetricsExchange:
 
     async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            writer.write(self._render())
+            writer.write(self._render() + _PAGE_END)
             await writer.drain()
             writer.close()
             await writer.wait_closed()
@@ -88,12 +90,12 @@ class _Families(Collector):
 
 
 async def _ask(path: str) -> bytes:
-    """Nothing where nobody answers: a worker may be starting."""
-    with contextlib.suppress(OSError, TimeoutError):
+    """Nothing where nobody gives a whole answer: a worker may be starting, or have died while it spoke."""
+    with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(path)
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_PAGE_BYTES)
             try:
-                return await reader.read(MAX_PAGE_BYTES)
+                return await reader.readuntil(_PAGE_END)
             finally:
                 writer.close()
     return b""

@@ -8,10 +8,13 @@ longer one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
-def _border_lengths(pattern: str) -> list[int]:
-    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
+@lru_cache(maxsize=256)
+def _border_lengths(pattern: str) -> Sequence[int]:
+    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix. All answers to a
+    request share it."""
     borders = [0] * len(pattern)
     length = 0
     for position in range(1, len(pattern)):

@@ -148,17 +148,18 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """As things stand. A prompt counts once, however many answers share it."""
-        leaders = self._choices[:: self._n]
-        written = [written_by_ttl(choice.cache_breakpoints, choice.cache_use) for choice in leaders]
-        return Usage(
-            prompt_tokens=sum(choice.num_prompt_tokens for choice in leaders),
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=sum(choice.num_cached_tokens for choice in leaders),
-            cache_read_tokens=sum(choice.cache_use.read_tokens for choice in leaders),
-            cache_write_5m_tokens=sum(short for short, _ in written),
-            cache_write_1h_tokens=sum(long for _, long in written),
-            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
-        )
+        prompt = completion = cached = read = written_5m = written_1h = reasoning = 0
+        for choice in self._choices:
+            completion += choice.num_tokens
+            reasoning += choice.num_reasoning_tokens
+        for leader in self._choices[:: self._n]:
+            prompt += leader.num_prompt_tokens
+            cached += leader.num_cached_tokens
+            read += leader.cache_use.read_tokens
+            short, long = written_by_ttl(leader.cache_breakpoints, leader.cache_use)
+            written_5m += short
+            written_1h += long
+        return Usage(prompt, completion, cached, read, written_5m, written_1h, reasoning)
 
     def __aiter__(self) -> Generation:
         return self

@@ -6,6 +6,7 @@ clients wrote is untrusted too: none of it is read as a control token.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import hashlib
@@ -28,6 +29,7 @@ from penstock.gateway.tools.answer_form import offers_tools
 from penstock.gateway.tools.described import described_in_words, with_single_calls
 from penstock.gateway.tools.formats import HERMES, ToolFormat, tool_schema
 
+DIRECT_RENDER_MESSAGES = 200
 _SHORT_ID_LENGTH = 9
 _LAST_WORD = "\U0010ffff"  # never a character; stands where an answer is to go on
 
@@ -79,6 +81,7 @@ class ChatTemplate:
             environment = _environment()
             try:
                 self._template = environment.from_string(card.chat_template)
+                self._template.globals = dict(self._template.globals)  # every rendering copies them
                 variables = meta.find_undeclared_variables(environment.parse(card.chat_template))
             except TemplateError as error:
                 raise ModelLoadError(f"The chat template of {card.name} cannot be read: {error}") from error
@@ -98,6 +101,12 @@ class ChatTemplate:
                 with contextlib.suppress(InvalidRequest):
                     return self._render(self._template, retold, arguments_as_text=arguments_as_text)
             raise
+
+    async def render_later(self, prompt: ChatPrompt) -> RenderedChat:
+        """As `render`; a chat of many turns, which may take seconds, is written off the event loop."""
+        if len(prompt.messages) <= DIRECT_RENDER_MESSAGES:
+            return self.render(prompt)
+        return await asyncio.to_thread(self.render, prompt)
 
     def _retold(self, prompt: ChatPrompt) -> Iterator[tuple[ChatPrompt, bool]]:
         """Other ways to tell of earlier calls: some templates take arguments as text only, some take only one call
@@ -132,7 +141,9 @@ class ChatTemplate:
         variables: dict[str, Any] = {}
         if prompt.thinks is not None:  # templates know it by either name
             variables = {"enable_thinking": prompt.thinks, "thinking": prompt.thinks}
-        variables |= self._special_tokens | prompt.template_options
+        # What a client adds must not take the place of what is checked elsewhere: special tokens, tools, messages.
+        variables |= _marked(prompt.template_options, self._marks.mark) | self._special_tokens
+        variables.pop("tools", None)
         if not self.knows_tools:
             messages = described_in_words(messages, tools, self._tool_format)
         elif tools:

@@ -127,6 +127,12 @@ class TextTokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
+    async def decode_later(self, token_ids: Sequence[int]) -> str:
+        """As `decode`; many token ids are decoded off the event loop."""
+        if len(token_ids) <= DIRECT_ENCODE_CHARS:
+            return self.decode(token_ids)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.decode, token_ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for on its own; not always whole characters."""
         return self._token_bytes[token_id]

@@ -201,3 +201,26 @@ def test_any_record_is_one_line_of_json(message: str, fields: dict[str, Any]) ->
     decoded = json.loads(line)
     assert decoded["level"] == "info"
     assert decoded["process"] == "engine"
+
+
+async def test_a_path_cannot_write_a_line_of_its_own() -> None:
+    written: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            written.append(self.format(record))
+
+    handler = Collect()
+    handler.setFormatter(TextFormatter("%(levelname)s %(message)s"))
+    logger = logging.getLogger("penstock.access")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        async with client_for(FakeEngine()) as client:
+            await client.get("/v1/x%0aINFO%20GET%20/admin%0d%1b[2J%c2%85%e2%80%a8")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    (line,) = written
+    assert "/v1/x\\nINFO GET /admin\\r\\x1b[2J\\x85\\u2028 404" in line
+    assert line.splitlines() == [line]

@@ -329,6 +329,33 @@ def test_cache_control(serve: Serve) -> None:
         ask(served, system=system * 5)
 
 
+def test_the_tool_runner_is_told_that_threads_are_not_kept(serve: Serve) -> None:
+    """It asks for a thread first, and sends whole conversations once it knows that there is none."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells the weather.
+
+        Args:
+            city: Where.
+        """
+        return f"sunny in {city}"
+
+    def answer(request: Request) -> str:
+        if "sunny in Paris" in prompt_of(request):
+            return "Take no umbrella."
+        return '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+    served = serve(scripted(answer, template=TOOL_TEMPLATE))
+    runner = sdk(served).beta.messages.tool_runner(
+        model="bytes", max_tokens=100, messages=[USER], tools=[weather]
+    )
+    called, last = list(runner)
+    assert (called.stop_reason, last.stop_reason) == ("tool_use", "end_turn")
+    assert last.content[0].type == "text"
+    assert last.content[0].text == "Take no umbrella."
+
+
 def test_count_tokens(serve: Serve) -> None:
     served = serve(scripted("x", template=TOOL_TEMPLATE))
     messages = sdk(served).messages

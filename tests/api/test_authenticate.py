@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,10 +21,14 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 from starlette.websockets import WebSocket
 
-from penstock.api.authenticate import Authenticate, scope_of
+from penstock.api.app import create_app
+from penstock.api.authenticate import OPEN_PATHS, Authenticate, scope_of
 from penstock.api.context import principal_of
+from penstock.api.settings_endpoints import SettingsEndpoints
+from penstock.api.usage_endpoints import UsageEndpoints
 from penstock.core.config import ServerConfig
 from penstock.core.identity import Scope
+from penstock.gateway.batches.service import StoredWork
 from penstock.gateway.tenants.authenticator import Authenticator
 from penstock.gateway.tenants.key_secret import new_secret
 from tests.api.conftest import Serve
@@ -265,3 +270,63 @@ async def test_a_websocket_server_without_denial_answers_closes_instead() -> Non
     scope = {"type": "websocket", "path": "/v1/stream", "headers": []}
     await app(scope, receive, send)  # type: ignore[arg-type]
     assert [(message["type"], message["code"]) for message in sent] == [("websocket.close", 1008)]
+
+
+NEEDED = {
+    Scope.ADMIN: {
+        *(f"/admin/{kind}" for kind in ("organizations", "workspaces", "keys", "audit", "settings/reload")),
+        *(f"/admin/{kind}/{{id}}" for kind in ("organizations", "workspaces", "keys")),
+    },
+    Scope.METRICS: {"/metrics"},
+    Scope.USAGE: {"/v1/usage"},
+    None: OPEN_PATHS,
+    Scope.INFERENCE: {
+        *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/v1/models/{name:path}"),
+        *(
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/embeddings",
+            "/v1/stream",
+            "/tokenize",
+            "/detokenize",
+        ),
+        *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
+        *("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items"),
+        *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
+        *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
+        *("/v1/messages/batches", "/v1/messages/batches/{batch_id}"),
+        *("/v1/messages/batches/{batch_id}/cancel", "/v1/messages/batches/{batch_id}/results"),
+        "/openapi.json",
+    },
+}
+
+
+async def test_every_route_asks_for_its_scope(server: TenantServer, tmp_path: Path) -> None:
+    """A new route must be listed above: whoever adds one decides who may use it."""
+    more = [*UsageEndpoints(None).routes(), *SettingsEndpoints(None, server.database).routes()]
+    work = StoredWork(server.database, tmp_path)
+    server.app = create_app(
+        server.gateway, ServerConfig(), tenants=server.tenants, work=work, more_routes=more
+    )
+    routes = [(route.path, getattr(route, "methods", None)) for route in server.app.routes]  # type: ignore[attr-defined]
+    assert {path for path, _ in routes} == set().union(*NEEDED.values())
+    keys = {scope: (await server.make_key(scope)).secret for scope in Scope}
+    for needed, paths in NEEDED.items():
+        for path, methods in routes:
+            if path not in paths or methods is None:  # WebSockets are tested below
+                continue
+            for method in methods:
+                await check_route(server, keys, method, re.sub(r"{.*?}", "x", path), needed)
+
+
+async def check_route(
+    server: TenantServer, keys: dict[Scope, str], method: str, path: str, needed: Scope | None
+) -> None:
+    async with server.client() as stranger:
+        status = (await stranger.request(method, path)).status_code
+        assert (status == 401) is (needed is not None), (method, path, status)
+    for scope, secret in keys.items():
+        if needed in (None, scope) or scope is Scope.ADMIN:
+            continue
+        async with server.client(secret) as client:
+            assert (await client.request(method, path)).status_code == 403, (method, path, scope)

@@ -143,7 +143,7 @@ async def test_malformed_json(body: bytes) -> None:
         (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content"),
         (CHAT, chat(max_completion_tokens=0), "max_tokens"),
         (CHAT, chat(top_logprobs=2), "top_logprobs"),
-        (CHAT, chat(logprobs=True, top_logprobs=21), "logprobs"),
+        (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
         (CHAT, chat(response_format={"type": "yaml"}), "response_format.type"),
         (CHAT, chat(response_format={"type": "json_object"}, guided_regex="a"), "response_format"),
         (CHAT, chat(guided_choice=[]), "guided.choice"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.api.browsers import is_foreign_page
+from penstock.core.identity import Scope
 from tests.api.tenant_server import TenantServer
 
 OWN = "127.0.0.1:8000"
@@ -51,6 +53,7 @@ def test_whose_page_it_is(headers: dict[str, str], is_foreign: bool, is_foreign_
 async def test_an_open_server_does_nothing_for_a_foreign_page(tmp_path: Path) -> None:
     server = TenantServer(tmp_path, is_open=True)
     async with server.client() as client:
+        client.base_url = "http://localhost:8000"
         forged = {"origin": "https://evil.example", "content-type": "text/plain"}
         answer = await client.post("/admin/keys", content='{"name": "k"}', headers=forged)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "permission_denied")
@@ -64,4 +67,39 @@ async def test_a_key_is_good_from_any_page(tmp_path: Path) -> None:
     issued = await server.make_key()
     async with server.client(issued.secret) as client:
         assert (await client.get("/v1/models", headers={"origin": "https://app.example"})).status_code == 200
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("listens_on", "host", "path", "status"),
+    [
+        # A page under a name that was rebound to us reads like a program: without a header that tells.
+        ("127.0.0.1", "evil.example:8000", "/v1/models", 403),
+        ("127.0.0.1", "evil.example:8000", "/admin/keys", 403),
+        ("::1", "evil.example:8000", "/metrics", 403),
+        ("10.0.0.7", "evil.example:8000", "/admin/keys", 403),
+        ("127.0.0.1", "localhost:8000", "/v1/models", 200),
+        ("127.0.0.1", "penstock.localhost", "/v1/models", 200),
+        ("127.0.0.1", "127.0.0.1:8000", "/admin/keys", 200),
+        ("::1", "[::1]:8000", "/admin/keys", 200),
+        # Where others may come in by design, a name is fine for everything but administration.
+        ("10.0.0.7", "penstock.internal:8000", "/v1/models", 200),
+        ("10.0.0.7", "10.0.0.7:8000", "/admin/keys", 200),
+    ],
+)
+async def test_an_open_server_is_not_read_by_a_rebound_name(
+    tmp_path: Path, listens_on: str, host: str, path: str, status: int
+) -> None:
+    server = TenantServer(tmp_path, is_open=True)
+    app = server.app
+
+    async def at_address(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"server": (listens_on, 8000)}, receive, send)
+
+    server.app = at_address
+    async with server.client() as client:
+        assert (await client.get(path, headers={"host": host})).status_code == status
+    issued = await server.make_key(Scope.ADMIN)
+    async with server.client(issued.secret) as client:
+        assert (await client.get(path, headers={"host": host})).status_code == 200
     await server.close()

@@ -19,6 +19,7 @@ from penstock.core.identity import Principal
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
+from penstock.gateway.embeddings import run
 from penstock.gateway.embeddings.run import MAX_TEXTS_IN_FLIGHT
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
@@ -251,4 +252,30 @@ async def test_a_drain_ends_what_is_left() -> None:
     assert not await gateway.drain(0.001)
     with pytest.raises(PenstockError, match="stopped"):
         await running
+    assert not engine.streams
+
+
+async def test_all_texts_share_the_requests_time_and_an_engine_that_hangs_gets_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "ENGINE_GRACE_S", 0.0)
+    texts = [f"text {number}" for number in range(MAX_TEXTS_IN_FLIGHT + 1)]
+    engine = FakeEngine(ready=engine_ready(model_card(embedding_size=SIZE)))
+    async with direct_client(engine) as client:
+        asking = asyncio.create_task(
+            client.post("/v1/embeddings", json={"input": texts}, headers={"x-request-timeout-ms": "300"})
+        )
+        while not engine.streams:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        stream = engine.streams.pop(engine.added[0].id)
+        (event,) = embed(stream.request)
+        assert isinstance(event, TokenEvent)
+        stream.on_event(event)  # makes room for the last text, which gets what is left
+        left_s = engine.streams[engine.added[-1].id].timeout_s
+        assert stream.timeout_s is not None
+        assert left_s is not None
+        assert left_s <= stream.timeout_s - 0.05
+        answer = await asking
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert not engine.streams

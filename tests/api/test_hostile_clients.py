@@ -20,7 +20,7 @@ from penstock.core.config import GatewayConfig, ServerConfig
 from tests.api.bounded_server import BoundedServed, ThreadedEngine, bounded_server
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
 
-COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def dial(served: BoundedServed) -> socket.socket:
@@ -95,6 +95,16 @@ def test_a_body_that_never_ends_is_timed_out(framing: bytes) -> None:
         assert serves(served)
 
 
+def test_a_request_that_was_refused_before_its_body_ended_is_answered_once() -> None:
+    """A second answer would be taken for that of the next request."""
+    with bounded_server(FakeEngine(script_text("ok")), QUICK) as served:
+        connection = dial(served)
+        connection.sendall(COMPLETION.replace(b"completions", b"nowhere") + b"Content-Length: 1000\r\n\r\n{")
+        answer = read_all(connection)
+        assert status_and_code(answer)[0] == 404
+        assert answer.count(b"HTTP/1.1") == 1
+
+
 def test_a_large_body_may_take_its_time() -> None:
     """Each period brings enough of it, though the whole takes several."""
     ready = engine_ready(model_card(max_model_len=1 << 20))
@@ -138,7 +148,7 @@ def test_stray_line_breaks_do_not_hold_a_connection_forever() -> None:
         COMPLETION + b"X-Big: " + b"a" * 40_000 + b"\r\n\r\n",
         COMPLETION + b"".join(b"X-%d: a\r\n" % number for number in range(200)) + b"\r\n",
         COMPLETION + b"".join(b"X-%d: %b\r\n" % (number, b"a" * 900) for number in range(80)) + b"\r\n",
-        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
     ids=["one value", "many headers", "many bytes", "path"],
 )
@@ -262,7 +272,7 @@ PIECES = st.sampled_from(
     [
         b"GET / HTTP/1.1\r\n",
         b"POST /v1/completions HTTP/1.1\r\n",
-        b"Host: x\r\n",
+        b"Host: localhost\r\n",
         b"Content-Length: 5\r\n",
         b"Content-Length: -1\r\n",
         b"Content-Length: 99999999999999999999\r\n",
@@ -294,7 +304,7 @@ def test_bytes_of_every_kind_leave_the_server_standing(fuzzed: BoundedServed, pi
             answer = b""
     assert not answer.startswith(b"HTTP/1.1 500")
     with dial(fuzzed) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert read_all(connection).startswith(b"HTTP/1.1 200")
 
 

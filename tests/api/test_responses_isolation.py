@@ -8,6 +8,10 @@ from pathlib import Path
 import httpx
 import pytest_asyncio
 
+from penstock.api.app import create_app
+from penstock.core.config import ServerConfig
+from penstock.core.errors import StoreUnavailable
+from penstock.gateway.responses.store import MemoryResponses, StoredResponse
 from tests.api.tenant_server import ACTOR, TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text
 
@@ -54,5 +58,25 @@ async def test_models_are_those_that_a_key_may_use(server: TenantServer) -> None
         hidden = await client.get("/v1/models/bytes")
         assert hidden.status_code == 404
         assert hidden.json()["error"]["code"] == "model_not_found"
+        unknown = await client.get("/v1/models/never")
+        assert unknown.json()["error"]["message"] == hidden.json()["error"]["message"].replace(
+            "bytes", "never"
+        )
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+            assert (await client.post(path, json=body)).status_code == 403
         counted = await client.post("/v1/responses/input_tokens", json={"input": "x"})
         assert counted.status_code == 403
+
+
+async def test_a_background_response_that_cannot_be_stored_does_not_run(server: TenantServer) -> None:
+    class NoRoom(MemoryResponses):
+        async def add(self, response: StoredResponse) -> None:
+            raise StoreUnavailable("no room")
+
+    app = create_app(server.gateway, ServerConfig(), tenants=server.tenants, responses=NoRoom())
+    server.engine.script, server.app = None, app
+    async with server.client((await server.make_key()).secret) as client:
+        answer = await client.post("/v1/responses", json={"input": "x", "background": True})
+    assert answer.status_code == 503
+    assert server.gateway.num_live == 0
+    assert not server.engine.streams

@@ -206,6 +206,7 @@ def test_cut_short_is_incomplete(serve: Serve, stream: bool) -> None:
     else:
         response = sdk.responses.create(model="bytes", input="?", max_output_tokens=10)
     assert response.status == "incomplete"
+    assert response.completed_at is None
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]

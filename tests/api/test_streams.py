@@ -45,7 +45,7 @@ def open_stream(served: Served, **fields: Any) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)  # a slow reader shows sooner
     connection.settimeout(20)
     connection.connect(("127.0.0.1", served.port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 

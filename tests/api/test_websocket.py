@@ -238,12 +238,13 @@ def test_a_full_house_is_refused_clearly_and_opens_again() -> None:
             assert hear(socket) == {"pong": 1}
 
 
-def test_a_key_is_asked_for() -> None:
+def test_a_key_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with bounded_server(FakeEngine(script_text("ok")), ServerConfig(api_key="the-key")) as served:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             with pytest.raises(InvalidStatus) as caught, socket_to(served, additional_headers=headers):
                 pass
             assert caught.value.response.status_code == 401
+        assert not caplog.records  # whoever has no key must not fill the log
         headers = {"Authorization": "Bearer the-key"}
         with socket_to(served, additional_headers=headers, origin="https://elsewhere.example") as socket:
             ask(socket, prompt="hi")

@@ -68,6 +68,7 @@ def test_a_conversation_remembers_resets_and_ends(server: FakeChat) -> None:
     assert result.exit_code == 0
     contents = [[message["content"] for message in body["messages"]] for body in server.bodies]
     assert contents == [["one"], ["one", "one ", "two"], ["three"]]
+    assert server.bodies[0]["temperature"] == 0.7  # the API's own default makes small models ramble
     assert "/reset forgets" in result.stderr
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cluster.local import LocalReplica
+from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import EngineUnavailable, ModelLoadError, Overloaded, PenstockError
 from penstock.core.plan import TokenEvent
@@ -97,6 +98,21 @@ async def test_an_abort_frees_the_blocks_and_silences_the_request(replica: Local
     await until(lambda: replica.client.stats.num_steps > 0 and replica.client.stats.num_running == 0)
     assert len(inbox.tokens) == heard
     assert replica.client.stats.num_kv_blocks_used == 0
+
+
+async def test_what_a_gateway_asked_for_ends_when_it_goes(replica: LocalReplica) -> None:
+    other = ZmqEngineClient(replica.endpoint)
+    other.start()
+    await other.wait_ready()
+    theirs, ours = Inbox(), send(replica, make_request("ours", max_tokens=60_000))
+    request = make_request("theirs", max_tokens=60_000)
+    other.add(request, timeout_s=None, on_event=theirs.on_event, on_error=theirs.on_error)
+    await theirs.until(lambda inbox: len(inbox.tokens) > 3)
+    await until(lambda: replica.client.stats.num_running == 2)
+    other.close()  # what a killed process leaves: a closed socket, and no abort
+    await until(lambda: replica.client.stats.num_running == 1)
+    assert ours.finish_reason is None
+    replica.client.abort("ours")
 
 
 async def test_a_timeout_reaches_the_engine(replica: LocalReplica) -> None:

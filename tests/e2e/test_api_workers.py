@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,3 +100,68 @@ def test_sigterm_lets_answers_finish(server: RunningServer) -> None:
 
     assert asyncio.run(stream_through_the_stop()).rstrip().endswith("[DONE]")
     assert server.process.wait(timeout=30) == 0
+
+
+class OpenStream:
+    """An answer that runs until somebody ends it, on a plain socket."""
+
+    def __init__(self, server: RunningServer) -> None:
+        port = int(server.url.rsplit(":", 1)[1])
+        body = json.dumps({**BODY, "max_tokens": 60_000, "stream": True}).encode()
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self.socket.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert self.socket.recv(1000).startswith(b"HTTP/1.1 200")
+
+    def read_to_end(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            while self.socket.recv(1 << 20):
+                pass
+        self.socket.close()
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    """A zombie counts as gone: whoever adopted it may take its time to notice."""
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+def test_everybody_leaves_when_the_parent_is_killed_in_mid_stream(server: RunningServer) -> None:
+    streams = [OpenStream(server) for _ in range(4)]
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(family) >= NUM_WORKERS + 1
+    server.process.kill()
+    server.process.wait(timeout=10)
+    for stream in streams:
+        stream.read_to_end()
+    assert all_gone(family)
+
+
+def test_a_second_sigterm_cuts_answers_short(server: RunningServer) -> None:
+    stream = OpenStream(server)
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    server.process.send_signal(signal.SIGTERM)
+    stream.read_to_end()
+    assert server.process.wait(timeout=20) == 0
+    assert all_gone(family)
+
+
+def test_a_body_that_never_ends_does_not_keep_the_server_from_leaving(server: RunningServer) -> None:
+    port = int(server.url.rsplit(":", 1)[1])
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000000\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                client.sendall(head)
+                while True:  # quick enough for the server's patience with slow bodies
+                    client.sendall(b" " * 2048)
+                    time.sleep(0.05)
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        time.sleep(0.5)
+        assert server.stop() == 0
+        dripping.join()

@@ -15,7 +15,8 @@ from penstock.engine.plain_tokenizers import NUM_BYTES, byte_tokenizer_json
 from .tiny import write_tiny_model
 
 END = NUM_BYTES
-CALL = END + 1  # a special token, as some models begin a tool call with
+# Tokens that models begin a tool call with: a special one, and one that is only added to the vocabulary.
+CALL_TOKENS = {"[CALL]": END + 1, "<tool_call>": END + 2}
 
 
 def write_byte_model(folder: Path) -> Path:
@@ -24,7 +25,10 @@ def write_byte_model(folder: Path) -> Path:
     # A little larger than the tokenizer's vocabulary, as real models are.
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": END + 8, "eos_token_id": END}))
     tokenizer = json.loads(byte_tokenizer_json())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": CALL, "content": "[CALL]"})
+    tokenizer["added_tokens"] += [
+        tokenizer["added_tokens"][0] | {"id": token_id, "content": text, "special": text == "[CALL]"}
+        for text, token_id in CALL_TOKENS.items()
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 

@@ -19,7 +19,7 @@ from penstock.core.request import FinishReason, Grammar, Request
 from penstock.engine.build import Engine
 from penstock.simulator.replay import replay
 
-from .byte_model import CALL, END, constrained, text_of, until, write_byte_model
+from .byte_model import CALL_TOKENS, END, constrained, text_of, until, write_byte_model
 from .tiny import run, teach_short_answers, tiny_engine, tokens, write_tiny_model
 
 PHONE = Grammar("regex", r"[0-9]{3}-[0-9]{4}/x+")
@@ -172,18 +172,20 @@ def test_free_text_goes_on_as_a_structure_after_a_trigger(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("only_calls", [True, False])
-def test_special_tokens_stand_for_themselves(engine: Engine, only_calls: bool) -> None:
+@pytest.mark.parametrize("marker", CALL_TOKENS)
+def test_special_tokens_stand_for_themselves(engine: Engine, marker: str, only_calls: bool) -> None:
     """Text that looks like one is not one: the token itself opens the structure."""
+    call = CALL_TOKENS[marker]
     tags = {
-        "structures": [{"begin": "[CALL]f", "schema": {"enum": ["up", "down"]}, "end": ";"}],
-        "triggers": ["[CALL]"],
+        "structures": [{"begin": f"{marker}f", "schema": {"enum": ["up", "down"]}, "end": ";"}],
+        "triggers": [marker],
         "at_least_one": only_calls,
         "stop_after_first": True,
     }
     grammar = Grammar("structural_tag", json.dumps(tags))
-    (answer,) = run(engine, [constrained("t", grammar, 60, logit_bias={CALL: 60.0})]).values()
+    (answer,) = run(engine, [constrained("t", grammar, 60, logit_bias={call: 60.0})]).values()
     written = tokens(answer)
-    assert written[0] == CALL
+    assert written[0] == call
     assert bytes(written[1:-1]).decode() in ('f"up";', 'f"down";')
     assert written[-1] == END
 

@@ -124,6 +124,15 @@ def test_logit_bias_and_logprobs(model: Path) -> None:
         )
 
 
+def test_settings_beyond_what_the_sampler_counts_with(model: Path) -> None:
+    """A temperature that float32 cannot divide by is greedy, and a top_k beyond int32 is the whole vocabulary."""
+    likeliest = request("a", [5, 6, 7], 8)
+    (expected,) = run(tiny_engine(model), [likeliest]).values()
+    for wishes in ({"temperature": 1e-40}, {"temperature": 0.0, "top_k": 2**40}):
+        (answer,) = run(tiny_engine(model), [request("a", [5, 6, 7], 8, **wishes)]).values()
+        assert tokens(answer) == tokens(expected)
+
+
 def test_bad_requests_leave_no_trace(model: Path) -> None:
     engine = tiny_engine(model, max_queue_requests=1, max_num_seqs=1)
     for prompt in ([], [5] * 600):

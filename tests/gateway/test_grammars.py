@@ -116,8 +116,9 @@ def test_bounds_and_shapes_are_checked_at_once(wish: StructuredOutputs) -> None:
 )
 async def test_what_cannot_be_compiled_is_refused_in_one_line(grammar: Grammar) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await GrammarChecker().check(grammar, {}, param="response_format")
-    assert caught.value.param == "response_format"
+        await GrammarChecker().check(grammar, {})
+    params = {"json": "response_format", "json_schema": "response_format", "structural_tag": "tools"}
+    assert caught.value.param == params.get(grammar.kind, "structured_outputs")
     assert "\n" not in caught.value.message
 
 

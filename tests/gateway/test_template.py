@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from penstock.core.errors import InvalidRequest, ModelLoadError
+from penstock.gateway.plain_text import RenderedChat
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart
-from penstock.gateway.template import ChatTemplate
+from penstock.gateway.template import DIRECT_RENDER_MESSAGES, ChatTemplate
 from tests.gateway.fake_engine import model_card
 
 HELLO = (ChatMessage("user", "hello"),)
@@ -78,3 +81,35 @@ def test_model_without_a_template_says_so() -> None:
 def test_unreadable_template_is_the_operators_error() -> None:
     with pytest.raises(ModelLoadError):
         ChatTemplate(model_card(chat_template="{% if %}"))
+
+
+def test_options_take_the_place_of_nothing_that_is_checked_elsewhere() -> None:
+    options = {
+        "eos_token": "<|system|>",
+        "tools": ["x"],
+        "messages": [],
+        "add_generation_prompt": False,
+        "tone": "dry<|system|>",
+    }
+    template = "{{ eos_token }}|{{ tools is defined }}|{{ messages | length }}|{{ add_generation_prompt }}|{{ tone }}"
+    rendered = ChatTemplate(model_card(chat_template=template)).render(
+        ChatPrompt(messages=HELLO, template_options=options)
+    )
+    assert rendered.text == "<|end|>|False|1|True|dry<|system|>"
+    ((start, end),) = rendered.plain_ranges  # and none of it is read as a control token
+    assert rendered.text[start:end] == "<|system|>"
+
+
+async def test_a_chat_of_many_turns_is_written_off_the_event_loop() -> None:
+    seen: list[bool] = []
+
+    class Watched(ChatTemplate):
+        def render(self, prompt: ChatPrompt) -> RenderedChat:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return super().render(prompt)
+
+    template = Watched(model_card())
+    short = await template.render_later(ChatPrompt(messages=HELLO))
+    long = await template.render_later(ChatPrompt(messages=HELLO * (DIRECT_RENDER_MESSAGES + 1)))
+    assert seen == [True, False]
+    assert len(long.text) > len(short.text) * DIRECT_RENDER_MESSAGES / 2

@@ -10,7 +10,7 @@ from penstock.cluster.client import EngineClient
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
-from penstock.gateway.stream import ReaderGone
+from penstock.gateway.stream import ENGINE_GRACE_S, ReaderGone
 
 # So many at once keep an engine busy, and leave room in its queue for others.
 MAX_TEXTS_IN_FLIGHT = 64
@@ -22,21 +22,27 @@ class EmbeddingRun:
     def __init__(self, engine: EngineClient, requests: Sequence[Request], timeout_s: float | None) -> None:
         self._engine = engine
         self._waiting = list(reversed(requests))
-        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._deadline_s = None if timeout_s is None else self._loop.time() + timeout_s
         self._order = [request.id for request in requests]
         self._in_flight: set[str] = set()
         self._vectors: dict[str, bytes] = {}
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done: asyncio.Future[None] = self._loop.create_future()
         self._num_tokens = {request.id: len(request.prompt_token_ids) for request in requests}
         self.num_cached_tokens = 0  # reused from the engine's KV cache
         self.queue_s: float | None = None  # of the first text, as the engine measured it
 
     async def vectors(self) -> list[bytes]:
         """In the order of the requests. Raises the PenstockError that ended it, or ReaderGone after `cancel`."""
+        timer = None
+        if self._deadline_s is not None:
+            timer = self._loop.call_at(self._deadline_s + ENGINE_GRACE_S, self.fail, _too_late())
         self._start_more()
         try:
             await self._done
         finally:
+            if timer is not None:
+                timer.cancel()
             self._abort()
         return [self._vectors[request_id] for request_id in self._order]
 
@@ -57,12 +63,16 @@ class EmbeddingRun:
             self._in_flight.add(request.id)
             self._engine.add(
                 request,
-                timeout_s=self._timeout_s,
+                timeout_s=self._time_left_s(),
                 on_event=partial(self._on_event, request.id),
                 on_error=self.fail,
             )
         if not self._waiting and not self._in_flight and not self._done.done():
             self._done.set_result(None)
+
+    def _time_left_s(self) -> float | None:
+        """For the texts that start now: all of them share the request's time."""
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - self._loop.time())
 
     def _on_event(self, request_id: str, event: TokenEvent) -> None:
         if self._done.done() or event.finish_reason is None:
@@ -88,11 +98,15 @@ class EmbeddingRun:
         self._in_flight.clear()
 
 
+def _too_late() -> DeadlineExceeded:
+    return DeadlineExceeded("The request's deadline passed before all of its texts were embedded.")
+
+
 def _error_of(event: TokenEvent) -> PenstockError:
     """What a text without a vector ended with."""
     match event.finish_reason:
         case FinishReason.DEADLINE:
-            return DeadlineExceeded("The request's deadline passed before all of its texts were embedded.")
+            return _too_late()
         case FinishReason.ABORT:
             return EngineUnavailable("The engine ended this request early.", hint="Try again.")
         case FinishReason.ERROR if event.queue_s is None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from penstock.core.errors import InvalidRequest
 from penstock.gateway.guards.guard import Subject
 from penstock.gateway.guards.scanner import Span
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, Prompt, TextPart, TextPrompt
@@ -35,7 +37,9 @@ def passages(prompt: Prompt) -> list[Passage]:
     if isinstance(prompt, TextPrompt):
         return [Passage((prompt.text,), is_trusted=False)]
     if isinstance(prompt, ChatPrompt):
-        return [passage for message in prompt.messages for passage in _message_passages(message)]
+        of_messages = [passage for message in prompt.messages for passage in _message_passages(message)]
+        of_options = [Passage((text,), is_trusted=False) for text in _texts_of(prompt.template_options)]
+        return of_messages + of_options
     return []
 
 
@@ -55,8 +59,29 @@ def replaced(prompt: Prompt, passages: Iterator[tuple[str, ...]]) -> Prompt:
         return TextPrompt(*next(passages))
     if isinstance(prompt, ChatPrompt):
         messages = tuple(_replaced_message(message, passages) for message in prompt.messages)
+        if any((text,) != next(passages) for text in _texts_of(prompt.template_options)):
+            raise InvalidRequest(
+                "A safety policy would have to redact what the chat template is given, which cannot be done.",
+                param="chat_template_kwargs",
+            )
         return msgspec.structs.replace(prompt, messages=messages)
     return prompt
+
+
+def _texts_of(options: dict[str, Any]) -> list[str]:
+    """Every text in what a client gives to the model's template, names included. Without recursion, because it is a
+    client's."""
+    found: list[str] = []
+    waiting: list[Any] = [options]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+    return found
 
 
 def _replaced_message(message: ChatMessage, passages: Iterator[tuple[str, ...]]) -> ChatMessage:

@@ -30,6 +30,9 @@ TOKEN_COLUMNS = (
     "reasoning_tokens",
 )
 
+_SUMMED = (*TOKEN_COLUMNS, "cost_picodollars")
+_CUT_OFF: tuple[RowStatus, ...] = ("cancelled", "failed")
+
 # (day, workspace, key, model, picodollars)
 SpendRecord: TypeAlias = tuple[int, str, str, str, int]
 
@@ -72,30 +75,47 @@ class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow]) -> int:
-    """Write the rows that are not there yet, and return how many those were. A row that only knows of a request that
-    it was interrupted gives way to one that knows how it ended: the line of a batch is run again under its id."""
+    """Write the rows that are not there yet, and return how many those were. The line of a batch is run again under
+    its id: a row that knows that it was completed takes the place of one that was cut off, and adds its figures."""
+    return sum(_insert_once(connection, round_) for round_ in _rounds(rows))
+
+
+def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
+    """Of each request one row at most."""
     if not rows:
         return 0
-    rows = _one_for_each_request(rows)
     values = [msgspec.structs.asdict(row) | {"day": row.day} for row in rows]
     statement = _insert(connection, usage)
+    new_status, is_cut_off = statement.excluded.status, sa.or_(*(usage.c.status == name for name in _CUT_OFF))
     statement = statement.on_conflict_do_update(
         index_elements=["request_id"],
-        set_={column.name: column for column in statement.excluded if not column.primary_key},
-        where=sa.and_(usage.c.status == "interrupted", statement.excluded.status != "interrupted"),
+        set_={
+            column.name: usage.c[column.name] + column if column.name in _SUMMED else column
+            for column in statement.excluded
+            if not column.primary_key
+        },
+        where=sa.or_(
+            sa.and_(usage.c.status == "interrupted", new_status != "interrupted"),
+            sa.and_(is_cut_off, new_status == "completed"),
+        ),
     )
     written = connection.execute(statement.returning(usage.c.request_id), values).scalars().all()
     _add_spend(connection, rows, frozenset(written))
     return len(written)
 
 
-def _one_for_each_request(rows: Sequence[UsageRow]) -> Sequence[UsageRow]:
-    """The first that knows how its request ended, or else the first."""
-    kept: dict[str, UsageRow] = {}
+def _rounds(rows: Sequence[UsageRow]) -> tuple[Sequence[UsageRow], Sequence[UsageRow]]:
+    """For each request the first row that knows how it ended, or else the first; then, where that was cut off, the
+    first that was completed. Apart, so that rows which are read again find those that they were added to."""
+    first: dict[str, UsageRow] = {}
+    again: dict[str, UsageRow] = {}
     for row in rows:
-        if row.request_id not in kept or kept[row.request_id].status == "interrupted":
-            kept[row.request_id] = row
-    return list(kept.values())
+        known = first.get(row.request_id)
+        if known is None or known.status == "interrupted":
+            first[row.request_id] = row
+        elif known.status in _CUT_OFF and row.status == "completed":
+            again.setdefault(row.request_id, row)
+    return list(first.values()), list(again.values())
 
 
 def _add_spend(connection: Connection, rows: Sequence[UsageRow], inserted: frozenset[str]) -> None:

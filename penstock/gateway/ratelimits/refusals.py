@@ -57,7 +57,8 @@ def _error_for(refusal: Refusal) -> RateLimited:
         case Figure.DAY_BUDGET | Figure.MONTH_BUDGET:
             period = "daily" if refusal.figure is Figure.DAY_BUDGET else "monthly"
             return QuotaExceeded(
-                f"The {period} budget of ${refusal.limit:,.2f} for {whose} is used up, running requests included.",
+                f"The {period} budget of {_dollars(refusal.limit)} for {whose} is used up, or would be by this "
+                "request and those that run.",
                 retry_after_s=refusal.wait_s,
             )
         case Figure.CONCURRENCY:
@@ -79,6 +80,11 @@ def _error_for(refusal: Refusal) -> RateLimited:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}"
+
+
+def _dollars(value: float) -> str:
+    """Budgets of less than a cent, as for a trial, are not rounded to nothing."""
+    return f"${value:,.2f}" if value >= 0.01 or not value else f"${value:.6f}".rstrip("0")
 
 
 class SlotTimes:

@@ -29,7 +29,7 @@ class DatabaseResponses:
         return await self._database.run(lambda connection: self._replace(connection, response))
 
     async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None:
-        if not self._database.exists:
+        if not self._could_exist(response_id):
             return None
         return await self._database.run(
             lambda connection: self._find(connection, workspace_id, response_id), reads_only=True
@@ -38,18 +38,22 @@ class DatabaseResponses:
     async def history(
         self, workspace_id: str, response_id: str, *, keep_until: float
     ) -> list[StoredResponse] | None:
-        if not self._database.exists:
+        if not self._could_exist(response_id):
             return None
         return await self._database.run(
             lambda connection: self._history(connection, workspace_id, response_id, keep_until)
         )
 
     async def delete(self, workspace_id: str, response_id: str) -> bool:
-        if not self._database.exists:
+        if not self._could_exist(response_id):
             return False
         return await self._database.run(
             lambda connection: self._delete(connection, workspace_id, response_id)
         )
+
+    def _could_exist(self, response_id: str) -> bool:
+        """Not every database can even look for a NUL."""
+        return self._database.exists and "\0" not in response_id
 
     def _add(self, connection: Connection, response: StoredResponse) -> None:
         now = self._now()

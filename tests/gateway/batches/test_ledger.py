@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import sqlalchemy as sa
 
@@ -48,6 +50,28 @@ def test_the_row_that_knows_more_stays(groups: list[list[UsageRow]]) -> None:
         lambda connection: connection.execute(sa.select(usage_spend.c.cost_picodollars)).scalars().all()
     )
     assert spent == [70]
+
+
+@pytest.mark.parametrize("status", ["cancelled", "failed"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_line_that_was_cut_off_and_run_again_is_paid_for(
+    status: Literal["cancelled", "failed"], at_once: bool
+) -> None:
+    """A shutdown cuts a line off after two tokens; the next process runs it again under its id."""
+    database = Database("sqlite://")
+    cut_off = usage_row(CLAIM, Outcome(usage=Usage(3, 2, 0), status=status), 1000.0, 40)
+    groups = [[cut_off, COMPLETED]] if at_once else [[cut_off], [cut_off, COMPLETED]]
+    # A journal that is read again, from any place, changes nothing.
+    for rows in [*groups, [COMPLETED], [cut_off], [cut_off, COMPLETED]]:
+        database.run_now(lambda connection, rows=rows: insert_rows(connection, rows))  # type: ignore[misc]
+    (row,) = database.run_now(lambda connection: connection.execute(sa.select(usage)).all())
+    assert (row.status, row.prompt_tokens, row.completion_tokens) == ("completed", 6, 7)
+    spent = database.run_now(
+        lambda connection: connection.execute(
+            sa.select(sa.func.sum(usage_spend.c.cost_picodollars))
+        ).scalar_one()
+    )
+    assert (row.cost_picodollars, spent) == (110, 110)
 
 
 def test_an_interruption_is_written_once() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -446,3 +447,27 @@ def _run(policy: Any, deltas: list[Delta]) -> tuple[str, str, str, FinishReason 
         arguments += "".join(call.arguments for call in shown.tool_calls)
         reason = shown.finish_reason or reason
     return reasoning, text, arguments, reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"date": "project nightfall"},
+        {"documents": [{"title": "a", "text": ["project nightfall"]}]},
+        {"nested": {"project nightfall": True}},
+    ],
+)
+async def test_what_a_template_is_given_is_checked_too(options: dict[str, Any]) -> None:
+    chat = ChatPrompt(messages=(ChatMessage("user", "hello"),), template_options=options)
+    gateway, engine = gateway_with("ok", {"guard": "blocklist", "terms": ["project nightfall"]})
+    with pytest.raises(ContentRefused):
+        await gateway.submit(wish(chat))
+    gateway, engine = gateway_with(
+        "ok", {"guard": "blocklist", "terms": ["project nightfall"], "action": "redact"}
+    )
+    with pytest.raises(InvalidRequest) as error:
+        await gateway.submit(wish(chat))
+    assert error.value.param == "chat_template_kwargs"
+    assert not engine.added
+    fine = msgspec.structs.replace(chat, template_options={"date": "today"})
+    assert (await read(gateway, wish(fine)))[0] == "ok"

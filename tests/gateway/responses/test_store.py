@@ -156,3 +156,10 @@ async def test_nothing_is_written_by_looking(tmp_path: Path, clock: FakeClock) -
     assert not await store.delete("w", "a")
     assert list(tmp_path.iterdir()) == []
     database.close()
+
+
+async def test_an_id_that_no_database_could_look_for_does_not_exist(store: ResponseStore) -> None:
+    await store.add(response("a"))
+    assert await store.find("w", "a\0") is None
+    assert await store.history("w", "a\0", keep_until=3000.0) is None
+    assert not await store.delete("w", "a\0")

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, func, select, text
 
 from penstock.core.errors import AuthenticationFailed, NotFound, PenstockError, StoreUnavailable
 from penstock.core.identity import Scope
+from penstock.gateway.responses.database import DatabaseResponses
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import keys, metadata, tenant_revision, workspaces
 from penstock.gateway.tenants.keyring import TRUST_S
@@ -150,3 +151,11 @@ async def test_a_server_that_restarts_is_found_again(world: World, server: Postg
     world.time.pass_s(TRUST_S)
     assert (await ring.identify(issued.secret)).key_id == issued.key.id
     await ring.close()
+
+
+async def test_a_response_with_a_nul_in_its_id_does_not_exist(world: World) -> None:
+    world.database.migrate()
+    responses = DatabaseResponses(world.database)
+    assert await responses.find("default", "a\0") is None
+    assert await responses.history("default", "a\0", keep_until=0.0) is None
+    assert not await responses.delete("default", "a\0")

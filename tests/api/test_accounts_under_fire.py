@@ -1,0 +1,259 @@
+"""Whatever happens to requests, each that was admitted is settled once: limits, ledger, engine and gateway agree."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from penstock.api.app import create_app
+from penstock.core.clock import VirtualClock
+from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.gateway.accounts import Accounts, Claim, Lease, Outcome
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.guards.settings import guard_settings
+from penstock.gateway.ledger.journal import Journal
+from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
+from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
+from penstock.gateway.ledger.spend import LedgerSpendBook
+from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.ratelimits.settings import LimitSettings
+from penstock.gateway.replies.desk import ReplyDesk
+from penstock.gateway.replies.idempotency import IdempotentAnswers
+from penstock.gateway.replies.settings import IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import usage
+from penstock.gateway.tenants.audit import Actor
+from penstock.gateway.tenants.records import NewKey
+from penstock.gateway.tenants.service import Tenants
+from tests.api.fire import FickleClient, UnreliableEngine
+from tests.gateway.store.ready_made import ready_made_database
+
+NUM_REQUESTS = 150
+LIMITS = msgspec.convert(
+    {
+        "key": {"requests_per_minute": 10**6, "concurrent_requests": 12, "dollars_per_day": 1000.0},
+        "workspace": {"input_tokens_per_minute": 10**7, "output_tokens_per_minute": 10**7},
+        "model": {"output_tokens_per_minute": 10**7, "requests_per_minute": 10**6},
+    },
+    LimitSettings,
+)
+PRICES = PriceTable(PriceSettings(models={"bytes": ModelPrice(input=1, output=2)}))  # type: ignore[arg-type]
+PATIENCE = {"timeout_s": 0.02, "max_tokens": 16}
+GUARDS = {
+    "policies": {
+        "strict": {
+            "on_failure": "open",
+            "rules": [
+                {"guard": "blocklist", "terms": ["forbidden"]},
+                {"guard": "blocklist", "name": "abc", "patterns": ["abc"], "stage": "output"},
+                {"guard": "judge", "constitution": "Be good.", "stage": "input", **PATIENCE},
+                {
+                    "guard": "judge",
+                    "name": "later",
+                    "constitution": "Be good.",
+                    "action": "flag",
+                    **PATIENCE,
+                },
+            ],
+        }
+    },
+}
+
+
+class CountingLimiter:
+    """Counts what it lends and what comes back."""
+
+    def __init__(self, limiter: LocalLimiter) -> None:
+        self._limiter = limiter
+        self.settled: Counter[str] = Counter()
+        self.num_lent = 0
+
+    async def reserve(self, claim: Claim) -> Lease:
+        await asyncio.sleep(0)  # as a shared limiter would; whoever asks may be cancelled meanwhile
+        lease = await self._limiter.reserve(claim)
+        self.num_lent += 1
+        return _CountedLease(lease, claim, self.settled)
+
+
+class _CountedLease:
+    def __init__(self, lease: Lease, claim: Claim, settled: Counter[str]) -> None:
+        self._lease = lease
+        self._claim = claim
+        self._settled = settled
+        self.rate_limits = lease.rate_limits
+
+    def give_back_cached(self, num_tokens: int) -> None:
+        self._lease.give_back_cached(num_tokens)
+
+    def settle(self, outcome: Outcome) -> None:
+        self._settled[self._claim.request_id] += 1
+        self._lease.settle(outcome)
+
+
+@dataclass
+class Battlefield:
+    dice: random.Random
+    engine: UnreliableEngine
+    gateway: Gateway
+    limiter: LocalLimiter
+    counting: CountingLimiter
+    ledger: UsageLedger
+    database: Database
+    idempotency: IdempotentAnswers
+    clients: list[FickleClient]
+
+    async def anything(self) -> None:
+        """One client does one thing that clients do."""
+        dice, client = self.dice, self.dice.choice(self.clients)
+        if dice.random() < 0.2:
+            await self._ask_again(client)
+            return
+        headers = {}
+        if dice.random() < 0.1:
+            headers["x-request-timeout-ms"] = str(dice.randrange(1, 30))
+        prompt = dice.choice(("hello", "tell me more", "forbidden words", "x" * 300))
+        sampling = {"max_tokens": dice.randrange(1, 9), "stream": dice.random() < 0.5}
+        openai = {"n": dice.choice((1, 1, 3)), "stop": dice.choice((None, "b", "ca"))}
+        messages = [{"role": "user", "content": prompt}]
+        match dice.choice(("chat", "completion", "messages", "response", "embeddings", "socket")):
+            case "chat":
+                body = {"model": "bytes", "messages": messages, **sampling, **openai}
+                await client.post("/v1/chat/completions", body, headers)
+            case "completion":
+                await client.post("/v1/completions", {"prompt": prompt, **sampling, **openai}, headers)
+            case "messages":
+                await client.post(
+                    "/v1/messages", {"model": "bytes", "messages": messages, **sampling}, headers
+                )
+            case "response":
+                await self._respond(client, prompt, headers)
+            case "embeddings":
+                texts = [f"{prompt} {dice.randrange(5)}" for _ in range(dice.randrange(1, 5))]
+                await client.post("/v1/embeddings", {"model": "bytes", "input": texts}, headers)
+            case "socket":
+                asks = [{"id": number, "prompt": prompt, "max_tokens": 8} for number in range(3)]
+                await client.talk([*asks, {"cancel": dice.randrange(3)}, {"ping": 1}, {"cancel": 9}])
+
+    async def _ask_again(self, client: FickleClient) -> None:
+        """What was asked before, or is being asked."""
+        headers = {"x-penstock-cache": "60"}
+        if self.dice.random() < 0.6:
+            headers = {"idempotency-key": f"key-{self.dice.randrange(2)}"}
+        body = {"prompt": "again", "max_tokens": 8, "stream": self.dice.random() < 0.5}
+        await client.post("/v1/completions", body, headers)
+
+    async def _respond(self, client: FickleClient, prompt: str, headers: dict[str, str]) -> None:
+        body = {"model": "bytes", "input": prompt, "max_output_tokens": 8}
+        if self.dice.random() < 0.5:
+            await client.post("/v1/responses", {**body, "stream": self.dice.random() < 0.5}, headers)
+            return
+        _, seen = await client.post("/v1/responses", {**body, "background": True}, headers)
+        if seen and "id" in (answer := json.loads(seen)) and self.dice.random() < 0.7:
+            await client.post(f"/v1/responses/{answer['id']}/cancel", {})
+
+    async def calm(self) -> None:
+        """Until nothing happens any more. What the engine never answers is cut off by the drain."""
+        await self.gateway.drain(0.05)
+        async with asyncio.timeout(20):
+            while self.engine.streams or self.gateway.guards._background or self.idempotency._running:
+                await asyncio.sleep(0.01)
+        await self.ledger.flush()
+
+
+@asynccontextmanager
+async def battlefield(folder: Path, seed: int) -> AsyncIterator[Battlefield]:
+    dice = random.Random(seed)
+    database = ready_made_database(folder)
+    book = LedgerSpendBook(PRICES)
+    ledger = UsageLedger(Journal(folder / JOURNAL_FOLDER), database, book)
+    await ledger.start()
+    limiter = LocalLimiter(LIMITS, VirtualClock(), book=book)
+    counting = CountingLimiter(limiter)
+    idempotency = IdempotentAnswers(IdempotencySettings(abandoned_after_s=0.01), database)
+    engine = UnreliableEngine(dice)
+    gateway = Gateway(
+        engine,
+        GatewayConfig(),
+        accounts=Accounts(counting, ledger),
+        replies=ReplyDesk(ResponseCacheSettings(enabled=True), idempotency),
+    )
+    tenants = Tenants(database)
+    app = create_app(gateway, ServerConfig(), tenants=tenants, responses=DatabaseResponses(database))
+    directory, actor = tenants.directory, Actor("test")
+    guarded = await directory.create_workspace(actor, "guarded")
+    gateway.guards.apply(guard_settings({**GUARDS, "workspaces": {guarded.id: "strict"}}))
+    keys = [
+        await directory.create_key(actor, NewKey(name="k", **place))
+        for place in ({}, {}, {"workspace_id": guarded.id})
+    ]
+    clients = [FickleClient(app, key.secret, dice) for key in keys]
+    yield Battlefield(dice, engine, gateway, limiter, counting, ledger, database, idempotency, clients)
+    await tenants.close()
+    await ledger.close()
+    database.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_every_admitted_request_is_settled_once(tmp_path: Path, seed: int) -> None:
+    async with battlefield(tmp_path, seed) as field:
+        at_once = asyncio.Semaphore(40)
+
+        async def one() -> None:
+            async with at_once:
+                await field.anything()
+
+        tasks = [asyncio.create_task(one()) for _ in range(NUM_REQUESTS)]
+        await asyncio.sleep(0.05)
+        field.limiter.apply(LIMITS)  # settings are read again in the middle of it
+        await asyncio.wait(tasks, timeout=1.0)
+        await field.calm()
+        await asyncio.gather(*tasks)
+        check_that_nothing_is_left(field)
+        check_that_books_and_buckets_agree(field)
+
+
+def check_that_nothing_is_left(field: Battlefield) -> None:
+    assert field.gateway.num_live == 0
+    assert field.engine.streams == {}
+    assert field.counting.num_lent > NUM_REQUESTS / 3
+    assert field.counting.settled.total() == field.counting.num_lent
+    assert set(field.counting.settled.values()) == {1}
+    for meter in field.limiter._meters._meters.values():
+        assert (meter.num_running, meter.reserved_microdollars) == (0, 0.0), meter.subject
+
+
+def check_that_books_and_buckets_agree(field: Battlefield) -> None:
+    rows = field.database.run_now(lambda connection: connection.execute(sa.select(usage)).all())
+    assert {row.request_id for row in rows} == set(field.counting.settled)
+    assert {row.status for row in rows} == {"completed", "cancelled", "failed"}
+    assert {"guard", "chat", "completions", "messages", "responses", "embeddings"} == {
+        row.endpoint for row in rows
+    }
+    assert any(row.is_cached for row in rows)
+    admitted, written = Counter(row.key_id for row in rows), Counter[str]()
+    for row in rows:
+        written[row.workspace_id] += row.completion_tokens
+    for meter in field.limiter._meters._meters.values():
+        name = meter.subject.name
+        if meter.requests is not None and meter.subject.scope == "key":
+            assert meter.requests.limit - meter.requests.level == admitted[name]
+        if meter.output_tokens is not None and meter.subject.scope == "workspace":
+            assert meter.output_tokens.limit - meter.output_tokens.level == written[name]
+        if meter.input_tokens is not None:
+            assert meter.input_tokens.level <= meter.input_tokens.limit
+        if meter.subject.scope == "model":
+            assert meter.requests is not None
+            assert meter.output_tokens is not None
+            assert meter.requests.limit - meter.requests.level == len(rows)
+            assert meter.output_tokens.limit - meter.output_tokens.level == written.total()

@@ -1,0 +1,84 @@
+"""The short way to endpoints answers as the long way does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from penstock.api.application import Application
+from penstock.api.errors import on_penstock_error
+from penstock.api.middleware import RequestIds
+from penstock.core.errors import InvalidRequest, PenstockError
+
+
+async def answer(request: Request) -> Response:
+    return PlainTextResponse(f"{request.method} {request.url.path} {request.path_params}")
+
+
+async def refuse(request: Request) -> Response:
+    raise InvalidRequest("No.", param="prompt")
+
+
+async def break_down(request: Request) -> Response:
+    raise ZeroDivisionError("a secret")
+
+
+@contextmanager
+def client() -> Iterator[TestClient]:
+    endpoints = {"answer": answer, "refuse": refuse, "break": break_down}
+    routes = [
+        Route(f"/{kind}/{name}{end}", endpoint, methods=["POST"])
+        for kind, end in (("fixed", ""), ("with", "/{id}"))
+        for name, endpoint in endpoints.items()
+    ]
+    routes.append(Route("/fixed/answer", answer, methods=["GET"]))
+    app = Application(
+        routes=routes,
+        middleware=[Middleware(RequestIds)],
+        exception_handlers={PenstockError: on_penstock_error},
+    )
+    with TestClient(app) as opened:
+        yield opened
+
+
+def test_fixed_paths_and_paths_with_parameters() -> None:
+    with client() as http:
+        assert http.post("/fixed/answer").text == "POST /fixed/answer {}"
+        assert http.post("/with/answer/7").text == "POST /with/answer/7 {'id': '7'}"
+        assert http.get("/fixed/answer").text == "GET /fixed/answer {}"
+
+
+def test_a_pattern_is_no_path() -> None:
+    with client() as http:
+        assert http.post("/with/answer/{id}").text == "POST /with/answer/{id} {'id': '{id}'}"
+
+
+@pytest.mark.parametrize("path", ["/fixed/refuse", "/with/refuse/7"])
+def test_refusals_look_the_same(path: str) -> None:
+    with client() as http:
+        refused = http.post(path)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt"
+    assert refused.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/fixed/break", "/with/break/7"])
+def test_bugs_look_the_same_and_tell_nothing(path: str) -> None:
+    with client() as http:
+        broken = http.post(path)
+    assert broken.status_code == 500
+    assert broken.json()["error"]["type"]
+    assert "secret" not in broken.text
+
+
+def test_what_is_not_there_and_what_takes_no_post() -> None:
+    with client() as http:
+        assert http.post("/fixed/nothing").status_code == 404
+        assert http.put("/fixed/answer").status_code == 405
