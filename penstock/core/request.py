@@ -83,6 +83,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     tenant: str = ""
     tier: Tier = Tier.DEFAULT
+    cache_salt: str = ""  # what else, beside the tenant, must be equal for a cached prefix to be reused
     cache_breakpoints: tuple[CacheBreakpoint, ...] = ()  # in ascending order of num_tokens
     deadline_s: float | None = None  # on the engine's clock; set from AddRequest.timeout_s on arrival
     pooling: Pooling | None = None  # the answer is one vector instead of tokens

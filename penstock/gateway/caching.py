@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -52,6 +53,16 @@ class KeptText(msgspec.Struct, frozen=True):
     end: int
     ttl_s: float
     earlier: tuple[int, ...]
+
+
+def tools_salt(prompt: ChatPrompt) -> str:
+    """What keeps prefixes of chats with different tools apart. Changed tools invalidate everything: most templates
+    write them first, but some behind the system prompt, which would then be found again."""
+    if not prompt.tools:
+        return ""
+    # Without the marks, which may move from one request to the next.
+    tools = [(tool.name, tool.description, tool.parameters, tool.strict) for tool in prompt.tools]
+    return blake2b(msgspec.json.encode(tools), digest_size=16).hexdigest()
 
 
 def marked_pieces(prompt: ChatPrompt) -> list[Piece]:

@@ -27,6 +27,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     form: AnswerForm | None = None
     breakpoints: tuple[CacheBreakpoint, ...] = ()
+    cache_salt: str = ""
 
 
 class Dialect:

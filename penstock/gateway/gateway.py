@@ -31,7 +31,7 @@ from penstock.core.grammar_text import token_ids_by_number
 from penstock.core.messages import EngineReady
 from penstock.core.request import CacheBreakpoint, Grammar, Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Accounts, Claim
-from penstock.gateway.caching import Piece, breakpoints_at, locate, marked_pieces
+from penstock.gateway.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
 from penstock.gateway.checks import check_request, check_token_ids, resolve_max_tokens
 from penstock.gateway.choice import Choice
 from penstock.gateway.dialect import Dialect, PreparedPrompt
@@ -78,7 +78,7 @@ class ServedModel:
             pieces = marked_pieces(prompt)
             if pieces:
                 token_ids, breakpoints = await self._with_breakpoints(prompt, pieces, rendered)
-                return PreparedPrompt(token_ids, form, breakpoints)
+                return PreparedPrompt(token_ids, form, breakpoints, tools_salt(prompt))
             # A template writes the special tokens itself.
             token_ids = await self.tokenizer.encode(
                 rendered.text, add_special_tokens=False, plain_ranges=rendered.plain_ranges
@@ -339,6 +339,7 @@ class Gateway:
                         sampling=_sampling_params(wish, prepared, max_tokens, sibling),
                         tenant=wish.principal.workspace_id,
                         tier=granted_tier(wish),
+                        cache_salt=prepared.cache_salt,
                         cache_breakpoints=prepared.breakpoints,
                     )
                 )

@@ -119,7 +119,9 @@ class Sequence:
         self.marks: Marks | None = None  # of a request with cache breakpoints; kept by Breakpoints
 
         # Kept by PrefixSharing.
-        self.root_hash = root_hash(request.tenant)
+        # No name of a tenant holds a NUL, so none can be mistaken for another's name with a salt.
+        salt = f"{request.tenant}\0{request.cache_salt}" if request.cache_salt else request.tenant
+        self.root_hash = root_hash(salt)
         self.hashes: list[BlockHash] = []  # of leading full blocks, as far as anyone needed them
         self.num_published = 0  # leading blocks, while running, that the cache was told the hashes of
         self.publish_at: int | None = None  # tokens that must be known and computed to publish the next block

@@ -168,6 +168,17 @@ def test_tools_behind_the_system_prompt_are_kept_with_it() -> None:
     assert "Hello" not in kept
 
 
+def test_changed_tools_invalidate_everything_wherever_the_template_puts_them() -> None:
+    def salt(*tools: Tool, mark: CacheMark | None = SHORT) -> str:
+        system = ChatMessage("system", (TextPart("Be brief.", mark),))
+        return prepare(chat(system, USER, tools=tools), SYSTEM_FIRST).cache_salt
+
+    alpha = Tool("alpha")
+    assert salt(alpha) == salt(Tool("alpha", cache=SHORT)), "a mark that moves changes nothing"
+    assert len({salt(), salt(alpha), salt(Tool("alpha", "does it")), salt(alpha, Tool("beta"))}) == 4
+    assert salt(alpha, mark=None) == "", "chats without marks share what they can"
+
+
 def test_tools_that_are_not_shown_keep_nothing() -> None:
     tools = (Tool("alpha", cache=SHORT),)
     assert kept_texts(chat(SYSTEM, USER, tools=tools), TOOLS_FIRST.replace("tool |", "1 |")) == [

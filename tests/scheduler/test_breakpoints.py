@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from penstock.core.plan import CacheUse
@@ -107,6 +108,17 @@ def test_tenants_cannot_read_each_other() -> None:
     driver = Driver()
     ask(driver, "a", PROMPT[:60], 40, tenant="a")
     assert ask(driver, "b", PROMPT[:60], 40, tenant="b") == CacheUse(0, (40,))
+
+
+def test_prefixes_with_another_salt_are_not_read() -> None:
+    driver = Driver()
+    for request_id, salt, read in (("a", "tools 1", 0), ("b", "tools 2", 0), ("c", "tools 1", 40)):
+        request = make_request(request_id, PROMPT[:60], 2, breakpoints=(CacheBreakpoint(42, FIVE_MINUTES),))
+        driver.add(msgspec.structs.replace(request, cache_salt=salt))
+        driver.run()
+        use = driver.first_events[request_id].cache_use
+        assert use is not None
+        assert use.read_tokens == read
 
 
 def test_a_breakpoint_at_the_very_end_is_read_but_for_the_last_block() -> None:
