@@ -16,7 +16,6 @@ import contextlib
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +95,7 @@ def server(folder: Path, port: int, itl_target_ms: float) -> Iterator[str]:
 def wait_until_ready(url: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+        with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{url}/ready", timeout=1).close()
             return
         time.sleep(0.05)

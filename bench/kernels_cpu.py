@@ -1,6 +1,6 @@
 """How fast the CPU kernels are on the shapes of SmolLM2-135M, beside torch's own linear.
 
-    python bench/kernels_cpu.py [--rows 1,8,32,128,512] [--dtype bfloat16] [--threads N]
+    python bench/kernels_cpu.py [--rows 1,8,32,128,512] [--dtype bfloat16] [--integers] [--threads N]
 
 Prints GB/s of packed weights and GFLOP/s for each matrix, then whole decode and prefill steps made of the
 backend's operations in the order a model calls them, with random weights in the model's 4-bit format.
@@ -194,12 +194,15 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,128,512")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--bits", type=int, default=4, choices=[4, 8])
+    parser.add_argument(
+        "--integers", action="store_true", help="multiply as whole numbers, as --dtype auto does"
+    )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--steps-only", action="store_true")
     arguments = parser.parse_args()
     if arguments.threads:
         set_num_threads(arguments.threads)
-    ops = select_ops("cpu", getattr(torch, arguments.dtype))
+    ops = select_ops("cpu", getattr(torch, arguments.dtype), integer_products=arguments.integers)
     print(f"backend {ops.name}, {ops.dtype}, {capabilities()}")
     rows_list = [int(rows) for rows in arguments.rows.split(",")]
     if not arguments.steps_only:

@@ -81,6 +81,18 @@ class ComposedBlocks:
         ]
         return ExpertList(tuple(pair[0] for pair in packed), tuple(pair[1] for pair in packed))
 
+    def moe(
+        self: Ops, x: Tensor, logits: Tensor, experts: Any, routing: Routing, activation: Activation
+    ) -> Tensor:
+        weights, chosen = route(logits, routing)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        # In the order of the experts, so that a row's sum does not depend on its neighbours.
+        for index in chosen.unique().tolist():
+            rows, ranks = (chosen == index).nonzero(as_tuple=True)
+            made = self.mlp(x[rows], experts.gate_ups[index], experts.downs[index], activation)
+            total[rows] += made.float() * weights[rows, ranks].unsqueeze(1)
+        return total.to(x.dtype)
+
     def moe_block(
         self: Ops,
         residual: Tensor,
@@ -92,11 +104,4 @@ class ComposedBlocks:
         activation: Activation,
     ) -> None:
         normed = self.rms_norm(residual, norm, eps)
-        weights, chosen = route(self.logits(normed, router), routing)
-        total = torch.zeros_like(normed, dtype=torch.float32)
-        # In the order of the experts, so that a row's sum does not depend on its neighbours.
-        for index in chosen.unique().tolist():
-            rows, ranks = (chosen == index).nonzero(as_tuple=True)
-            made = self.mlp(normed[rows], experts.gate_ups[index], experts.downs[index], activation)
-            total[rows] += made.float() * weights[rows, ranks].unsqueeze(1)
-        residual.add_(total.to(residual.dtype))
+        residual.add_(self.moe(normed, self.logits(normed, router), experts, routing, activation))

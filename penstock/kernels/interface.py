@@ -48,6 +48,9 @@ class GroupQuantWeight:
     group: int  # 16, or a multiple of 32; `in` is a multiple of it
     bits: Literal[4, 8]
     input_order: Tensor | None = None  # int64 [in], a permutation
+    # Made to be multiplied with inputs that are rounded to int8 too, which a backend may then do. Codes are int8, and
+    # all groups of a row have the same scale.
+    rounds_inputs: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -199,6 +202,19 @@ class SamplingBatch:
     all_greedy: bool
     whole_vocabulary: bool = False  # no row uses top-k, top-p or min-p
 
+    def rows(self, part: slice) -> SamplingBatch:
+        columns = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+        return replace(self, **{name: getattr(self, name)[part] for name in columns})
+
+
+@dataclass(frozen=True, slots=True)
+class KVRegion:
+    """A piece of memory with a part of every block: that of block i begins at address + i × block_bytes."""
+
+    address: int
+    block_bytes: int
+    num_blocks: int
+
 
 class KVStore(Protocol):
     """KV tensors of all layers, in whatever layout the backend likes. `layer(i)` is handed back to `attend`.
@@ -215,6 +231,11 @@ class KVStore(Protocol):
         ...
 
     def layer(self, index: int) -> Any: ...
+
+    def regions(self, layer: int) -> tuple[KVRegion, ...]:
+        """Where the blocks of a layer lie, for whoever moves them to another process. A block means the same in any
+        store whose regions have the same sizes."""
+        ...
 
     def reserve_host(self, num_slots: int) -> None:
         """Take host memory for so many blocks; once, before the first copy."""
@@ -289,6 +310,13 @@ class Ops(Protocol):
 
     def mlp(self, x: Tensor, gate_up: PackedLinear, down: PackedLinear, activation: Activation) -> Tensor:
         """[T, hidden] → [T, hidden]: linear(gated(linear(x, gate_up), activation), down), to the bit, in one call."""
+        ...
+
+    def moe(
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, routing: Routing, activation: Activation
+    ) -> Tensor:
+        """[T, hidden] → [T, hidden]: the weighted sum of what each token's experts make of it. `logits` are the
+        router's, float32 [T, E]."""
         ...
 
     def attention_block(

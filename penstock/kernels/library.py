@@ -77,6 +77,13 @@ _FUNCTIONS = (
         c_int64,
         (c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64),
     ),
+    (
+        "linear_add_rounded",
+        c_int64,
+        (c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int64),
+    ),
+    ("fast_integers", c_int, ()),
+    ("most_integer_inputs", c_int64, ()),
     ("linear_set_bias", None, (c_void_p, c_void_p)),
     ("linear", None, (c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p)),
     ("embed", c_int, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),

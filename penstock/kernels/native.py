@@ -39,13 +39,16 @@ class NativeOps(ComposedBlocks):
     name = "native"
     device = torch.device("cpu")
 
-    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+    def __init__(self, library: Library, dtype: torch.dtype, *, integer_products: bool = False) -> None:
+        """With `integer_products`, in bfloat16, quantized matrices are rounded to 8 bits with a scale for each
+        output, and multiplied with activations of 16 bits as whole numbers."""
         if dtype not in DTYPE_CODES:
             raise ValueError(f"the native CPU backend computes in float32 or bfloat16, not {dtype}")
         self.dtype = dtype
         self.kv_dtype = dtype
         self._library = library
         self._dtype_code = DTYPE_CODES[dtype]
+        self._integer_products = integer_products and dtype == torch.bfloat16
         self._layers: dict[int, tuple[AttentionLayerStruct, AttentionLayer, list[Tensor | None]]] = {}
         self._batch: AttentionBatch | None = None
         self._batch_struct = AttentionBatchStruct()
@@ -53,8 +56,10 @@ class NativeOps(ComposedBlocks):
     def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> NativeLinear:
         packed = NativeLinear(self._library, parts[0].shape[1])
         parts, packed.input_order = with_common_order(parts)
-        for part in parts:
-            packed.add(part, self.dtype)
+        if self._integer_products and packed.can_round(parts):
+            packed.add_rounded(parts)
+        else:
+            packed.add(parts, self.dtype)
         if bias is not None:
             packed.set_bias(bias)
         return packed
@@ -73,7 +78,9 @@ class NativeOps(ComposedBlocks):
     def pack_embedding(self, weight: WeightData, tied: Any | None = None) -> NativeEmbedding:
         if tied is not None:
             return NativeEmbedding(tied, shared=True)
-        return NativeEmbedding(self.pack_linear([weight]), shared=False)
+        table = NativeLinear(self._library, weight.shape[1])
+        table.add([weight], self.dtype)
+        return NativeEmbedding(table, shared=False)
 
     def embed(self, token_ids: Tensor, table: Any) -> Tensor:
         ids = token_ids.to(torch.int32).contiguous()

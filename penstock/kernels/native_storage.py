@@ -7,13 +7,14 @@ cpu/attention.h). Computes nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import memmove
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
+from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, KVRegion, WeightData
 from penstock.kernels.library import Library
 
 # Numbers shared with cpu/linear.h.
@@ -33,9 +34,35 @@ class NativeLinear:
         self._library = library
         weakref.finalize(self, library.linear_free, self.handle)
 
-    def add(self, weight: WeightData, dtype: torch.dtype) -> None:
-        if weight.shape[1] != self.in_features:
-            raise ValueError(f"stacked matrices take {self.in_features} and {weight.shape[1]} inputs")
+    def add(self, parts: Sequence[WeightData], dtype: torch.dtype) -> None:
+        """Stack matrices, as exact as the compute type is."""
+        for part in parts:
+            self._add_part(part, dtype)
+
+    def can_round(self, parts: Sequence[WeightData]) -> TypeGuard[Sequence[GroupQuantWeight]]:
+        return self.in_features <= self._library.most_integer_inputs() and all(
+            isinstance(part, GroupQuantWeight) for part in parts
+        )
+
+    def add_rounded(self, parts: Sequence[GroupQuantWeight]) -> None:
+        """Stack quantized matrices, all rounded to 8 bits with a scale for each output."""
+        for part in parts:
+            self._check_inputs(part)
+            codes, scales = part.codes.contiguous(), part.scales.float().contiguous()
+            offsets = None if part.offsets is None else part.offsets.float().contiguous()
+            num_bytes = self._library.linear_add_rounded(
+                self.handle,
+                codes.shape[0],
+                codes.data_ptr(),
+                codes.dtype == torch.int8,
+                scales.data_ptr(),
+                None if offsets is None else offsets.data_ptr(),
+                part.group,
+            )
+            self._grow(codes.shape, num_bytes)
+
+    def _add_part(self, weight: WeightData, dtype: torch.dtype) -> None:
+        self._check_inputs(weight)
         if isinstance(weight, DenseWeight):
             # In float32 mode bfloat16 weights stay as they are: widening loses nothing and doubles the traffic.
             narrow = torch.bfloat16 in (dtype, weight.values.dtype)
@@ -43,7 +70,7 @@ class NativeLinear:
             self._add(FORMAT_BFLOAT16 if narrow else FORMAT_FLOAT32, values, None, None, 0)
         elif isinstance(weight, Float8Weight):
             # No CPU multiplies float8: it stands for the bfloat16 that it unpacks to.
-            self.add(DenseWeight(weight.dequantize(torch.bfloat16)), dtype)
+            self._add_part(DenseWeight(weight.dequantize(torch.bfloat16)), dtype)
         else:
             self._add_quantized(weight if weight.group <= LARGEST_GROUP else weight.regrouped(LARGEST_GROUP))
 
@@ -82,9 +109,16 @@ class NativeLinear:
             scales is not None and scales.dtype == torch.float16,
             group,
         )
+        self._grow(values.shape, num_bytes)
+
+    def _check_inputs(self, weight: WeightData) -> None:
+        if weight.shape[1] != self.in_features:
+            raise ValueError(f"stacked matrices take {self.in_features} and {weight.shape[1]} inputs")
+
+    def _grow(self, shape: Sequence[int], num_bytes: int) -> None:
         if num_bytes == 0:
-            raise MemoryError(f"no memory for a packed matrix of {values.shape[0]} × {values.shape[1]}")
-        self.out_features += values.shape[0]
+            raise MemoryError(f"no memory for a packed matrix of {shape[0]} × {shape[1]}")
+        self.out_features += shape[0]
         self.num_bytes += num_bytes
 
 
@@ -123,6 +157,10 @@ class NativeKVStore:
 
     def layer(self, index: int) -> NativeKVLayer:
         return NativeKVLayer(self, self._address + index * self._layer_bytes)
+
+    def regions(self, layer: int) -> tuple[KVRegion, ...]:
+        address = self._address + layer * self._layer_bytes
+        return (KVRegion(address, self._layer_block_bytes, self.num_blocks),)
 
     def reserve_host(self, num_slots: int) -> None:
         self._slots_address = self._allocate(num_slots * self.block_bytes)

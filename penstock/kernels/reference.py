@@ -25,7 +25,7 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.kernels.sampling import sample_rows
-from penstock.kernels.tensor_kv import TensorKVStore
+from penstock.kernels.tensor_kv import TensorKVStore, to_codes
 
 # Rows of a half-precision head that are widened at a time for exact float32 logits.
 HEAD_ROWS_AT_ONCE = 8192
@@ -60,9 +60,35 @@ class TorchEmbedding:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchKVPart:
+    """The keys, or the values, of one layer."""
+
+    entries: Tensor  # [blocks, block size, G, D]
+    scales: Tensor | None  # [blocks, block size, G], of int8
+
+    def write(self, slots: Tensor, new: Tensor) -> None:
+        """[T, G, D], to slots [T]."""
+        if self.scales is None:
+            kept = new.to(self.entries.dtype)
+        else:
+            kept, scales = to_codes(new)
+            self.scales.view(-1, scales.shape[-1])[slots] = scales
+        # As bytes, because torch cannot assign float8 by index.
+        as_bytes = kept.contiguous().view(torch.uint8)
+        self.entries.view(torch.uint8).view(-1, *as_bytes.shape[1:])[slots] = as_bytes
+
+    def read(self, blocks: Tensor, count: int) -> Tensor:
+        """float32 [count, G, D]: the first tokens of these blocks."""
+        entries = self.entries[blocks].flatten(0, 1)[:count].float()
+        if self.scales is None:
+            return entries
+        return entries * self.scales[blocks].flatten(0, 1)[:count].unsqueeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
 class TorchKVLayer:
-    keys: Tensor  # [blocks, block size, G, D]
-    values: Tensor
+    keys: TorchKVPart
+    values: TorchKVPart
 
 
 class TorchKVStore(TensorKVStore):
@@ -70,11 +96,17 @@ class TorchKVStore(TensorKVStore):
         self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         """`shape` is layers, blocks, block size, G, D."""
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        super().__init__(keys, values, num_blocks=shape[1], block_size=shape[2])
+        super().__init__(shape, dtype, device)
+        self.num_blocks, self.block_size = shape[1], shape[2]
 
     def layer(self, index: int) -> TorchKVLayer:
-        return TorchKVLayer(self.keys[index], self.values[index])
+        def scales(of: Tensor | None) -> Tensor | None:
+            return None if of is None else of[index]
+
+        return TorchKVLayer(
+            TorchKVPart(self.keys[index], scales(self.key_scales)),
+            TorchKVPart(self.values[index], scales(self.value_scales)),
+        )
 
 
 class TorchOps(ComposedBlocks):
@@ -147,10 +179,8 @@ class TorchOps(ComposedBlocks):
         key = _rotate(key, layer.rope, batch.positions)
 
         slots = batch.slots.long()
-        for store, new in ((cache.keys, key), (cache.values, value)):
-            # As bytes, because torch cannot assign float8 by index.
-            kept = new.to(store.dtype).contiguous().view(torch.uint8)
-            store.view(torch.uint8).view(-1, kv_heads, kept.shape[-1])[slots] = kept
+        cache.keys.write(slots, key)
+        cache.values.write(slots, value)
 
         output = torch.empty_like(query)
         starts = batch.query_starts.tolist()
@@ -194,14 +224,14 @@ def _attend_one_request(
     """[n, H, D] → [n, H, D] for the last n tokens of one request's context."""
     num_queries = query.shape[0]
     first_position = context_len - num_queries
-    block_size = cache.keys.shape[1]
+    block_size = cache.keys.entries.shape[1]
     start = 0 if layer.window is None else max(0, first_position - layer.window + 1)
     blocks = table[start // block_size : -(-context_len // block_size)].long()
     start = start // block_size * block_size
 
     # Only written positions are taken, so what else a block holds cannot matter.
-    keys = cache.keys[blocks].flatten(0, 1)[: context_len - start].float()
-    values = cache.values[blocks].flatten(0, 1)[: context_len - start].float()
+    keys = cache.keys.read(blocks, context_len - start)
+    values = cache.values.read(blocks, context_len - start)
 
     group = layer.num_heads // layer.num_kv_heads
     grouped = query.float().view(num_queries, layer.num_kv_heads, group, layer.head_dim)

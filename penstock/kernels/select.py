@@ -22,16 +22,28 @@ class Capabilities:
     num_threads: int
 
 
-def select_ops(device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Ops:
-    """`kv_dtype` is that of the KV cache, where it is not `dtype`; the native CPU kernels know no other."""
+def select_ops(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    integer_products: bool = False,
+    use_flashinfer: bool = False,
+) -> Ops:
+    """With `integer_products`, weights that come quantized may be multiplied as whole numbers where a CPU does that
+    faster. `kv_dtype` is that of the KV cache, where it is not `dtype`; the native CPU kernels know no other, and
+    leave it to plain torch. `use_flashinfer` is for CUDA, and needs that package."""
     device = torch.device(device)
     native = library.load()
-    if device.type == "cpu" and dtype in DTYPE_CODES and native is not None:
-        return NativeOps(native, dtype)
+    if device.type == "cpu" and dtype in DTYPE_CODES and native is not None and kv_dtype is None:
+        return NativeOps(native, dtype, integer_products=integer_products and bool(native.fast_integers()))
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from penstock.kernels.triton.ops import TritonOps  # imports triton, which only CUDA machines have
+        # These import triton, which only CUDA machines have.
+        from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
+        from penstock.kernels.triton.ops import TritonOps
 
-        return TritonOps(device, dtype, kv_dtype)
+        flashinfer = FlashInferAttention(device) if use_flashinfer else None
+        return TritonOps(device, dtype, kv_dtype, flashinfer=flashinfer)
     return TorchOps(device, dtype, kv_dtype)
 
 

@@ -1,5 +1,8 @@
 """KV stores made of torch tensors, and their copies in host memory. Knows no layout beyond [layer, block, …].
 
+Keys and values are kept in the type that the backend computes in, in float8, or in int8 with a scale of its own for
+every token and head: entry = code × scale.
+
 On CUDA the host memory is page-locked and copies are asynchronous, on the stream that computes: steps and copies
 cannot overtake each other, and the host waits for neither.
 """
@@ -9,38 +12,65 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels.interface import KVRegion
+
+LARGEST_CODE = 127
+SCALE_TYPE = torch.float32
+
+
+def kv_head_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Of one token's key, or value, in one head."""
+    return head_dim * dtype.itemsize + (SCALE_TYPE.itemsize if dtype == torch.int8 else 0)
+
+
+def to_codes(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """[…, D] → int8 of the same shape, and its scales […]."""
+    wide = entries.float()
+    scales = wide.abs().amax(dim=-1).clamp_min(1e-12) / LARGEST_CODE
+    return torch.floor(wide / scales.unsqueeze(-1) + 0.5).to(torch.int8), scales
+
 
 class TensorKVStore:
     """`layer`, which depends on the layout, is for subclasses."""
 
-    def __init__(self, keys: Tensor, values: Tensor, num_blocks: int, block_size: int) -> None:
-        """Keys and values are [layers, blocks, …] and may have spare blocks beyond `num_blocks`."""
-        self.keys = keys
-        self.values = values
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._host_keys: Tensor | None = None
-        self._host_values: Tensor | None = None
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Keys and values are `shape`: [layers, blocks, …, D]. A subclass may have spare blocks, and says what
+        `num_blocks` and `block_size` are."""
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.key_scales: Tensor | None = None  # [layers, blocks, …] of int8
+        self.value_scales: Tensor | None = None
+        if dtype == torch.int8:
+            self.key_scales, self.value_scales = (
+                torch.zeros(shape[:-1], dtype=SCALE_TYPE, device=device) for _ in range(2)
+            )
+        self._host: list[Tensor] = []  # for each of `tensors`
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a block consists of, each [layers, blocks, …]."""
+        parts = self.keys, self.values, self.key_scales, self.value_scales
+        return tuple(part for part in parts if part is not None)
+
+    def regions(self, layer: int) -> tuple[KVRegion, ...]:
+        return tuple(
+            KVRegion(tensor[layer].data_ptr(), tensor.stride(1) * tensor.element_size(), tensor.shape[1])
+            for tensor in self.tensors
+        )
 
     @property
     def block_bytes(self) -> int:
-        return self.keys[:, 0].numel() * self.keys.element_size() * 2
+        return sum(tensor[:, 0].numel() * tensor.element_size() for tensor in self.tensors)
 
     def reserve_host(self, num_slots: int) -> None:
-        self._host_keys = _host_slots(self.keys, num_slots)
-        self._host_values = _host_slots(self.values, num_slots)
+        self._host = [_host_slots(tensor, num_slots) for tensor in self.tensors]
 
     def copy_to_host(self, block_id: int, slot: int) -> None:
-        assert self._host_keys is not None
-        assert self._host_values is not None
-        self._host_keys[slot].copy_(self.keys[:, block_id], non_blocking=True)
-        self._host_values[slot].copy_(self.values[:, block_id], non_blocking=True)
+        for host, tensor in zip(self._host, self.tensors, strict=True):
+            host[slot].copy_(tensor[:, block_id], non_blocking=True)
 
     def copy_from_host(self, slot: int, block_id: int) -> None:
-        assert self._host_keys is not None
-        assert self._host_values is not None
-        self.keys[:, block_id].copy_(self._host_keys[slot], non_blocking=True)
-        self.values[:, block_id].copy_(self._host_values[slot], non_blocking=True)
+        for host, tensor in zip(self._host, self.tensors, strict=True):
+            tensor[:, block_id].copy_(host[slot], non_blocking=True)
 
 
 def _host_slots(store: Tensor, num_slots: int) -> Tensor:

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from penstock.core.config import Quantization
-from penstock.kernels.interface import DenseWeight, Routing
+from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Routing
 from penstock.models.quantize import quantize
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from penstock.kernels.triton import int8_rows
+from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
+from penstock.kernels.triton.ops import TritonOps
 from tests.triton.cases import (
     Bench,
     Heads,
@@ -20,6 +23,7 @@ from tests.triton.cases import (
     assert_elementwise,
     attention_error,
     block_error,
+    placed_expert_error,
     product_errors,
     quantized_formats,
     share_of_close_tokens,
@@ -66,6 +70,13 @@ def test_a_cache_in_float8(lengths: Lengths) -> None:
     assert attention_error(bench, Heads(8, 2, 128), lengths) < 2e-2
 
 
+@pytest.mark.parametrize("lengths", [[(500, 1), (1, 1), (77, 1)], [(0, 70), (130, 33), (16, 200)]])
+@pytest.mark.parametrize("heads", [Heads(8, 2, 128), Heads(9, 3, 64), Heads(8, 1, 256, 40, 30.0)], ids=str)
+def test_a_cache_in_int8(heads: Heads, lengths: Lengths) -> None:
+    bench = Bench(DEVICE, torch.bfloat16, kv_dtype=torch.int8)
+    assert attention_error(bench, heads, lengths) < 1e-2
+
+
 @pytest.mark.parametrize("bench", [WIDE, NARROW], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 576), (7, 4096), (300, 1000)])
 def test_elementwise(bench: Bench, rows: int, width: int) -> None:
@@ -87,6 +98,11 @@ def test_experts(tokens: int, experts: int, top_k: int, inner: int, normalizes: 
     assert share_of_close_tokens(NARROW, tokens, experts, routing, hidden=256, inner=inner) > 0.98
 
 
+@pytest.mark.parametrize(("rows", "experts"), [(1, 1), (70, 3), (500, 32)])
+def test_rows_that_were_routed_before(rows: int, experts: int) -> None:
+    assert placed_expert_error(NARROW, rows, experts, hidden=256, inner=512) < 0.02
+
+
 @pytest.mark.parametrize("method", ["fp8", "int4", "int8"])
 @pytest.mark.parametrize("rows", [1, 2, 17, 32, 33, 64, 65, 100, 129, 700])
 @pytest.mark.parametrize("bias", [False, True])
@@ -100,6 +116,18 @@ def test_rounded_weights(method: Quantization, rows: int, bias: bool) -> None:
     errors = product_errors(NARROW, [gate_up], [down], rows, bias)
     # Many rows are themselves rounded to float8.
     assert max(errors.values()) < (0.06 if method == "fp8" else 0.02), errors
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64, 65, 300, 2048])
+@pytest.mark.parametrize(("outputs", "width"), [(6144, 4096), (1000, 576), (4096, 14336)])
+def test_int8_inputs_and_weights(rows: int, outputs: int, width: int) -> None:
+    codes = torch.randint(-127, 128, (outputs, width), dtype=torch.int8, device=DEVICE)
+    scales = (torch.rand(outputs, 1, device=DEVICE) + 0.5) / 1e3
+    weight = GroupQuantWeight(codes, scales, None, width, 8, rounds_inputs=True)
+    x = NARROW.normal(rows, width)
+    expected = int8_rows.rounded_product(x, codes, scales.flatten())
+    got = NARROW.ops.logits(x, NARROW.ops.pack_linear([weight]))
+    assert float((got - expected).norm() / expected.norm()) < 0.02
 
 
 @pytest.mark.parametrize("name", quantized_formats(2, 128))
@@ -125,3 +153,20 @@ def test_packed_embeddings(name: str) -> None:
 def test_sampling(vocabulary: int) -> None:
     assert share_of_same_tokens(WIDE, 64, vocabulary, temperature=0.0) == 1.0
     assert share_of_same_tokens(WIDE, 64, vocabulary, temperature=0.8) > 0.95
+
+
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(8, 1, 256, 40, 30.0)], ids=str)
+def test_flashinfer_agrees(heads: Heads) -> None:
+    pytest.importorskip("flashinfer")
+    flashinfer = FlashInferAttention(DEVICE)
+    lengths: Lengths = [(33, 1), (900, 1), (500, 77), (0, 130)]
+    batch, layer = NARROW.batch(lengths, 200), heads.layer(NARROW, 1100)
+    qkv = NARROW.normal(len(batch.positions), (heads.count + 2 * heads.kv_count) * heads.size)
+    made = []
+    for ops in (NARROW.ops, TritonOps(DEVICE, torch.bfloat16, flashinfer=flashinfer)):
+        store = ops.allocate_kv(1, 200, 16, heads.kv_count, heads.size)
+        torch.manual_seed(0)
+        store.keys.normal_()
+        store.values.normal_()
+        made.append(ops.attend(qkv, layer, store.layer(0), batch).float())
+    assert float((made[1] - made[0]).norm() / made[0].norm()) < 1e-2

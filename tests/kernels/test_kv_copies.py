@@ -10,6 +10,7 @@ import torch
 from penstock.kernels.interface import KVStore
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
+from penstock.kernels.tensor_kv import TensorKVStore, kv_head_bytes
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 3, 5, 16, 2, 8
 
@@ -23,11 +24,10 @@ def native_bytes(store: KVStore) -> list[list[bytes]]:
     ]
 
 
-def torch_bytes(store: KVStore) -> list[list[bytes]]:
+def torch_bytes(store: TensorKVStore) -> list[list[bytes]]:
     return [
         [
-            store.layer(index).keys[block].view(torch.uint8).numpy().tobytes()
-            + store.layer(index).values[block].view(torch.uint8).numpy().tobytes()
+            b"".join(tensor[index, block].view(torch.uint8).numpy().tobytes() for tensor in store.tensors)
             for index in range(NUM_LAYERS)
         ]
         for block in range(NUM_BLOCKS)
@@ -40,21 +40,25 @@ def fill_native(store: KVStore) -> None:
     ctypes.memmove(store.layer(0).address, data.data_ptr(), size)
 
 
-def fill_torch(store: KVStore) -> None:
-    for index in range(NUM_LAYERS):
-        layer = store.layer(index)
-        layer.keys.copy_(torch.randn(layer.keys.shape))
-        layer.values.copy_(torch.randn(layer.values.shape))
+def fill_torch(store: TensorKVStore) -> None:
+    for tensor in store.tensors:
+        tensor.copy_(torch.randn(tensor.shape) * 50)
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("backend", ["native", "torch", "int8"])
 def test_blocks_come_back_bit_for_bit(native: NativeOps, exact: TorchOps, backend: str) -> None:
     torch.manual_seed(1)
+    if backend == "int8":
+        exact = TorchOps("cpu", torch.float32, torch.int8)
     ops, fill, read = (
         (native, fill_native, native_bytes) if backend == "native" else (exact, fill_torch, torch_bytes)
     )
     store = ops.allocate_kv(NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-    assert store.block_bytes >= 2 * NUM_LAYERS * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM * ops.dtype.itemsize
+    num_entries = 2 * NUM_LAYERS * BLOCK_SIZE * NUM_KV_HEADS
+    if backend == "native":
+        assert store.block_bytes >= num_entries * HEAD_DIM * ops.dtype.itemsize
+    else:
+        assert store.block_bytes == num_entries * kv_head_bytes(HEAD_DIM, ops.kv_dtype)
     store.reserve_host(2)
     fill(store)
     first = read(store)

@@ -118,8 +118,11 @@ def attention_error(bench: Bench, heads: Heads, lengths: Lengths) -> float:
     width = (heads.count + 2 * heads.kv_count) * heads.size
     backends = (bench.ops, bench.definition)
     stores = [ops.allocate_kv(1, num_blocks, BLOCK_SIZE, heads.kv_count, heads.size) for ops in backends]
-    for ours, theirs in ((stores[0].keys, stores[1].keys), (stores[0].values, stores[1].values)):
-        theirs.copy_(torch.randn(theirs.shape))
+    for ours, theirs in zip(stores[0].tensors, stores[1].tensors, strict=True):
+        is_coded = theirs.dtype == torch.int8
+        theirs.copy_(torch.randint(-127, 128, theirs.shape) if is_coded else torch.randn(theirs.shape))
+        if theirs.dim() == 4:  # scales of such codes
+            theirs.abs_().div_(50)
         ours[:, :num_blocks] = theirs.transpose(2, 3)
     qkv = bench.normal(batch.positions.shape[0], width)
     got, wanted = (
@@ -192,6 +195,22 @@ def share_of_close_tokens(
         ops.moe_block(residual, norm, 1e-5, ops.pack_linear([router]), packed, routing, "silu")
     close = (ours.float() - theirs.float()).abs().amax(dim=1) < 0.03 * theirs.abs().max()
     return float(close.float().mean())
+
+
+def placed_expert_error(bench: Bench, rows: int, experts: int, hidden: int, inner: int) -> float:
+    """Rows that were routed before they came here, each to one expert: its logit leaves the others nothing."""
+    parts = [
+        ExpertWeights(bench.matrix(inner, hidden), bench.matrix(inner, hidden), bench.matrix(hidden, inner))
+        for _ in range(experts)
+    ]
+    logits = torch.zeros(rows, experts, device=bench.device)
+    logits[torch.arange(rows), torch.arange(rows) % experts] = 1e4
+    x = bench.normal(rows, hidden)
+    ours, theirs = (
+        ops.moe(x, logits, ops.pack_experts(iter(parts)), Routing(experts, 1, True), "silu").float()
+        for ops in (bench.ops, bench.definition)
+    )
+    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def random_quantized(outputs: int, width: int, group: int, bits: int, *, offsets: bool) -> GroupQuantWeight:

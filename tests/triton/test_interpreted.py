@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from penstock.kernels.interface import DenseWeight, Routing
+from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Routing
 
 pytest.importorskip(
     "triton", "3.9", reason="needs triton 3.9 or later, whose interpreter knows today's numpy"
@@ -19,7 +19,7 @@ pytest.importorskip(
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
-from penstock.kernels.triton import attention, float8, int4, int8, packing, skinny
+from penstock.kernels.triton import attention, float8, int4, int8, int8_rows, packing, skinny
 from penstock.models.quantize import quantize
 from tests.triton.cases import (
     Bench,
@@ -28,6 +28,7 @@ from tests.triton.cases import (
     assert_elementwise,
     attention_error,
     block_error,
+    placed_expert_error,
     product_errors,
     quantized_formats,
     random_quantized,
@@ -61,9 +62,16 @@ def test_attend(heads: Heads, lengths: Lengths) -> None:
         assert attention_error(HALF, heads, lengths) < 2e-3
 
 
+@pytest.mark.parametrize("lengths", [[(40, 1), (0, 1)], [(170, 1), (16, 9), (0, 17)]], ids=str)
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(3, 1, 40, window=21, softcap=3.0)], ids=str)
+def test_a_cache_in_int8(heads: Heads, lengths: Lengths) -> None:
+    bench = Bench(torch.device("cpu"), torch.float32, kv_dtype=torch.int8)
+    assert attention_error(bench, heads, lengths) < 1e-5
+
+
 @pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(2, 1, 16, window=300)], ids=str)
 def test_a_long_context_is_split_and_merged(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_num_processors", lambda index: 100)
+    monkeypatch.setattr(attention, "num_processors", lambda index: 100)
     assert attention.split_length(2, 900, 100) == attention.SHORTEST_SPLIT
     assert attention_error(WHOLE, heads, [(900, 1), (10, 1)]) < 1e-5
 
@@ -93,6 +101,11 @@ def test_a_block_is_its_parts(rows: int, bias: bool) -> None:
 def test_experts(tokens: int, experts: int, top_k: int, normalizes: bool) -> None:
     routing = Routing(experts, top_k, normalizes)
     assert share_of_close_tokens(HALF, tokens, experts, routing, hidden=64, inner=96) > 0.9
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_rows_that_were_routed_before(experts: int) -> None:
+    assert placed_expert_error(HALF, 5, experts, hidden=64, inner=96) < 0.02
 
 
 @pytest.mark.parametrize("name", quantized_formats(2, 128))
@@ -131,6 +144,28 @@ def test_int8_unpacks_to_what_it_stands_for() -> None:
     weight = random_quantized(6, 96, 32, 8, offsets=True)
     packed = int8.pack([weight], None, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(int8.unpack(packed, torch.float32), weight.dequantize())
+
+
+@pytest.mark.parametrize("max_cublas_rows", [0, 200], ids=["Triton", "cuBLAS"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_inputs_and_weights(bias: bool, max_cublas_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "MAX_ROWS", 4)
+    monkeypatch.setattr(int8_rows, "MAX_CUBLAS_ROWS", max_cublas_rows)
+    codes = torch.randint(-127, 128, (152, 96), dtype=torch.int8)
+    scales = torch.rand(152, 1) / 100
+    weight = GroupQuantWeight(codes, scales, None, 96, 8, rounds_inputs=True)
+    offsets = torch.randn(152) if bias else None
+    packed = WHOLE.ops.pack_linear([weight], offsets)
+    added = 0.0 if offsets is None else offsets
+    x = torch.randn(140, 96) * torch.logspace(-3, 3, 140).unsqueeze(1)
+    expected = int8_rows.rounded_product(x, codes, scales.flatten())
+    torch.testing.assert_close(WHOLE.ops.linear(x, packed), expected + added)
+    torch.testing.assert_close(WHOLE.ops.logits(x, packed), expected + added)
+    # Few rows are not rounded, nor are those of weights that were not made for it.
+    exact = x @ weight.dequantize().T + added
+    torch.testing.assert_close(WHOLE.ops.linear(x[:3], packed), exact[:3], rtol=1e-4, atol=1e-4)
+    unmarked = WHOLE.ops.pack_linear([GroupQuantWeight(codes, scales, None, 96, 8)], offsets)
+    torch.testing.assert_close(WHOLE.ops.linear(x, unmarked), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_rounding_to_float8() -> None:

@@ -16,6 +16,11 @@ void* rows_of(Scratch& scratch, int64_t rows, int64_t width) { return scratch.ge
 void run_mlp(const Linear& gate_up, const Linear& down, Dtype dtype, Activation activation, int64_t rows,
              const InputRows& in, const OutputRows& out) {
   static thread_local Scratch wide_rows, packed_rows;
+  if (gates_integers(gate_up)) {
+    bf16* gated = packed_rows.get<bf16>(rows * down.in_features);
+    multiply_gated_integers(gate_up, rows, in, activation, gated);
+    return multiply(down, dtype, rows, InputRows::given(gated), out);
+  }
   if (gates_on_the_way(gate_up, dtype, rows)) {
     bf16* packed = packed_rows.get<bf16>(rows * down.in_features);
     multiply_gated(gate_up, rows, in, activation, packed);

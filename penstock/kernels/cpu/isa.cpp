@@ -32,11 +32,12 @@ Isa detect() {
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
     return Isa::avx2;
   }
-  if (!__builtin_cpu_supports("avx512bf16")) return Isa::avx512;
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return Isa::avx512;
   unsigned a = 0, b = 0, c = 0, d = 0;
   __get_cpuid_count(7, 0, &a, &b, &c, &d);
-  constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;
-  const bool tiles = (d & amx_bf16) != 0 && (d & amx_tile) != 0;
+  constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24, amx_int8 = 1u << 25;
+  constexpr unsigned needed = amx_bf16 | amx_tile | amx_int8;
+  const bool tiles = (d & needed) == needed;
   return tiles && amx_kernels() != nullptr && request_tiles() ? Isa::amx : Isa::avx512_bf16;
 }
 #else
@@ -82,6 +83,9 @@ using namespace penstock;
 PENSTOCK_API int penstock_best_isa() { return static_cast<int>(best_isa()); }
 
 PENSTOCK_API int penstock_isa() { return static_cast<int>(current_isa()); }
+
+// Whether products in whole numbers are faster than those of the same weights unpacked to floating point.
+PENSTOCK_API int penstock_fast_integers() { return kernels().fast_integers; }
 
 // For tests: use a lesser set than the best. False when this machine has no such set. Not while work is under way.
 PENSTOCK_API int penstock_set_isa(int isa) {

@@ -1,4 +1,4 @@
-// AVX-512 with bfloat16 dot products.
+// AVX-512 with dot products of bfloat16 and of bytes.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -6,11 +6,12 @@
 #include <immintrin.h>
 
 #include "target.h"
-PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")
+PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,f16c")
 
 #define PENSTOCK_ISA avx512_bf16
 #define PENSTOCK_REGISTER_BYTES 64
 #define PENSTOCK_NATIVE_BF16
+#include "integer_vnni.h"
 #include "table_impl.h"
 #include "unpack_bf16.h"
 
@@ -91,6 +92,9 @@ const penstock::Kernels* penstock::avx512_bf16_kernels() {
     Kernels made = avx512_bf16::make_table();
     made.multiply_strip_bf16 = avx512_bf16::dot_strip;
     made.activations = Activations::padded_bf16;
+    made.multiply_panels = avx512_bf16::multiply_panels_with<avx512_bf16::VnniEngine>;
+    made.multiply_gated_panels = avx512_bf16::multiply_gated_panels_with<avx512_bf16::VnniEngine>;
+    made.fast_integers = true;
     return made;
   }();
   return &table;

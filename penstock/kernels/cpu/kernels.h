@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "common.h"
+#include "integer.h"
 #include "linear.h"
 
 namespace penstock {
@@ -45,6 +46,15 @@ struct Kernels {
   void (*multiply_gated)(const LinearCall&, const Strip& gate, const Strip& up, Activation, int64_t first_row,
                          int64_t end_row);
   void (*pack_activations)(const LinearCall&, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
+
+  // Products in whole numbers. The first splits a row into planes and finds its scale; the last leaves activation(first
+  // panel) × second panel, in bfloat16, where y has the first panel's outputs.
+  void (*split_row)(const IntegerCall&, const bf16* x, int64_t width, int64_t row);
+  void (*multiply_panels)(const IntegerCall&, const PanelPair*, int64_t num_pairs, int64_t first_row, int64_t end_row);
+  void (*multiply_gated_panels)(const IntegerCall&, const PanelPair*, int64_t num_pairs, Activation,
+                                int64_t first_row, int64_t end_row);
+  bool fast_integers;
+
   void (*read_row)(const Part&, int64_t row, int64_t num_inputs, Dtype dtype, void* y);
 
   void (*store_token)(const AttendCall&, int64_t token);

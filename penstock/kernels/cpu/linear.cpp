@@ -1,4 +1,4 @@
-// Sharing a matrix product between threads, and reading embeddings out of packed matrices.
+// Sharing a matrix product in floating point between threads, and reading embeddings out of packed matrices.
 #include "product.h"
 
 #include <algorithm>
@@ -12,21 +12,8 @@ namespace {
 constexpr int64_t kMinRowsPerItem = 64;
 constexpr int64_t kItemsPerThread = 4;
 
-constexpr int64_t kPackRows = 16;
 // Activations of one item, which every strip reads again, should stay in a core's second-level cache.
 constexpr int64_t kItemActivationBytes = 1 << 20;
-constexpr int64_t kSerialElements = 16384;
-
-// body(first row, number of rows) for every 16 rows.
-template <typename Body>
-void for_row_blocks(int64_t rows, int64_t width, Body&& body) {
-  const auto one = [&](int64_t block) {
-    body(block * kPackRows, std::min(kPackRows, rows - block * kPackRows));
-  };
-  const int64_t blocks = ceil_div(rows, kPackRows);
-  if (rows * width > kSerialElements) return parallel_for(blocks, one);
-  for (int64_t block = 0; block < blocks; ++block) one(block);
-}
 
 void pad_row(const bf16* from, int64_t width, int64_t padded, bf16* to) {
   std::copy(from, from + width, to);
@@ -34,13 +21,6 @@ void pad_row(const bf16* from, int64_t width, int64_t padded, bf16* to) {
 }
 
 int64_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
-
-void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void* to) {
-  const int64_t row_bytes = width * element_bytes(dtype);
-  const uint8_t* from = static_cast<const uint8_t*>(in.data);
-  if (in.origin == InputRows::Origin::normed) return kernels().rms_norm(in.norm, from + row * row_bytes, to);
-  kernels().gated(dtype, in.activation, width, from + row * 2 * row_bytes, to);
-}
 
 void reshape_rows(const LinearCall& call, Activations form, const bf16* from, int64_t first, int64_t count,
                   void* to) {
@@ -107,8 +87,16 @@ int64_t rows_per_item(const LinearCall& call, int64_t num_strips, int64_t rows) 
 
 }  // namespace
 
+void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void* to) {
+  const int64_t row_bytes = width * element_bytes(dtype);
+  const uint8_t* from = static_cast<const uint8_t*>(in.data);
+  if (in.origin == InputRows::Origin::normed) return kernels().rms_norm(in.norm, from + row * row_bytes, to);
+  kernels().gated(dtype, in.activation, width, from + row * 2 * row_bytes, to);
+}
+
 void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, const OutputRows& out) {
   if (rows == 0) return;
+  if (linear.is_integer()) return multiply_integers(linear, rows, in, out);
   const Kernels& set = kernels();
   set.enter();
   LinearCall call = make_call(linear, out);

@@ -11,6 +11,8 @@
 // with scales and offsets as [groups per tile][16 outputs], of float16 where that loses nothing, else float32.
 // Padding (outputs past the last, inputs past the last) has zero codes, scales and offsets.
 //
+// All parts of a stack have this order, or else all are int8_rows, whose order is in integer.h.
+//
 // Why this order: a row of a tile is one 64-byte vector of bfloat16, so a 4-bit row of one group is a single table
 // look-up of its 16 possible values; and a tile is an operand of an AMX product as it stands.
 #pragma once
@@ -26,7 +28,7 @@ constexpr int kTileInputs = 32;
 constexpr int kTileElements = kPanelOutputs * kTileInputs;
 constexpr int kStripPanels = 2;
 
-enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3 };
+enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3, int8_rows = 4 };
 
 struct Part {
   Format format;
@@ -40,6 +42,14 @@ struct Part {
   int64_t tile_bytes;
   uint8_t* data;
   size_t data_bytes;
+
+  // Of int8_rows, for every output of every panel, behind the codes.
+  float* row_scales() const {
+    return reinterpret_cast<float*>(data + data_bytes) - 2 * num_panels * kPanelOutputs;
+  }
+  int32_t* high_offsets() const {
+    return reinterpret_cast<int32_t*>(data + data_bytes) - num_panels * kPanelOutputs;
+  }
 
   int64_t table_bytes() const { return groups_per_tile * kPanelOutputs * (half_scales ? 2 : 4); }
   int64_t codes_at() const { return table_bytes() * (has_offsets ? 2 : 1); }
@@ -64,16 +74,28 @@ struct Strip {
   const uint8_t* data;
 };
 
+// Of an int8_rows part: 16 outputs, fewer at its end. Scales and offsets are there for all 16.
+struct Panel {
+  const uint8_t* tiles;
+  const float* scales;
+  const int32_t* offsets;  // of the sums of high bytes
+  int64_t first_output;
+  int64_t num_outputs;
+};
+
 struct Linear {
   int64_t in_features;
   int64_t out_features = 0;
   int64_t num_tiles;  // per panel
   std::vector<Part> parts;
-  std::vector<Strip> strips;
+  std::vector<Strip> strips;  // empty where parts are int8_rows,
+  std::vector<Panel> panels;  // and then these are there
   std::vector<float> bias;  // empty, or padded to a whole panel
 
-  explicit Linear(int64_t in) : in_features(in), num_tiles(ceil_div(in, kTileInputs)) {}
+  explicit Linear(int64_t in);
   ~Linear();
+
+  bool is_integer() const { return !panels.empty(); }
 };
 
 // Plain pointers only: this is read by code that is compiled per instruction set.

@@ -4,7 +4,9 @@
 // of rows.
 #pragma once
 
+#include "integer.h"
 #include "linear.h"
+#include "linear_write.h"
 #include "vec.h"
 
 namespace penstock {
@@ -85,23 +87,6 @@ static void multiply_block(const float* panel, int64_t step, int64_t num_inputs,
 constexpr int kBlockRows = kRegisters == 1 ? 4 : 2;
 constexpr int kBlockOutputs = kRegisters == 1 ? 4 : 2;
 
-template <typename Element>
-PENSTOCK_INLINE void write_as(Element* to, Floats sum, int64_t count, bool adds) {
-  if (adds) {
-    Element rounded[kLanes];
-    store(rounded, sum);
-    sum = load(rounded) + load_some(to, count);
-  }
-  store_some(to, sum, count);
-}
-
-PENSTOCK_INLINE void write_outputs(const LinearCall& call, int64_t row, int64_t output, int64_t count, Floats sum) {
-  const int64_t at = row * call.out_features + output;
-  if (call.bias != nullptr) sum = sum + load(call.bias + output);
-  if (call.y_dtype == Dtype::float32) return write_as(static_cast<float*>(call.y) + at, sum, count, call.adds);
-  return write_as(static_cast<bf16*>(call.y) + at, sum, count, call.adds);
-}
-
 static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row) {
   static thread_local Scratch scratch;
   const Part& part = call.parts[strip.part];
@@ -155,7 +140,26 @@ static void read_row_as(const Part& part, int64_t row, int64_t num_inputs, Eleme
   }
 }
 
+template <typename Element>
+static void read_integer_row_as(const Part& part, int64_t row, int64_t num_inputs, Element* y) {
+  const uint8_t* tiles = part.data + row / kPanelOutputs * part.num_tiles * kIntegerTileBytes;
+  const Floats scale = broadcast(part.row_scales()[row]);
+  alignas(64) int8_t codes[kLanes];
+  for (int64_t at = 0; at < num_inputs; at += kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t input = at + i;
+      codes[i] = static_cast<int8_t>(tiles[input / kQuadInputs * kQuadBytes + row % kPanelOutputs * kQuadInputs +
+                                           input % kQuadInputs]);
+    }
+    store_some(y + at, load_bytes(codes) * scale, num_inputs - at);
+  }
+}
+
 static void read_row(const Part& part, int64_t row, int64_t num_inputs, Dtype dtype, void* y) {
+  if (part.format == Format::int8_rows) {
+    if (dtype == Dtype::float32) return read_integer_row_as(part, row, num_inputs, static_cast<float*>(y));
+    return read_integer_row_as(part, row, num_inputs, static_cast<bf16*>(y));
+  }
   if (dtype == Dtype::float32) return read_row_as(part, row, num_inputs, static_cast<float*>(y));
   return read_row_as(part, row, num_inputs, static_cast<bf16*>(y));
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <new>
 
+#include "integer.h"
 #include "linear.h"
 #include "pool.h"
 
@@ -24,6 +25,7 @@ int64_t code_bytes(Format format) {
     case Format::bfloat16: return kTileElements * 2;
     case Format::int8: return kTileElements;
     case Format::int4: return kTileElements / 2;
+    case Format::int8_rows: break;
   }
   return 0;
 }
@@ -65,6 +67,7 @@ void pack_row_of_tile(const Part& part, const Source& source, int64_t row, int64
     case Format::bfloat16: return pack_elements<bf16>(source, row, lane, input, count, codes);
     case Format::int8: return pack_elements<uint8_t>(source, row, lane, input, count, codes);
     case Format::int4: return pack_nibbles(source, row, lane, input, count, codes);
+    case Format::int8_rows: break;
   }
 }
 
@@ -90,6 +93,8 @@ void add_strips(Linear& linear, const Part& part, int32_t index) {
 }
 
 }  // namespace
+
+Linear::Linear(int64_t in) : in_features(in), num_tiles(ceil_div(in, kTileInputs)) {}
 
 Linear::~Linear() {
   for (const Part& part : parts) free_shared(part.data);

@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "linear.h"
+#include "pool.h"
 
 namespace penstock {
 
@@ -28,6 +29,24 @@ struct OutputRows {
   bool adds = false;  // to what is there; the product is rounded first, as if it had been written and then added
 };
 
+// One row of `in`, which is not packed; given rows are where they are.
+void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void* to);
+
+constexpr int64_t kPackRows = 16;
+
+// body(first row, number of rows) for every 16 rows; few elements stay on the calling thread.
+template <typename Body>
+void for_row_blocks(int64_t rows, int64_t width, Body&& body) {
+  constexpr int64_t serial_elements = 16384;
+  const auto one = [&](int64_t block) {
+    const int64_t first = block * kPackRows, left = rows - first;
+    body(first, left < kPackRows ? left : kPackRows);
+  };
+  const int64_t blocks = ceil_div(rows, kPackRows);
+  if (rows * width > serial_elements) return parallel_for(blocks, one);
+  for (int64_t block = 0; block < blocks; ++block) one(block);
+}
+
 void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, const OutputRows& out);
 
 // Whether multiply_gated can do this (gate and up side by side in the same strips, in bfloat16 on the right machine)
@@ -36,5 +55,11 @@ bool gates_on_the_way(const Linear& gate_up, Dtype dtype, int64_t rows);
 
 // activation(gate) × up, packed for the next product.
 void multiply_gated(const Linear& gate_up, int64_t rows, const InputRows& in, Activation activation, bf16* out);
+
+// The same three for matrices of whole numbers, whose activations are bfloat16. The gated rows are left as they are.
+void multiply_integers(const Linear& linear, int64_t rows, const InputRows& in, const OutputRows& out);
+bool gates_integers(const Linear& gate_up);
+void multiply_gated_integers(const Linear& gate_up, int64_t rows, const InputRows& in, Activation activation,
+                             bf16* out);
 
 }  // namespace penstock

@@ -4,6 +4,7 @@
 #include "attention_impl.h"
 #include "cache_impl.h"
 #include "elementwise_impl.h"
+#include "integer_impl.h"
 #include "linear_impl.h"
 #include "sample_impl.h"
 
@@ -20,6 +21,10 @@ static Kernels make_table() {
   table.multiply_strip_f32 = multiply_strip;
   table.multiply_strip_bf16 = multiply_strip;
   table.activations = Activations::widened;
+  table.split_row = split_row;
+  table.multiply_panels = multiply_panels_with<PlainEngine>;
+  table.multiply_gated_panels = multiply_gated_panels_with<PlainEngine>;
+  table.fast_integers = false;
   table.read_row = read_row;
   table.store_token = store_token;
   table.attend_tile = attend_tile;

@@ -124,6 +124,12 @@ PENSTOCK_INLINE Ints operator+(Ints a, Ints b) {
   return out;
 }
 
+PENSTOCK_INLINE Ints operator*(Ints a, Ints b) {
+  Ints out;
+  FOR_PARTS out.part[i] = a.part[i] * b.part[i];
+  return out;
+}
+
 PENSTOCK_INLINE Ints shift_left(Ints a, int bits) {
   Ints out;
   FOR_PARTS out.part[i] = (IntRegister)((UintRegister)a.part[i] << bits);
@@ -133,6 +139,12 @@ PENSTOCK_INLINE Ints shift_left(Ints a, int bits) {
 PENSTOCK_INLINE Ints shift_right(Ints a, int bits) {
   Ints out;
   FOR_PARTS out.part[i] = (IntRegister)((UintRegister)a.part[i] >> bits);
+  return out;
+}
+
+PENSTOCK_INLINE Ints shift_right_signed(Ints a, int bits) {
+  Ints out;
+  FOR_PARTS out.part[i] = a.part[i] >> bits;
   return out;
 }
 
@@ -150,14 +162,13 @@ PENSTOCK_INLINE Ints load_ints(const void* from) {
 
 PENSTOCK_INLINE void store(float* to, Floats a) { memcpy(to, &a, sizeof a); }
 
-PENSTOCK_INLINE Floats load(const bf16* from) {
-  Floats out;
-  FOR_PARTS {
-    ShortRegister half;
-    memcpy(&half, from + i * kRegisterLanes, sizeof half);
-    out.part[i] = (FloatRegister)(__builtin_convertvector(half, UintRegister) << 16);
-  }
-  return out;
+// Compilers convert between elements of different sizes well up to 32 bytes, and badly beyond.
+PENSTOCK_INLINE IntRegister widen_words(ShortRegister words) {
+#if PENSTOCK_REGISTER_BYTES == 64
+  return (IntRegister)_mm512_cvtepu16_epi32((__m256i)words);
+#else
+  return __builtin_convertvector(words, IntRegister);
+#endif
 }
 
 PENSTOCK_INLINE Ints load_words(const uint16_t* from) {
@@ -165,17 +176,24 @@ PENSTOCK_INLINE Ints load_words(const uint16_t* from) {
   FOR_PARTS {
     ShortRegister half;
     memcpy(&half, from + i * kRegisterLanes, sizeof half);
-    out.part[i] = __builtin_convertvector(half, IntRegister);
+    out.part[i] = widen_words(half);
   }
   return out;
 }
+
+PENSTOCK_INLINE Floats load(const bf16* from) { return as_floats(shift_left(load_words(from), 16)); }
 
 PENSTOCK_INLINE Floats load_bytes(const int8_t* from) {
   Floats out;
   FOR_PARTS {
     ByteRegister bytes;
     memcpy(&bytes, from + i * kRegisterLanes, sizeof bytes);
-    out.part[i] = __builtin_convertvector(__builtin_convertvector(bytes, IntRegister), FloatRegister);
+#if PENSTOCK_REGISTER_BYTES == 64
+    const IntRegister wide = (IntRegister)_mm512_cvtepi8_epi32((__m128i)bytes);
+#else
+    const IntRegister wide = __builtin_convertvector(bytes, IntRegister);
+#endif
+    out.part[i] = __builtin_convertvector(wide, FloatRegister);
   }
   return out;
 }
@@ -206,6 +224,18 @@ PENSTOCK_INLINE void store(bf16* to, Floats a) {
     const ShortRegister narrow = __builtin_convertvector(selected, ShortRegister);
 #endif
     memcpy(to + i * kRegisterLanes, &narrow, sizeof narrow);
+  }
+}
+
+// The lowest byte of each lane.
+PENSTOCK_INLINE void store_bytes(uint8_t* to, Ints a) {
+  FOR_PARTS {
+#if PENSTOCK_REGISTER_BYTES == 64
+    const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)a.part[i]);
+#else
+    const ByteRegister bytes = __builtin_convertvector(a.part[i], ByteRegister);
+#endif
+    memcpy(to + i * kRegisterLanes, &bytes, sizeof bytes);
   }
 }
 

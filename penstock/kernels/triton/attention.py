@@ -2,12 +2,10 @@
 
 Two kernels. `decode`: one query token per request; the context is cut into splits that run side by side and are
 merged by a second, small kernel. `prefill`: tiles of query tokens, each walking its request's keys once.
-Cache layout, both K and V: [blocks, G, block size, D].
+Cache layout: see `paged_kv`.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -15,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
+from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.paged_kv import PagedLayer
 
 DECODE_KEYS = 128
 PREFILL_KEYS = 64
@@ -45,12 +45,18 @@ def _scores(q, k, scale, softcap, HAS_CAP: tl.constexpr):
     return scores * 1.4426950408889634
 
 
-# Numbers that change from step to step are not specialized: each new kind would compile the kernel again.
-@triton.jit(do_not_specialize=["table_stride", "window", "split_keys", "splits"])
+# Numbers that change from step to step are not specialized, nor is where its small arrays lie: each new kind would
+# compile the kernel again.
+@triton.jit(
+    do_not_specialize=["table_stride", "window", "split_keys", "splits"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+)
 def _decode_kernel(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     out,
     partial_out,
     partial_max,
@@ -73,6 +79,7 @@ def _decode_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -113,13 +120,18 @@ def _decode_kernel(
         )
         k = _widened(k, q.dtype.element_ty)
         v = _widened(v, q.dtype.element_ty)
-        scores = _scores(queries.to(k.dtype), k, scale, softcap, HAS_CAP)
+        k_scale = 1.0
+        if HAS_SCALES:
+            k_scale = tl.load(k_scales + offset // D, mask=present, other=0.0)[None, :]
+        scores = _scores(queries.to(k.dtype), k, scale * k_scale, softcap, HAS_CAP)
         scores = tl.where(present[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         decay = tl.exp2(highest - safe)
         weights = tl.exp2(scores - safe[:, None])
         total = total * decay + tl.sum(weights, axis=1)
+        if HAS_SCALES:
+            weights *= tl.load(v_scales + offset // D, mask=present, other=0.0)[None, :]
         weighted = weighted * decay[:, None] + tl.dot(weights.to(v.dtype), v)
         highest = new_highest
 
@@ -172,11 +184,16 @@ def _merge_kernel(
     tl.store(out + head * D + dims, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_request", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "first_request", "window"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lens"],
+)
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     out,
     block_tables,
     query_starts,
@@ -195,6 +212,7 @@ def _prefill_kernel(
     KEYS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     request = tl.program_id(1).to(tl.int64) + first_request
     head = tl.program_id(2)
@@ -236,7 +254,10 @@ def _prefill_kernel(
         )
         k = _widened(k, q.dtype.element_ty)
         v = _widened(v, q.dtype.element_ty)
-        scores = _scores(queries.to(k.dtype), k, scale, softcap, HAS_CAP)
+        k_scale = 1.0
+        if HAS_SCALES:
+            k_scale = tl.load(k_scales + offset // D, mask=present, other=0.0)[None, :]
+        scores = _scores(queries.to(k.dtype), k, scale * k_scale, softcap, HAS_CAP)
         visible = at[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible = visible & (at[None, :] > position[:, None] - window)
@@ -246,6 +267,8 @@ def _prefill_kernel(
         decay = tl.exp2(highest - safe)
         weights = tl.exp2(scores - safe[:, None])
         total = total * decay + tl.sum(weights, axis=1)
+        if HAS_SCALES:
+            weights *= tl.load(v_scales + offset // D, mask=present, other=0.0)[None, :]
         weighted = weighted * decay[:, None] + tl.dot(weights.to(v.dtype), v)
         highest = new_highest
 
@@ -253,25 +276,21 @@ def _prefill_kernel(
     tl.store(out + q_at, result.to(out.dtype.element_ty), mask=row_inside[:, None] & dim_inside[None, :])
 
 
-def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: AttentionLayer, batch: AttentionBatch
-) -> Tensor:
+def attention(q: Tensor, cache: PagedLayer, layer: AttentionLayer, batch: AttentionBatch) -> Tensor:
     """[T, H, D] → [T, H × D]. The first `batch.num_decodes` requests have one query token each."""
     out = torch.empty_like(q)
     if batch.num_decodes:
-        _decode(q, k_cache, v_cache, out, layer, batch)
+        _decode(q, cache, out, layer, batch)
     if batch.num_requests > batch.num_decodes:
-        _prefill(q, k_cache, v_cache, out, layer, batch)
+        _prefill(q, cache, out, layer, batch)
     return out.view(q.shape[0], -1)
 
 
-def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
-) -> None:
+def _decode(q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch) -> None:
     heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
     count = batch.num_decodes
     span = batch.max_context_len if layer.window is None else min(batch.max_context_len, layer.window)
-    split_keys = split_length(count * kv_heads, span, _num_processors(q.device.index or 0))
+    split_keys = split_length(count * kv_heads, span, num_processors(q.device.index or 0))
     # A window need not begin where a tile does, so it may reach into one more.
     splits = triton.cdiv(span + (DECODE_KEYS if layer.window else 0), split_keys)
     partial_out = partial_max = partial_sum = out
@@ -281,8 +300,9 @@ def _decode(
         partial_sum = torch.empty_like(partial_max)
     _decode_kernel[(count, kv_heads, splits)](
         q,
-        k_cache,
-        v_cache,
+        cache.keys,
+        cache.values,
+        *cache.scale_pointers,
         out,
         partial_out,
         partial_max,
@@ -299,12 +319,13 @@ def _decode(
         G=kv_heads,
         D=size,
         D_PAD=max(16, triton.next_power_of_2(size)),
-        BLOCK_SIZE=k_cache.shape[2],
+        BLOCK_SIZE=cache.block_size,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
         KEYS=DECODE_KEYS if size <= 128 else DECODE_KEYS // 2,
         IS_SPLIT=splits > 1,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
+        HAS_SCALES=cache.key_scales is not None,
         num_warps=4,
         num_stages=3 if size <= 128 else 2,
         launch_pdl=True,
@@ -324,17 +345,16 @@ def _decode(
         )
 
 
-def _prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
-) -> None:
+def _prefill(q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch) -> None:
     heads, size = layer.num_heads, layer.head_dim
     largest = 128 if q.dtype != torch.float32 and size <= 128 else 64
     rows = largest if batch.max_query_len > 16 else 16  # two sizes: each is a kernel to compile
     grid = (triton.cdiv(batch.max_query_len, rows), batch.num_requests - batch.num_decodes, heads)
     _prefill_kernel[grid](
         q,
-        k_cache,
-        v_cache,
+        cache.keys,
+        cache.values,
+        *cache.scale_pointers,
         out,
         batch.block_tables,
         batch.query_starts,
@@ -348,11 +368,12 @@ def _prefill(
         G=layer.num_kv_heads,
         D=size,
         D_PAD=max(16, triton.next_power_of_2(size)),
-        BLOCK_SIZE=k_cache.shape[2],
+        BLOCK_SIZE=cache.block_size,
         ROWS=rows,
         KEYS=PREFILL_KEYS if size <= 128 else PREFILL_KEYS // 2,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
+        HAS_SCALES=cache.key_scales is not None,
         num_warps=8 if rows >= 128 else 4,
         num_stages=3 if size <= 128 else 2,
     )
@@ -361,14 +382,8 @@ def _prefill(
 def split_length(programs: int, span: int, processors: int) -> int:
     """Keys for one program: as many as leave enough programs to fill the chip evenly, whatever the contexts'
     lengths; `programs` is their number without splitting."""
-    keys = LONGEST_SPLIT
+    # Where contexts may be long, most are likely short: nobody should wait for one program that walks for thousands.
+    keys = LONGEST_SPLIT if span <= LONGEST_SPLIT else LONGEST_SPLIT // 4
     while keys > SHORTEST_SPLIT and programs * -(-span // keys) < PROGRAMS_PER_PROCESSOR * processors:
         keys //= 2
     return max(keys, triton.next_power_of_2(-(-span // MAX_SPLITS)))
-
-
-@functools.cache
-def _num_processors(device_index: int) -> int:
-    if not torch.cuda.is_available():
-        return 1
-    return torch.cuda.get_device_properties(device_index).multi_processor_count

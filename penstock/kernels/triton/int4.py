@@ -4,8 +4,8 @@ weight[n, k] = code × scale + offset, with a scale and an offset for each `grou
 group holds the codes of its columns j (low bits) and j + group / 2 (high bits), so that a load of bytes meets two
 plain loads of the input.
 
-A code becomes a float by its bits alone: 0x4300 + code is 128 + code in bfloat16, and the same with 16 zero bits
-below is that in float32. The 128 goes out through the sum of the group's inputs, as the offset comes in.
+A code becomes a float by its bits alone: 0x4300 + code is 128 + code in bfloat16. The 128 goes out through the sum of
+the group's inputs, as the offset comes in.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.interface import Activation, GroupQuantWeight
-from penstock.kernels.triton.overlap import wait_for_previous
-from penstock.kernels.triton.skinny import gate_with
+from penstock.kernels.interface import GroupQuantWeight
+from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
+from penstock.kernels.triton.words import CODE_BASE
 
 MAX_ROWS = 128
+TILE_OUTPUTS = 64
+PROGRAMS_PER_PROCESSOR = 8
+SUM_BLOCK = 1024
 SMALLEST_GROUP = 32  # half of it is the least that a tensor core multiplies at once
-BASE = tl.constexpr(128.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Linear:
     codes: Tensor  # uint8 [out, in / 2]
-    scales: Tensor  # [out, in / group] in the compute type
-    offsets: Tensor  # likewise
+    factors: (
+        Tensor  # [out, in / group, 2] in the compute type: scale and offset, which are always needed together
+    )
     group: int
     bias: Tensor | None
 
@@ -44,11 +48,10 @@ class Int4Linear:
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.codes, self.scales, self.offsets, self.bias)
-        return sum(part.nbytes for part in parts if part is not None)
+        return self.codes.nbytes + self.factors.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
     def rows(self, index: Tensor) -> Int4Linear:
-        return Int4Linear(self.codes[index], self.scales[index], self.offsets[index], self.group, None)
+        return Int4Linear(self.codes[index], self.factors[index], self.group, None)
 
 
 def pack(
@@ -66,8 +69,7 @@ def pack(
     )
     return Int4Linear(
         packed.contiguous(),
-        scales.to(device, dtype),
-        offsets.to(device, dtype),
+        torch.stack((scales, offsets), dim=2).to(device, dtype),
         group,
         None if bias is None else bias.to(device, dtype),
     )
@@ -76,43 +78,13 @@ def pack(
 if triton.knobs.runtime.interpret:
 
     @triton.jit
-    def _wide_codes(packed):
-        """Low and high codes plus 128, as float32."""
-        return (packed & 15).to(tl.float32) + 128.0, (packed >> 4).to(tl.float32) + 128.0
-
-    @triton.jit
     def _narrow_codes(packed):
         """Low and high codes plus 128, as bfloat16."""
-        low, high = _wide_codes(packed)
+        low = (packed & 15).to(tl.float32) + 128.0
+        high = (packed >> 4).to(tl.float32) + 128.0
         return low.to(tl.bfloat16), high.to(tl.bfloat16)
 
 else:
-
-    @triton.jit
-    def _wide_codes(packed):
-        """Low and high codes plus 128, as float32: one byte permutation for each."""
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high;
-            and.b32 low, $8, 0x0f0f0f0f;
-            shr.u32 high, $8, 4;
-            and.b32 high, high, 0x0f0f0f0f;
-            prmt.b32 $0, low, 0x43000000, 0x7044;
-            prmt.b32 $1, low, 0x43000000, 0x7144;
-            prmt.b32 $2, low, 0x43000000, 0x7244;
-            prmt.b32 $3, low, 0x43000000, 0x7344;
-            prmt.b32 $4, high, 0x43000000, 0x7044;
-            prmt.b32 $5, high, 0x43000000, 0x7144;
-            prmt.b32 $6, high, 0x43000000, 0x7244;
-            prmt.b32 $7, high, 0x43000000, 0x7344;
-            }""",
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [packed],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=4,
-        )
-        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
 
     @triton.jit
     def _narrow_codes(packed):
@@ -138,99 +110,70 @@ else:
 
 
 @triton.jit
-def _row_part(codes, scales, offsets, outputs, group, low_x, high_x, K, GROUP: tl.constexpr):
-    """What some groups of one row of x add to some outputs: [outputs, groups, GROUP / 2]."""
-    columns = tl.arange(0, GROUP // 2)
-    bytes_at = (
-        outputs[:, None, None] * (K // 2) + group[None, :, None] * (GROUP // 2) + columns[None, None, :]
-    )
-    low, high = _wide_codes(tl.load(codes + bytes_at))
-    at = outputs[:, None] * (K // GROUP) + group[None, :]
-    scale = tl.load(scales + at).to(tl.float32)
-    offset = tl.load(offsets + at).to(tl.float32)
-    part = (low * low_x[None] + high * high_x[None]) * scale[:, :, None]
-    return part + (low_x + high_x)[None] * (offset - BASE * scale)[:, :, None]
-
-
-@triton.jit
-def _one_row_kernel(
-    x, codes, scales, offsets, bias, norm, residual, out, N, K, eps,
-    NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    OUTPUTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inside = outputs < N
-    own = tl.minimum(outputs, N - 1).to(tl.int64)
-    columns = tl.arange(0, GROUP // 2)
-    total = tl.zeros((OUTPUTS, GROUPS, GROUP // 2), tl.float32)
-    total_up = tl.zeros((OUTPUTS, GROUPS, GROUP // 2), tl.float32)
-    squares = tl.zeros((GROUPS, GROUP // 2), tl.float32)
-    wait_for_previous()
-    for first in range(0, K // GROUP, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        at = group[:, None] * GROUP + columns[None, :]
-        low = tl.load(x + at).to(tl.float32)
-        high = tl.load(x + at + GROUP // 2).to(tl.float32)
-        if NORM:
-            squares += low * low + high * high
-            low = low * tl.load(norm + at).to(tl.float32)
-            high = high * tl.load(norm + at + GROUP // 2).to(tl.float32)
-        total += _row_part(codes, scales, offsets, own, group, low, high, K, GROUP)
-        if GATED:
-            total_up += _row_part(codes, scales, offsets, own + N, group, low, high, K, GROUP)
-    factor = 1.0
-    if NORM:
-        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
-    result = tl.sum(tl.sum(total, axis=2), axis=1) * factor
-    if GATED:
-        up = tl.sum(tl.sum(total_up, axis=2), axis=1) * factor
-        result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
-    if BIAS:
-        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _tile_part(codes, scales, offsets, outputs, group, low_x, high_x, sum_x, K, GROUP: tl.constexpr):
-    """What one group adds for several rows of x: [outputs, rows]."""
-    columns = tl.arange(0, GROUP // 2)
-    packed = tl.load(codes + outputs[:, None] * (K // 2) + group * (GROUP // 2) + columns[None, :])
-    low, high = _narrow_codes(packed)
-    made = tl.dot(low.to(low_x.dtype), low_x)
-    made = tl.dot(high.to(low_x.dtype), high_x, made)
-    at = outputs * (K // GROUP) + group
-    scale = tl.load(scales + at).to(tl.float32)
-    offset = tl.load(offsets + at).to(tl.float32)
-    return made * scale[:, None] + (offset - BASE * scale)[:, None] * sum_x[None, :]
+def load_factors(factors, at):
+    """Scales and offsets of the groups `at`, [a, b], as float32. They lie beside each other: one load brings both."""
+    both = tl.load(factors + at[:, :, None] * 2 + tl.arange(0, 2)[None, None, :])
+    scale, offset = tl.split(both.to(tl.float32))
+    return scale, offset
 
 
 @triton.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
-    x, sums, codes, scales, offsets, bias, residual, out, M, N, K,
-    ADD: tl.constexpr, BIAS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    x, sums, codes, factors, partial, M, N, K,
+    OUTPUTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Each program multiplies a share of the groups; `_add_shares_kernel` adds up what they made."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = tl.minimum(outputs, N - 1).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     present = rows < M
     columns = tl.arange(0, GROUP // 2)
+    groups = K // GROUP
+    share = tl.cdiv(groups, tl.num_programs(2))
+    first_group = tl.program_id(2) * share
+    last_group = tl.minimum(first_group + share, groups)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    wait_for_previous()
+    codes_at = codes + own[:, None] * (K // 2) + columns[None, :]
     x_at = x + tl.where(present, rows, 0)[None, :] * K + columns[:, None]
-    for group in range(K // GROUP):
-        low = tl.load(x_at + group * GROUP)
-        high = tl.load(x_at + group * GROUP + GROUP // 2)
-        sum_x = tl.load(sums + rows * (K // GROUP) + group, mask=present, other=0.0)
-        total += _tile_part(codes, scales, offsets, own, group, low, high, sum_x, K, GROUP)
+    let_next_start()
+    # The compiler fetches what it multiplies ahead of time; what the products are scaled with is up to us.
+    first = tl.arange(0, 1)
+    next_scale, next_offset = load_factors(factors, own[:, None] * groups + first_group + first[None, :])
+    wait_for_previous()
+    next_sum = tl.load(sums + rows * groups + first_group, mask=present, other=0.0)
+    for group in range(first_group, last_group):
+        scale, offset, sum_x = next_scale, next_offset, next_sum
+        following = tl.minimum(group + 1, groups - 1)
+        next_scale, next_offset = load_factors(factors, own[:, None] * groups + following + first[None, :])
+        next_sum = tl.load(sums + rows * groups + following, mask=present, other=0.0)
+        low_x = tl.load(x_at + group * GROUP)
+        high_x = tl.load(x_at + group * GROUP + GROUP // 2)
+        low, high = _narrow_codes(tl.load(codes_at + group * (GROUP // 2)))
+        made = tl.dot(low.to(low_x.dtype), low_x)
+        made = tl.dot(high.to(low_x.dtype), high_x, made)
+        total += made * scale + (offset - CODE_BASE * scale) * sum_x[None, :]
     inside = (outputs < N)[:, None] & present[None, :]
+    target = partial + tl.program_id(2).to(tl.int64) * M * N
+    tl.store(target + rows[None, :] * N + outputs[:, None], total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def _add_shares_kernel(
+    partial, bias, residual, out, N, shares, ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = outputs < N
+    total = tl.zeros((BLOCK,), tl.float32)
+    wait_for_previous()
+    for share in range(shares):
+        at = partial + (share * tl.num_programs(0) + row) * N + outputs
+        total += tl.load(at, mask=inside, other=0.0)
     if BIAS:
-        total += tl.load(bias + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
-    target = rows[None, :] * N + outputs[:, None]
+        total += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        total += tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(residual + row * N + outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * N + outputs, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -245,7 +188,7 @@ def _group_sums_kernel(x, sums, K, GROUP: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _unpack_kernel(codes, scales, offsets, out, K, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+def _unpack_kernel(codes, factors, out, K, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     output = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = tl.arange(0, GROUP // 2)
@@ -253,62 +196,13 @@ def _unpack_kernel(codes, scales, offsets, out, K, GROUP: tl.constexpr, GROUPS: 
     wait_for_previous()
     at = output * (K // 2) + group[:, None] * (GROUP // 2) + columns[None, :]
     packed = tl.load(codes + at, mask=inside, other=0)
-    scale = tl.load(scales + output * (K // GROUP) + group, mask=group * GROUP < K, other=0.0).to(tl.float32)[
-        :, None
-    ]
-    offset = tl.load(offsets + output * (K // GROUP) + group, mask=group * GROUP < K, other=0.0).to(
-        tl.float32
-    )
-    low = (packed & 15).to(tl.float32) * scale + offset[:, None]
-    high = (packed >> 4).to(tl.float32) * scale + offset[:, None]
+    own_group = tl.minimum(group, K // GROUP - 1)
+    scale, offset = load_factors(factors, (output * (K // GROUP) + own_group)[:, None])
+    low = (packed & 15).to(tl.float32) * scale + offset
+    high = (packed >> 4).to(tl.float32) * scale + offset
     target = out + output * K + group[:, None] * GROUP + columns[None, :]
     tl.store(target, low.to(out.dtype.element_ty), mask=inside)
     tl.store(target + GROUP // 2, high.to(out.dtype.element_ty), mask=inside)
-
-
-def one_row(
-    x: Tensor,
-    weight: Int4Linear,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Activation | None = None,
-    residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """As `skinny.linear`, for a single row."""
-    width = x.shape[1]
-    outputs = weight.out_features // (2 if gate else 1)
-    out = residual
-    if out is None:
-        out = torch.empty(1, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    num_groups = width // weight.group
-    groups = min(num_groups & -num_groups, max(1, 1024 // weight.group))
-    per_program = 2
-    absent = x  # any pointer will do
-    parts = (part if part is not None else absent for part in (weight.bias, norm, residual))
-    _one_row_kernel[(triton.cdiv(outputs, per_program),)](
-        x,
-        weight.codes,
-        weight.scales,
-        weight.offsets,
-        *parts,
-        out,
-        outputs,
-        width,
-        eps,
-        NORM=norm is not None,
-        GATED=gate is not None,
-        IS_SILU=gate == "silu",
-        ADD=residual is not None,
-        BIAS=weight.bias is not None,
-        OUTPUTS=per_program,
-        GROUPS=groups,
-        GROUP=weight.group,
-        num_warps=2,
-        launch_pdl=True,
-    )
-    return out
 
 
 def few_rows(
@@ -331,26 +225,39 @@ def few_rows(
         num_warps=8,
         launch_pdl=True,
     )
-    absent = x
-    parts = (part if part is not None else absent for part in (weight.bias, residual))
-    _few_rows_kernel[(triton.cdiv(outputs, 64), triton.cdiv(rows, tile_rows))](
+    tiles = triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(rows, tile_rows)
+    # A program walks over its groups one after the other, and waits for each: many short walks are faster.
+    programs = PROGRAMS_PER_PROCESSOR * num_processors(x.device.index or 0)
+    shares = max(1, min(num_groups // 4, programs // (tiles[0] * tiles[1])))
+    partial = torch.empty(shares, rows, outputs, dtype=torch.float32, device=x.device)
+    _few_rows_kernel[(*tiles, shares)](
         x,
         sums,
         weight.codes,
-        weight.scales,
-        weight.offsets,
-        *parts,
-        out,
+        weight.factors,
+        partial,
         rows,
         outputs,
         width,
-        ADD=residual is not None,
-        BIAS=weight.bias is not None,
-        OUTPUTS=64,
+        OUTPUTS=TILE_OUTPUTS,
         GROUP=weight.group,
         ROWS=tile_rows,
         num_warps=4,
         num_stages=4,
+        launch_pdl=True,
+    )
+    absent = x
+    parts = (part if part is not None else absent for part in (weight.bias, residual))
+    _add_shares_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+        partial,
+        *parts,
+        out,
+        outputs,
+        shares,
+        ADD=residual is not None,
+        BIAS=weight.bias is not None,
+        BLOCK=SUM_BLOCK,
+        num_warps=4,
         launch_pdl=True,
     )
     return out
@@ -362,7 +269,7 @@ def unpack(weight: Int4Linear, dtype: torch.dtype) -> Tensor:
     out = torch.empty(outputs, width, dtype=dtype, device=weight.codes.device)
     groups = max(1, min(16, triton.next_power_of_2(width // weight.group)))
     _unpack_kernel[(outputs, triton.cdiv(width // weight.group, groups))](
-        weight.codes, weight.scales, weight.offsets, out, width, GROUP=weight.group, GROUPS=groups, num_warps=4,
+        weight.codes, weight.factors, out, width, GROUP=weight.group, GROUPS=groups, num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
     return out

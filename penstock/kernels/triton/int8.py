@@ -29,6 +29,9 @@ class Int8Linear:
     offsets: Tensor | None  # likewise
     group: int  # a power of two
     bias: Tensor | None
+    row_scales: Tensor | None = (
+        None  # float32 [out], where many rows are multiplied in integers (`int8_rows`)
+    )
 
     @property
     def out_features(self) -> int:
@@ -40,14 +43,16 @@ class Int8Linear:
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.codes, self.scales, self.offsets, self.bias)
+        parts = (self.codes, self.scales, self.offsets, self.bias, self.row_scales)
         return sum(part.nbytes for part in parts if part is not None)
 
     def rows(self, index: Tensor) -> Int8Linear:
         offsets = None if self.offsets is None else self.offsets[index]
         # Not every device indexes float8; bytes are bytes.
         codes = self.codes.view(torch.int8)[index].view(self.codes.dtype)
-        return replace(self, codes=codes, scales=self.scales[index], offsets=offsets, bias=None)
+        return replace(
+            self, codes=codes, scales=self.scales[index], offsets=offsets, bias=None, row_scales=None
+        )
 
 
 def pack(
@@ -56,7 +61,7 @@ def pack(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Int8Linear:
-    """All parts have codes of one type and the same group."""
+    """All parts have codes of one type and the same group, and agree on the rounding of inputs."""
     group = parts[0].group
     assert group is not None
     codes, scales, offsets = [], [], []
@@ -71,12 +76,15 @@ def pack(
         else:
             offsets.append(torch.zeros_like(scales[-1]))
     has_offsets = any(isinstance(part, GroupQuantWeight) and part.offsets is not None for part in parts)
+    stacked = torch.cat(scales)
+    rounds_inputs = isinstance(parts[0], GroupQuantWeight) and parts[0].rounds_inputs
     return Int8Linear(
         torch.cat(codes),
-        torch.cat(scales),
+        stacked,
         torch.cat(offsets) if has_offsets else None,
         group,
         None if bias is None else bias.to(device, dtype),
+        stacked[:, 0].contiguous() if rounds_inputs else None,
     )
 
 

@@ -22,29 +22,33 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
-from penstock.kernels.tensor_kv import TensorKVStore
 from penstock.kernels.triton import packing, products
 from penstock.kernels.triton.attention import attention
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.experts import StackedExperts, add_experts
+from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int8 import Int8Linear
+from penstock.kernels.triton.limited_sampling import redraw_limited_rows
 from penstock.kernels.triton.packing import Packed, PackedRows
+from penstock.kernels.triton.paged_kv import PagedKV, PagedLayer
 from penstock.kernels.triton.rope_cache import rope_and_cache
-from penstock.kernels.triton.sampling import sample_whole_vocabulary
-
-
-class PagedKV(TensorKVStore):
-    """[layers, blocks + 1, G, block size, D]; the last block takes what padding rows write."""
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.keys[index], self.values[index]
+from penstock.kernels.triton.sampling import chunk_statistics, draw_from_whole_vocabulary
 
 
 class TritonOps:
     name = "triton"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        *,
+        flashinfer: FlashInferAttention | None = None,
+    ) -> None:
+        """`flashinfer` does the attention of the steps that it takes."""
+        self._flashinfer = flashinfer
         self.device = device
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
@@ -84,14 +88,14 @@ class TritonOps:
     def allocate_kv(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> PagedKV:
-        shape = (num_layers, num_blocks + 1, num_kv_heads, block_size, head_dim)
-        keys, values = (torch.zeros(shape, dtype=self.kv_dtype, device=self.device) for _ in range(2))
-        return PagedKV(keys, values, num_blocks, block_size)
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        return PagedKV(shape, self.kv_dtype, self.device)
 
-    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
-        keys, values = cache
-        queries = rope_and_cache(qkv, layer, keys, values, batch.positions, batch.slots)
-        return attention(queries, keys, values, layer, batch)
+    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: PagedLayer, batch: AttentionBatch) -> Tensor:
+        queries = rope_and_cache(qkv, layer, cache, batch.positions, batch.slots)
+        if self._flashinfer is not None and self._flashinfer.takes(queries, cache, layer, batch):
+            return self._flashinfer.attend(queries, cache, layer, batch)
+        return attention(queries, cache, layer, batch)
 
     def attention(
         self,
@@ -141,6 +145,13 @@ class TritonOps:
             downs.append(self._torch.pack_linear([expert.down]).weight)
         return StackedExperts(torch.stack(gate_ups), torch.stack(downs))
 
+    def moe(
+        self, x: Tensor, logits: Tensor, experts: Any, routing: Routing, activation: Activation
+    ) -> Tensor:
+        total = torch.zeros_like(x)
+        add_experts(x, logits, experts, routing, activation, total)
+        return total
+
     def moe_block(
         self,
         residual: Tensor,
@@ -155,6 +166,8 @@ class TritonOps:
         add_experts(normed, self.logits(normed, router), experts, routing, activation, residual)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        if batch.all_greedy or batch.whole_vocabulary:
-            return sample_whole_vocabulary(logits, batch)
-        return self._torch.sample(logits, batch)
+        statistics = chunk_statistics(logits, batch.temperature)
+        token_ids = draw_from_whole_vocabulary(logits, batch, statistics)
+        if not (batch.all_greedy or batch.whole_vocabulary):
+            redraw_limited_rows(logits, batch, statistics, token_ids)
+        return token_ids

@@ -1,5 +1,5 @@
 """Kernels that follow each other closely: each may start while the one before it drains (programmatic dependent
-launch), and waits for that one's results before it touches memory. Launch with `launch_pdl=True`."""
+launch), and waits for that one's results before it touches what this step computes. Launch with `launch_pdl=True`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ if triton.knobs.runtime.interpret:
     def wait_for_previous():
         """Nothing overlaps in the interpreter."""
 
+    @triton.jit
+    def let_next_start():
+        """Nothing overlaps in the interpreter."""
+
 else:
+
+    @triton.jit
+    def let_next_start():
+        """For kernels that read something before `wait_for_previous`. That may only be what no kernel of this step
+        writes, such as weights: kernels before the previous one may be running still."""
+        gdc_launch_dependents()
 
     @triton.jit
     def wait_for_previous():

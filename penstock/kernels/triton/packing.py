@@ -138,7 +138,7 @@ def _kind(part: WeightData) -> tuple[Any, ...]:
         if part.bits == 4 and part.group >= int4.SMALLEST_GROUP:
             return "int4", part.group
         if part.bits == 8 and part.group >= int8.SMALLEST_GROUP:
-            return "int8", part.group
+            return "int8", part.group, part.rounds_inputs
     if isinstance(part, Float8Weight):
         if part.group is None and all(side % FLOAT8_UNIT == 0 for side in part.shape):
             return ("float8",)

@@ -1,11 +1,12 @@
 """Matrix products in every format that weights may have, alone or with what surrounds them in a decoder layer.
 
-Picks the kernel: one or a few rows are a matter of memory speed (`skinny`, `int4`, `int8`), many rows of arithmetic
-(cuBLAS, `float8`). A weight of eight or four bits is never widened in memory for a few rows.
+Picks the kernel: one or a few rows are a matter of memory speed (`skinny`, `int4`, `int8`, one row of `float8`), many
+rows of arithmetic (cuBLAS, `float8`, `int8_rows`). A weight of eight or four bits is never widened in memory for few.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import Activation
 from penstock.kernels.reference import TorchLinear
-from penstock.kernels.triton import float8, int4, int8, skinny
+from penstock.kernels.triton import float8, int4, int4_row, int8, int8_rows, skinny
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.float8 import Float8Linear
 from penstock.kernels.triton.int4 import Int4Linear
@@ -28,17 +29,19 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
         return torch.cat([linear(x, part, out_dtype) for part in weight.parts], dim=1)
     if isinstance(weight, ReorderedLinear):
         return linear(x.index_select(1, weight.order), weight.inner, out_dtype)
-    if isinstance(weight, Int4Linear | Int8Linear):
+    if isinstance(weight, Int4Linear | Int8Linear | Float8Linear) and x.shape[0] == 1:
+        return _one_row(weight)(x, weight, out_dtype=out_dtype)
+    if isinstance(weight, Int4Linear | Int8Linear | Float8Linear):
         kernels = _kernels(weight)
-        if x.shape[0] == 1:
-            return kernels.one_row(x, weight, out_dtype=out_dtype)
         if x.shape[0] <= kernels.MAX_ROWS:
             return kernels.few_rows(x, weight, out_dtype=out_dtype)
+        if isinstance(weight, Float8Linear):
+            return float8.many_rows(x, weight, out_dtype)
+        if isinstance(weight, Int8Linear) and weight.row_scales is not None:
+            return int8_rows.many_rows(x, weight, out_dtype)
         weight = TorchLinear(kernels.unpack(weight, x.dtype), weight.bias)
     if skinny.fits(x, weight.weight):
-        return skinny.linear(x, weight.weight, weight.bias, scales=_scales(weight), out_dtype=out_dtype)
-    if isinstance(weight, Float8Linear):
-        return float8.many_rows(x, weight, out_dtype)
+        return skinny.linear(x, weight.weight, weight.bias, out_dtype=out_dtype)
     if out_dtype != x.dtype and weight.bias is None and x.is_cuda:
         return torch.mm(x, weight.weight.t(), out_dtype=out_dtype)
     return F.linear(x, weight.weight, weight.bias).to(out_dtype)
@@ -49,12 +52,12 @@ def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
     match weight:
         case ReorderedLinear():
             add_linear(x.index_select(1, weight.order), weight.inner, residual)
-        case Int4Linear() | Int8Linear() if x.shape[0] == 1:
-            _kernels(weight).one_row(x, weight, residual=residual)
-        case Int4Linear() | Int8Linear() if x.shape[0] <= _kernels(weight).MAX_ROWS:
+        case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] == 1:
+            _one_row(weight)(x, weight, residual=residual)
+        case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] <= _kernels(weight).MAX_ROWS:
             _kernels(weight).few_rows(x, weight, residual=residual)
-        case TorchLinear() | Float8Linear() if skinny.fits(x, weight.weight):
-            skinny.linear(x, weight.weight, weight.bias, scales=_scales(weight), residual=residual)
+        case TorchLinear() if skinny.fits(x, weight.weight):
+            skinny.linear(x, weight.weight, weight.bias, residual=residual)
         case TorchLinear(bias=None):
             residual.addmm_(x, weight.weight.t())
         case _:
@@ -64,10 +67,10 @@ def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
 def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed) -> Tensor:
     """linear(rms_norm(x, norm, eps), weight)"""
     match weight:
-        case Int4Linear() | Int8Linear() if x.shape[0] == 1:
-            return _kernels(weight).one_row(x, weight, norm=norm, eps=eps)
-        case TorchLinear() | Float8Linear() if skinny.fits(x, weight.weight):
-            return skinny.linear(x, weight.weight, weight.bias, scales=_scales(weight), norm=norm, eps=eps)
+        case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] == 1:
+            return _one_row(weight)(x, weight, norm=norm, eps=eps)
+        case TorchLinear() if skinny.fits(x, weight.weight):
+            return skinny.linear(x, weight.weight, weight.bias, norm=norm, eps=eps)
         case _:
             return linear(rms_norm(x, norm, eps), weight)
 
@@ -75,19 +78,30 @@ def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed) -> Tensor
 def normed_gated(x: Tensor, norm: Tensor, eps: float, weight: Packed, activation: Activation) -> Tensor:
     """gated(linear(rms_norm(x, norm, eps), weight), activation)"""
     match weight:
-        case Int4Linear(bias=None) | Int8Linear(bias=None) if x.shape[0] == 1:
-            return _kernels(weight).one_row(x, weight, norm=norm, eps=eps, gate=activation)
-        case TorchLinear(bias=None) | Float8Linear(bias=None) if skinny.fits(x, weight.weight):
-            scales = _scales(weight)
-            return skinny.linear(x, weight.weight, scales=scales, norm=norm, eps=eps, gate=activation)
+        case Int4Linear(bias=None) | Int8Linear(bias=None) | Float8Linear(bias=None) if x.shape[0] == 1:
+            return _one_row(weight)(x, weight, norm=norm, eps=eps, gate=activation)
+        case TorchLinear(bias=None) if skinny.fits(x, weight.weight):
+            return skinny.linear(x, weight.weight, norm=norm, eps=eps, gate=activation)
         case _:
             return gated(normed_linear(x, norm, eps, weight), activation)
 
 
-def _kernels(weight: Grouped) -> ModuleType:
-    """Where `one_row`, `few_rows` and `unpack` of this format are."""
-    return int4 if isinstance(weight, Int4Linear) else int8
+def _one_row(weight: Grouped | Float8Linear) -> Callable[..., Tensor]:
+    match weight:
+        case Float8Linear():
+            return float8.one_row
+        case Int4Linear():
+            return int4_row.one_row
+        case Int8Linear():
+            return int8.one_row
 
 
-def _scales(weight: TorchLinear | Float8Linear) -> Tensor | None:
-    return weight.scales if isinstance(weight, Float8Linear) else None
+def _kernels(weight: Grouped | Float8Linear) -> ModuleType:
+    """Where `few_rows` of this format is, and `unpack` where weights are packed in groups."""
+    match weight:
+        case Float8Linear():
+            return float8
+        case Int4Linear():
+            return int4
+        case Int8Linear():
+            return int8

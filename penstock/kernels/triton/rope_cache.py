@@ -7,18 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels import tensor_kv
 from penstock.kernels.interface import AttentionLayer
 from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.paged_kv import PagedLayer
 
 FEW_TOKENS = 32
+LARGEST_CODE = tl.constexpr(float(tensor_kv.LARGEST_CODE))
 
 
-@triton.jit
+# The small arrays of a step lie anywhere: a kernel for each alignment of them would be compiled while requests wait.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_cache_kernel(
     qkv,
     q_out,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     rope,
     positions,
     slots,
@@ -30,6 +36,7 @@ def _rope_cache_kernel(
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -71,8 +78,19 @@ def _rope_cache_kernel(
     value_at = v_cache + row + (heads - H - G)[:, None] * BLOCK_SIZE * D
     tl.store(query_at, rotated_a, mask=is_query[:, None] & present)
     tl.store(query_at + D // 2, rotated_b, mask=is_query[:, None] & present)
-    kept_a = rotated_a.to(k_cache.dtype.element_ty)
-    kept_b = rotated_b.to(k_cache.dtype.element_ty)
+    if HAS_SCALES:
+        wide_a = rotated_a.to(tl.float32)
+        wide_b = rotated_b.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(wide_a), axis=1), tl.max(tl.abs(wide_b), axis=1))
+        scales = tl.maximum(largest, 1e-12) / LARGEST_CODE
+        kept_a = tl.floor(wide_a / scales[:, None] + 0.5).to(k_cache.dtype.element_ty)
+        kept_b = tl.floor(wide_b / scales[:, None] + 0.5).to(k_cache.dtype.element_ty)
+        entry = (slot // BLOCK_SIZE) * G * BLOCK_SIZE + slot % BLOCK_SIZE
+        tl.store(k_scales + entry + (heads - H) * BLOCK_SIZE, scales, mask=is_key)
+        tl.store(v_scales + entry + (heads - H - G) * BLOCK_SIZE, scales, mask=is_value)
+    else:
+        kept_a = rotated_a.to(k_cache.dtype.element_ty)
+        kept_b = rotated_b.to(k_cache.dtype.element_ty)
     tl.store(key_at, kept_a, mask=is_key[:, None] & present)
     tl.store(key_at + D // 2, kept_b, mask=is_key[:, None] & present)
     tl.store(value_at, kept_a, mask=is_value[:, None] & present)
@@ -80,7 +98,7 @@ def _rope_cache_kernel(
 
 
 def rope_and_cache(
-    qkv: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, positions: Tensor, slots: Tensor
+    qkv: Tensor, layer: AttentionLayer, cache: PagedLayer, positions: Tensor, slots: Tensor
 ) -> Tensor:
     """Returns the rotated queries [T, H, D]; keys and values go to their slots."""
     heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
@@ -92,8 +110,9 @@ def rope_and_cache(
     _rope_cache_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, per_program))](
         qkv,
         queries,
-        k_cache,
-        v_cache,
+        cache.keys,
+        cache.values,
+        *cache.scale_pointers,
         layer.rope,
         positions,
         slots,
@@ -103,8 +122,9 @@ def rope_and_cache(
         H=heads,
         G=kv_heads,
         D=size,
-        BLOCK_SIZE=k_cache.shape[2],
+        BLOCK_SIZE=cache.block_size,
         HAS_NORM=has_norm,
+        HAS_SCALES=cache.key_scales is not None,
         HEADS=per_program,
         HALF=triton.next_power_of_2(size // 2),
         num_warps=1 if tokens <= FEW_TOKENS else 4,

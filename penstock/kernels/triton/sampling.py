@@ -2,9 +2,12 @@
 
 Two small kernels. The first reduces each chunk of the vocabulary to its maximum, where that is, and its sum of
 weights; the second walks the chunks of a row to the one that holds the drawn share, and that chunk to the token.
+Rows with top-k, top-p or min-p go on to `limited_sampling`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,6 +18,15 @@ from penstock.kernels.interface import SamplingBatch
 from penstock.kernels.triton.overlap import wait_for_previous
 
 CHUNK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStatistics:
+    """Of every chunk of every row, [S, chunks]."""
+
+    maxima: Tensor  # float32; NaN where the chunk has one
+    places: Tensor  # int32, the first token that has the maximum
+    sums: Tensor  # float32, of weights relative to the chunk's own maximum
 
 
 @triton.jit
@@ -48,11 +60,19 @@ def _mix(state):
 
 
 @triton.jit
-def _uniform(seed, position):
+def uniform(seed, position):
     """As `kernels.sampling.uniform`."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     state = _mix(_mix(seed.to(tl.uint64) + golden) + position.to(tl.uint64) * golden)
     return (state >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def highest_of(chunk_max, row, chunks, CHUNKS: tl.constexpr):
+    """The largest logit of a row, NaNs left out."""
+    index = tl.arange(0, CHUNKS)
+    highs = tl.load(chunk_max + row * chunks + index, mask=index < chunks, other=float("-inf"))
+    return tl.max(tl.where(highs != highs, float("-inf"), highs), axis=0)
 
 
 @triton.jit
@@ -85,7 +105,7 @@ def _pick_kernel(
         sums = sums * tl.exp((tl.where(inside, highs, highest) - highest) / heat)
         cumulative = tl.cumsum(sums, axis=0)
         total = tl.sum(sums, axis=0)
-        share = _uniform(tl.load(seed + row), tl.load(position + row))
+        share = uniform(tl.load(seed + row), tl.load(position + row))
         target = (share * total).to(tl.float32)
         chosen = tl.sum((cumulative <= target).to(tl.int32), axis=0)
         last = tl.max(tl.where(sums > 0, index, 0), axis=0)
@@ -97,38 +117,44 @@ def _pick_kernel(
         passed = tl.sum((tl.cumsum(weights, axis=0) + before <= target).to(tl.int32), axis=0)
         final = tl.max(tl.where(weights > 0, tl.arange(0, CHUNK), 0), axis=0)
         token = (chosen * CHUNK + tl.minimum(passed, final)).to(tl.int64)
-    unusable = (has_nan > 0) | (highest == float("-inf"))
+    unusable = (has_nan > 0) | (highest == float("-inf")) | (highest == float("inf"))
     tl.store(out + row, tl.where(unusable, -1, token))
 
 
-def sample_whole_vocabulary(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """float32 [S, V] → int64 [S], for rows without top-k, top-p or min-p."""
+def chunk_statistics(logits: Tensor, temperature: Tensor) -> ChunkStatistics:
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
-    chunk_max = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    chunk_sum = torch.empty_like(chunk_max)
-    chunk_argmax = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    maxima = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    sums = torch.empty_like(maxima)
     _chunk_kernel[(rows, chunks)](
         logits,
-        batch.temperature,
-        chunk_max,
-        chunk_argmax,
-        chunk_sum,
+        temperature,
+        maxima,
+        places,
+        sums,
         vocabulary,
         chunks,
         CHUNK=CHUNK,
         num_warps=4,
         launch_pdl=True,
     )
+    return ChunkStatistics(maxima, places, sums)
+
+
+def draw_from_whole_vocabulary(logits: Tensor, batch: SamplingBatch, statistics: ChunkStatistics) -> Tensor:
+    """float32 [S, V] → int64 [S], as if no row had limits; -1 for one that cannot be sampled."""
+    rows, vocabulary = logits.shape
+    chunks = statistics.maxima.shape[1]
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _pick_kernel[(rows,)](
         logits,
         batch.temperature,
         batch.seed,
         batch.position,
-        chunk_max,
-        chunk_argmax,
-        chunk_sum,
+        statistics.maxima,
+        statistics.places,
+        statistics.sums,
         out,
         vocabulary,
         chunks,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import Activation
 from penstock.kernels.triton.elementwise import activate
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
 
 MAX_ROWS = 32
 
@@ -32,37 +32,55 @@ def gate_with(gate, up, dtype: tl.constexpr, IS_SILU: tl.constexpr):
 
 @triton.jit
 def _one_row_kernel(
-    x, weight, scales, bias, norm, residual, out, N, K, eps,
-    SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr,
-    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, bias, norm, residual, out, N, K, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """With AHEAD two tiles of weights are on their way before the previous kernel has ended, and from then on."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
     inside = outputs < N
     at = weight + tl.minimum(outputs, N - 1)[:, None].to(tl.int64) * K + columns[None, :]
+    second = N.to(tl.int64) * K  # from an output's gate to its up
     total = tl.zeros((OUTPUTS, WIDTH), tl.float32)
     total_up = tl.zeros((OUTPUTS, WIDTH), tl.float32)
     squares = tl.zeros((WIDTH,), tl.float32)
+    let_next_start()
+    if AHEAD:
+        more = (WIDTH + columns < K)[None, :]
+        next_tile = tl.load(at)
+        later_tile = tl.load(at + WIDTH, mask=more, other=0.0)
+        if GATED:
+            next_up = tl.load(at + second)
+            later_up = tl.load(at + second + WIDTH, mask=more, other=0.0)
     wait_for_previous()
     for start in range(0, K, WIDTH):
+        if AHEAD:
+            more = (start + 2 * WIDTH + columns < K)[None, :]
+            tile = next_tile
+            next_tile = later_tile
+            later_tile = tl.load(at + start + 2 * WIDTH, mask=more, other=0.0)
+            if GATED:
+                up_tile = next_up
+                next_up = later_up
+                later_up = tl.load(at + second + start + 2 * WIDTH, mask=more, other=0.0)
+        else:
+            tile = tl.load(at + start)
+            if GATED:
+                up_tile = tl.load(at + second + start)
         row = tl.load(x + start + columns).to(tl.float32)
         if NORM:
             squares += row * row
             row = row * tl.load(norm + start + columns).to(tl.float32)
-        total += tl.load(at + start).to(tl.float32) * row[None, :]
+        total += tile.to(tl.float32) * row[None, :]
         if GATED:
-            total_up += tl.load(at + N.to(tl.int64) * K + start).to(tl.float32) * row[None, :]
+            total_up += up_tile.to(tl.float32) * row[None, :]
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     result = tl.sum(total, axis=1) * scale
-    up = tl.sum(total_up, axis=1) * scale
-    if SCALED:
-        result *= tl.load(scales + outputs, mask=inside, other=0.0)
-        if GATED:
-            up *= tl.load(scales + N + outputs, mask=inside, other=0.0)
     if GATED:
-        result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
+        result = gate_with(result, tl.sum(total_up, axis=1) * scale, out.dtype.element_ty, IS_SILU)
     if BIAS:
         result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -111,8 +129,18 @@ def _few_rows_kernel(
 
 
 @dataclass(frozen=True, slots=True)
+class RowTile:
+    """What one program of a one-row kernel covers: so many outputs, so much of the width at a time."""
+
+    outputs: int
+    width: int
+    num_warps: int
+    ahead: bool  # whether weights are loaded before they are needed
+
+
+@dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program covers: so many outputs, so much of the width at a time."""
+    """The same for several rows."""
 
     outputs: int
     width: int
@@ -121,10 +149,8 @@ class Tile:
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels here take this product. Weights of 8 bits pay for one row only: widening them for a tensor
-    core costs more than it saves."""
-    most = MAX_ROWS if weight.itemsize > 1 else 1
-    return 0 < x.shape[0] <= most and x.dtype != torch.float32 and weight.shape[1] % 128 == 0
+    """Whether the kernels here take this product."""
+    return 0 < x.shape[0] <= MAX_ROWS and x.dtype != torch.float32 and weight.shape[1] % 128 == 0
 
 
 def linear(
@@ -132,22 +158,24 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    scales: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gate: Activation | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x @ weight.T for up to MAX_ROWS rows. `scales` has a factor for each output of a weight of 8 bits; `norm` is
-    the weight of an RMS norm of x in front; `gate` makes of the two halves of the outputs activation(first) × second;
-    with `residual` the result is added to it, in place."""
+    """x @ weight.T for up to MAX_ROWS rows. `norm` is the weight of an RMS norm of x in front; `gate` makes of the
+    two halves of the outputs activation(first) × second; with `residual` the result is added to it, in place."""
     rows, width = x.shape
     outputs = weight.shape[0] // (2 if gate else 1)
     out = residual
     if out is None:
         out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    tile = _tile(rows, outputs, width, gate is not None, weight.itemsize == 1)
+    tile: RowTile | Tile
+    if rows == 1:
+        tile = _row_tile(outputs, width, gate is not None)
+    else:
+        tile = _tile(rows, outputs, width, gate is not None)
     options = {
         "NORM": norm is not None,
         "GATED": gate is not None,
@@ -157,36 +185,39 @@ def linear(
         "OUTPUTS": tile.outputs,
         "WIDTH": tile.width,
         "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
         "launch_pdl": True,
     }
     absent = x  # any pointer will do
     parts = [part if part is not None else absent for part in (bias, norm, residual)]
     grid = (triton.cdiv(outputs, tile.outputs),)
-    if rows == 1:
-        scales, is_scaled = (absent, False) if scales is None else (scales, True)
-        _one_row_kernel[grid](
-            x, weight, scales, *parts, out, outputs, width, eps, SCALED=is_scaled, **options
-        )
+    if isinstance(tile, RowTile):
+        _one_row_kernel[grid](x, weight, *parts, out, outputs, width, eps, AHEAD=tile.ahead, **options)
     else:
         padded = max(16, triton.next_power_of_2(rows))
-        _few_rows_kernel[grid](x, weight, *parts, out, rows, outputs, width, eps, ROWS=padded, **options)
+        _few_rows_kernel[grid](
+            x, weight, *parts, out, rows, outputs, width, eps,
+            ROWS=padded, num_stages=tile.num_stages, **options,
+        )  # fmt: skip
     return out
 
 
-def _tile(rows: int, outputs: int, width: int, gated: bool, is_small: bool) -> Tile:
+def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:
     """Measured on an H200 over the shapes of 0.6 to 8 billion parameters; see docs/kernels.md."""
     largest = width & -width  # the largest power of two that divides it
-    if rows == 1 and is_small:
-        return Tile(
-            outputs=4, width=min(512 if gated or width < 2048 else 1024, largest), num_warps=2, num_stages=2
-        )
-    if rows == 1:
-        if gated or width < 2048:
-            return Tile(outputs=4, width=min(512, largest), num_warps=4, num_stages=2)
-        if outputs <= 2048:
-            return Tile(outputs=4, width=min(2048, largest), num_warps=8, num_stages=2)
-        return Tile(outputs=4, width=min(1024, largest), num_warps=2, num_stages=2)
+    if width < 2048:
+        return RowTile(outputs=4, width=min(512, largest), num_warps=4, ahead=False)
+    if gated:
+        return RowTile(outputs=1, width=min(512, largest), num_warps=2, ahead=False)
+    if outputs <= 2048:
+        return RowTile(outputs=4, width=min(2048, largest), num_warps=8, ahead=False)
+    if outputs <= 4096:
+        return RowTile(outputs=4, width=min(512, largest), num_warps=4, ahead=True)
+    return RowTile(outputs=16, width=min(512, largest), num_warps=8, ahead=False)
+
+
+def _tile(rows: int, outputs: int, width: int, gated: bool) -> Tile:
+    """Likewise."""
+    largest = width & -width
     if gated:
         return Tile(outputs=64, width=min(128, largest), num_warps=4, num_stages=4)
     if outputs <= 2048:

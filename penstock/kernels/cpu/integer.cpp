@@ -1,0 +1,135 @@
+// Sharing a matrix product in whole numbers between threads.
+#include "integer.h"
+
+#include <algorithm>
+
+#include "product.h"
+
+namespace penstock {
+namespace {
+
+// Both planes of one item's rows, which every pair of panels reads again, should stay in a core's second-level cache.
+constexpr int64_t kItemPlaneBytes = 1 << 20;
+constexpr int64_t kMinRowsPerItem = 64;
+constexpr int64_t kItemsPerThread = 4;
+
+// The planes live until the thread's next call.
+void split_rows(const Linear& linear, int64_t rows, const InputRows& in, IntegerCall* call) {
+  static thread_local Scratch made_rows, planes, scales;
+  const int64_t width = linear.in_features, num_blocks = ceil_div(rows, kIntegerBlockRows);
+  const bool makes = in.origin != InputRows::Origin::given;
+  bf16* made = makes ? made_rows.get<bf16>(rows * width) : nullptr;
+  const bf16* x = makes ? made : static_cast<const bf16*>(in.data);
+  call->planes = planes.get<uint8_t>(num_blocks * call->num_tiles * kPlanesStep);
+  call->row_scales = scales.get<float>(rows);
+  for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
+    for (int64_t row = first; row < first + count; ++row) {
+      if (makes) make_row(in, Dtype::bfloat16, width, row, made + row * width);
+      kernels().split_row(*call, x + row * width, width, row);
+    }
+  });
+}
+
+IntegerCall make_call(const Linear& linear, const OutputRows& out) {
+  IntegerCall call = {};
+  call.bias = linear.bias.empty() ? nullptr : linear.bias.data();
+  call.num_tiles = linear.parts.front().num_tiles;
+  call.out_features = linear.out_features;
+  call.y = out.data;
+  call.y_dtype = out.dtype;
+  call.adds = out.adds;
+  return call;
+}
+
+int64_t rows_per_item(const IntegerCall& call, int64_t num_pairs, int64_t rows) {
+  const int64_t wanted = ceil_div(num_threads() * kItemsPerThread, num_pairs);
+  const int64_t pieces = std::clamp<int64_t>(wanted, 1, ceil_div(rows, kMinRowsPerItem));
+  const int64_t row_bytes = 2 * call.num_tiles * kIntegerTileInputs;
+  const int64_t cached = std::max<int64_t>(kMinRowsPerItem, kItemPlaneBytes / row_bytes);
+  return round_up(std::min(ceil_div(rows, pieces), cached), kIntegerBlockRows);
+}
+
+// Which panels are multiplied side by side: i * step and i * step + second, for every i < count.
+struct Pairing {
+  int64_t count;
+  int64_t step;
+  int64_t second;
+
+  PanelPair pair(const std::vector<Panel>& panels, int64_t index, int64_t next) const {
+    const int64_t num_panels = static_cast<int64_t>(panels.size());
+    PanelPair made = {};
+    for (int p = 0; p < 2; ++p) {
+      const int64_t panel = index * step + p * second, next_panel = next * step + p * second;
+      if (panel < num_panels) made.panel[p] = &panels[panel];
+      made.next[p] = panels[std::min(next_panel, num_panels - 1)].tiles;
+    }
+    return made;
+  }
+};
+
+// How many neighbouring pairs make an item: one where many rows fill the time, else enough to make one long stream of
+// memory, but not so many that a thread which lost its core holds up the rest.
+constexpr int64_t kMostPairsPerItem = 8;
+constexpr int64_t kFewRows = 64;
+
+int64_t pairs_per_item(const Pairing& pairing, int64_t rows) {
+  // Two pairs of gates and ups write to the same lines of memory.
+  if (rows > kFewRows) return std::min<int64_t>(pairing.count, pairing.step == 1 ? 2 : 1);
+  return std::clamp<int64_t>(pairing.count / (2 * kItemsPerThread * num_threads()), 1, kMostPairsPerItem);
+}
+
+// body(pairs, number of pairs, first row, end row)
+template <typename Body>
+void for_pairs(const IntegerCall& call, const Linear& linear, const Pairing& pairing, int64_t rows, const Body& body) {
+  const int64_t group = pairs_per_item(pairing, rows), groups = ceil_div(pairing.count, group);
+  const int64_t piece = rows_per_item(call, groups, rows);
+  const int64_t skipped = (num_threads() - 1) * group;  // by the thread, which others take meanwhile
+  parallel_for(ceil_div(rows, piece) * groups, [&](int64_t item) {
+    const int64_t first = item % groups * group, count = std::min(group, pairing.count - first);
+    const int64_t first_row = item / groups * piece;
+    PanelPair pairs[kMostPairsPerItem];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t next = first + i + 1 + (i + 1 < count ? 0 : skipped);
+      pairs[i] = pairing.pair(linear.panels, first + i, next < pairing.count ? next : first + i);
+    }
+    body(pairs, count, first_row, std::min(rows, first_row + piece));
+  });
+}
+
+}  // namespace
+
+void multiply_integers(const Linear& linear, int64_t rows, const InputRows& in, const OutputRows& out) {
+  if (rows == 0) return;
+  const Kernels& set = kernels();
+  set.enter();
+  IntegerCall call = make_call(linear, out);
+  split_rows(linear, rows, in, &call);
+  const Pairing neighbours = {ceil_div(static_cast<int64_t>(linear.panels.size()), 2), 2, 1};
+  const auto run = [&](const PanelPair* pairs, int64_t num_pairs, int64_t first_row, int64_t end_row) {
+    set.multiply_panels(call, pairs, num_pairs, first_row, end_row);
+  };
+  for_pairs(call, linear, neighbours, rows, run);
+}
+
+bool gates_integers(const Linear& gate_up) {
+  const std::vector<Part>& parts = gate_up.parts;
+  return gate_up.is_integer() && parts.size() == 2 && parts[0].rows == parts[1].rows && gate_up.bias.empty();
+}
+
+void multiply_gated_integers(const Linear& gate_up, int64_t rows, const InputRows& in, Activation activation,
+                             bf16* out) {
+  if (rows == 0) return;
+  const Kernels& set = kernels();
+  set.enter();
+  IntegerCall call = make_call(gate_up, {out, Dtype::bfloat16});
+  call.out_features = gate_up.out_features / 2;
+  split_rows(gate_up, rows, in, &call);
+  const int64_t half = static_cast<int64_t>(gate_up.panels.size()) / 2;
+  const Pairing gates_and_ups = {half, 1, half};
+  const auto run = [&](const PanelPair* pairs, int64_t num_pairs, int64_t first_row, int64_t end_row) {
+    set.multiply_gated_panels(call, pairs, num_pairs, activation, first_row, end_row);
+  };
+  for_pairs(call, gate_up, gates_and_ups, rows, run);
+}
+
+}  // namespace penstock

@@ -1,0 +1,99 @@
+// Products in whole numbers with AMX tiles. Rows of activations are the first operand and weights the second, both as
+// they lie in memory, so that sums come out with rows down and outputs across.
+#include "kernels.h"
+#include "target.h"
+
+#if PENSTOCK_HAS_AMX
+
+#include <immintrin.h>
+
+PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,fma,amx-tile,amx-int8")
+
+#define PENSTOCK_ISA amx
+#define PENSTOCK_REGISTER_BYTES 64
+#define PENSTOCK_NATIVE_BF16
+#include "amx.h"
+#include "integer_impl.h"
+
+namespace penstock {
+namespace amx {
+
+// How many tiles ahead of its use memory is asked for. Panels are too short for the processor to find out by itself.
+constexpr int64_t kTilesAhead = 4;
+
+// Tiles 0 to 3 accumulate (panel, plane), 4 and 5 hold weights, 6 and 7 the planes.
+struct IntegerTiles {
+  static TileShapes shapes(int64_t rows) {
+    TileShapes made;
+    for (int accumulator = 0; accumulator < 4; ++accumulator) made.set(accumulator, rows, 64);
+    made.set(4, 16, 64);
+    made.set(5, 16, 64);
+    made.set(6, rows, 64);
+    made.set(7, rows, 64);
+    return made;
+  }
+
+  static inline void prefetch(const uint8_t* tiles, const uint8_t* next, int64_t num_tiles, int64_t tile) {
+    const int64_t ahead = tile + kTilesAhead;
+    const uint8_t* from = ahead < num_tiles ? tiles + ahead * kIntegerTileBytes
+                                            : next + (ahead - num_tiles) * kIntegerTileBytes;
+    for (int64_t line = 0; line < kIntegerTileBytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
+  }
+
+  template <bool kTwoPanels, bool kFetches, typename Meanwhile>
+  static inline void sum_tiles(const IntegerCall& call, const PanelPair& pair, int64_t row, IntegerSums* sums,
+                               const Meanwhile& meanwhile) {
+    const uint8_t* planes = call.row_planes(row);
+    const uint8_t* first = pair.panel[0]->tiles;
+    const uint8_t* second = kTwoPanels ? pair.panel[1]->tiles : nullptr;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (kTwoPanels) _tile_zero(2);
+    if (kTwoPanels) _tile_zero(3);
+    for (int64_t t = 0; t < call.num_tiles; ++t) {
+      if (kFetches) prefetch(first, pair.next[0], call.num_tiles, t);
+      _tile_stream_loadd(6, planes + t * kPlanesStep, 64);
+      _tile_loadd(4, first + t * kIntegerTileBytes, 64);
+      _tile_dpbusd(0, 6, 4);
+      _tile_stream_loadd(7, planes + t * kPlanesStep + kPlaneTileBytes, 64);
+      _tile_dpbusd(1, 7, 4);
+      if (kTwoPanels) {
+        if (kFetches) prefetch(second, pair.next[1], call.num_tiles, t);
+        _tile_loadd(5, second + t * kIntegerTileBytes, 64);
+        _tile_dpbusd(2, 6, 5);
+        _tile_dpbusd(3, 7, 5);
+      }
+      meanwhile();
+    }
+    _tile_stored(0, sums->of[0][0], 64);
+    _tile_stored(1, sums->of[0][1], 64);
+    if (kTwoPanels) _tile_stored(2, sums->of[1][0], 64);
+    if (kTwoPanels) _tile_stored(3, sums->of[1][1], 64);
+  }
+
+  template <typename Meanwhile>
+  static inline void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, bool fetches,
+                         IntegerSums* sums, const Meanwhile& meanwhile) {
+    use_tiles(shapes(rows));
+    if (pair.panel[1] == nullptr) return sum_tiles<false, true>(call, pair, row, sums, meanwhile);
+    if (fetches) return sum_tiles<true, true>(call, pair, row, sums, meanwhile);
+    return sum_tiles<true, false>(call, pair, row, sums, meanwhile);
+  }
+};
+
+void multiply_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs, int64_t first_row,
+                     int64_t end_row) {
+  multiply_panels_with<IntegerTiles>(call, pairs, num_pairs, first_row, end_row);
+}
+
+void multiply_gated_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs, Activation activation,
+                           int64_t first_row, int64_t end_row) {
+  multiply_gated_panels_with<IntegerTiles>(call, pairs, num_pairs, activation, first_row, end_row);
+}
+
+}  // namespace amx
+}  // namespace penstock
+
+PENSTOCK_TARGET_END
+
+#endif

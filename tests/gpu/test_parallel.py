@@ -1,0 +1,42 @@
+"""Two ranks that share a CUDA device, with gloo between them: what they compute together is what one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from penstock.core.config import ParallelConfig
+from penstock.kernels.select import select_ops
+from penstock.models.load import load_model
+from tests.engine.parallel.rank_pool import RankPool
+from tests.engine.parallel.scenario import logits_of_rank, scenario
+from tests.models.checkpoints import make_reference
+from tests.models.paged import PagedRunner
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("places_experts", [False, True])
+def test_two_ranks_give_what_one_gives(pool: RankPool, places_experts: bool, tmp_path: Path) -> None:
+    names = ("mixtral",) if places_experts else ("llama", "gemma3", "mixtral", "qwen2-moe")
+    models = {name: make_reference(name, tmp_path / name).folder for name in names}
+    parallel = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=places_experts)
+    together, _ = pool.run(2, logits_of_rank, parallel, tmp_path / "store", models, "cuda", torch.bfloat16)
+    ops = select_ops("cuda", torch.bfloat16)
+    for name, folder in models.items():
+        alone = scenario(PagedRunner(load_model(folder, ops), ops))
+        for several, one in zip(together[name], alone, strict=True):
+            similarity = torch.nn.functional.cosine_similarity(torch.from_numpy(several), one.cpu())
+            # A token near a tie between experts may take the other one.
+            assert (similarity > 0.99).float().mean() >= 0.9, name

@@ -1,0 +1,149 @@
+"""Products in whole numbers: against the definition on the rounded weights, on every set, in every batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import Activation, DenseWeight, GroupQuantWeight
+from penstock.kernels.library import Library
+from penstock.kernels.native import NativeOps
+from tests.kernels.attention_case import BLOCK_SIZE, make_batch, make_layer
+from tests.kernels.test_linear import BATCHES, quantized
+
+# Of 16 bits, and of the scales and sums in float32.
+ROUNDING = 2.0**-14
+
+
+@pytest.fixture
+def ops(library: Library, isa: str) -> NativeOps:
+    return NativeOps(library, torch.bfloat16, integer_products=True)
+
+
+def rounded(weight: GroupQuantWeight) -> Tensor:
+    """The definition: 8 bits with a scale for each output, which takes its largest weight to 127."""
+    dense = weight.dequantize()
+    largest = dense.abs().amax(dim=1, keepdim=True)
+    steps = torch.full_like(largest, 127)
+    return (dense * (steps / largest)).round() * (largest / steps)
+
+
+def stack(outputs: list[int], inputs: int) -> list[GroupQuantWeight]:
+    kinds = [(16, 4, True), (16, 8, False), (inputs, 4, False)]
+    return [
+        quantized(size, inputs, group, bits, offsets, exact_halves=False)
+        for size, (group, bits, offsets) in zip(outputs, kinds, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 37])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [([1], 16), ([20, 33], 48), ([64, 16, 16], 64), ([100, 7], 576), ([48], 1536)]
+)
+def test_products_of_rounded_weights(ops: NativeOps, outputs: list[int], inputs: int, rows: int) -> None:
+    weights = stack(outputs, inputs)
+    bias = torch.randn(sum(outputs)) if rows == 3 else None
+    packed = ops.pack_linear(weights, bias)
+    assert (packed.out_features, packed.in_features) == (sum(outputs), inputs)
+    dense = torch.cat([rounded(weight) for weight in weights])
+    x = torch.randn(rows, inputs).bfloat16()
+    expected = x.float() @ dense.T + (0 if bias is None else bias)
+    magnitude = x.float().abs() @ dense.abs().T
+    logits = ops.logits(x, packed)
+    assert logits.dtype == torch.float32
+    assert ((logits - expected).abs() <= ROUNDING * magnitude).all()
+    assert torch.equal(ops.linear(x, packed), logits.bfloat16())
+
+
+@pytest.mark.parametrize("inputs", [48, 576])
+def test_a_row_has_the_same_bits_in_every_batch(ops: NativeOps, inputs: int) -> None:
+    packed = ops.pack_linear(stack([70, 40], inputs), torch.randn(110))
+    x = (
+        torch.randn(max(BATCHES), inputs).bfloat16()
+        * torch.logspace(-3, 3, max(BATCHES)).unsqueeze(1).bfloat16()
+    )
+    alone = torch.cat([ops.linear(x[row : row + 1], packed) for row in range(len(x))])
+    for rows in BATCHES:
+        assert torch.equal(ops.linear(x[:rows], packed), alone[:rows]), f"{rows} rows"
+        assert torch.equal(ops.linear(x[-rows:].contiguous(), packed), alone[-rows:]), f"last {rows} rows"
+
+
+def test_sums_are_exact_so_every_instruction_set_agrees(library: Library) -> None:
+    """But for roundings of activations that a fused multiplication gets right and two operations miss."""
+    ops = NativeOps(library, torch.bfloat16, integer_products=True)
+    packed = ops.pack_linear(stack([40, 25], 192))
+    x = torch.randn(19, 192).bfloat16()
+    results = []
+    for isa in range(library.best_isa() + 1):
+        assert library.set_isa(isa)
+        results.append(ops.logits(x, packed))
+    for other in results[:-1]:
+        torch.testing.assert_close(other, results[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 96), (7, 40), (40, 96), (150, 32)])
+def test_mlp_is_its_parts(ops: NativeOps, rows: int, width: int, activation: Activation) -> None:
+    gate_up = ops.pack_linear([quantized(width, 48, 16, 4, True, True) for _ in range(2)])
+    down = ops.pack_linear([quantized(48, width, 8 if width % 16 else 16, 4, True, True)])
+    x = torch.randn(rows, 48).bfloat16()
+    expected = ops.linear(ops.gated(ops.linear(x, gate_up), activation), down)
+    assert torch.equal(ops.mlp(x, gate_up, down, activation), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 21])
+def test_blocks_are_their_parts(ops: NativeOps, rows: int) -> None:
+    layer = make_layer(num_heads=4, num_kv_heads=2, head_dim=16)
+    qkv = ops.pack_linear([quantized(size, 48, 16, 4, True, True) for size in (64, 32, 32)])
+    output = ops.pack_linear([quantized(48, 64, 16, 4, True, True)])
+    residual, norm = torch.randn(rows, 48).bfloat16(), torch.rand(48)
+    store = ops.allocate_kv(2, 4, BLOCK_SIZE, 2, 16)
+    batch = make_batch([([3, 0, 2], 0, rows)])
+    normed = ops.rms_norm(residual, norm, 1e-5)
+    attended = ops.attend(ops.linear(normed, qkv), layer, store.layer(0), batch)
+    expected = residual + ops.linear(attended, output)
+    ops.attention_block(residual, norm, 1e-5, qkv, output, layer, store.layer(1), batch)
+    assert torch.equal(residual, expected)
+
+
+def test_embeddings_are_rows_of_the_packed_head(ops: NativeOps) -> None:
+    ids = torch.tensor([0, 49, 17, 17, 3], dtype=torch.int32)
+    weight = quantized(50, 80, 16, 4, True, False)
+    table = ops.pack_embedding(weight, tied=ops.pack_linear([weight]))
+    torch.testing.assert_close(ops.embed(ids, table), rounded(weight)[ids.long()].bfloat16())
+    own = ops.pack_embedding(weight)
+    torch.testing.assert_close(
+        ops.embed(ids, own), weight.dequantize()[ids.long()].bfloat16(), rtol=1e-2, atol=1e-6
+    )
+
+
+def test_what_is_no_number_stays_none(ops: NativeOps) -> None:
+    packed = ops.pack_linear([quantized(20, 64, 16, 4, True, True)])
+    x = torch.randn(3, 64).bfloat16()
+    x[0, 5], x[1, 40] = float("nan"), float("inf")
+    logits = ops.logits(x, packed)
+    assert logits[0].isnan().all()
+    assert not logits[1].isfinite().any()
+    assert logits[2].isfinite().all()
+
+
+def test_rows_and_weights_of_zeros(ops: NativeOps) -> None:
+    weight = quantized(20, 64, 16, 8, False, True)
+    weight.codes[3] = 0
+    packed = ops.pack_linear([weight])
+    assert not ops.logits(torch.zeros(2, 64).bfloat16(), packed).any()
+    assert not ops.logits(torch.randn(2, 64).bfloat16(), packed)[:, 3].any()
+
+
+def test_only_quantized_stacks_in_bfloat16_are_rounded(library: Library) -> None:
+    weight = quantized(64, 128, 32, 4, offsets=True, exact_halves=True)
+    whole_bytes = 64 * 128 + 64 * 8  # codes; a scale and a sum of codes for each output
+    rounding = NativeOps(library, torch.bfloat16, integer_products=True)
+    assert rounding.pack_linear([weight]).num_bytes == whole_bytes
+    assert rounding.pack_linear([DenseWeight(weight.dequantize())]).num_bytes == 64 * 128 * 2
+    for exact in (
+        NativeOps(library, torch.bfloat16),
+        NativeOps(library, torch.float32, integer_products=True),
+    ):
+        assert exact.pack_linear([weight]).num_bytes * 8 == 64 * 128 * 5

@@ -1,0 +1,94 @@
+"""What the warm-up compiles, by what it launches: in the interpreter a launch compiles nothing, but it has the same
+arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "triton", "3.9", reason="needs triton 3.9 or later, whose interpreter knows today's numpy"
+)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from penstock.core.config import Quantization
+from penstock.engine.warmup import warm_up
+from penstock.kernels.triton import attention
+from penstock.kernels.triton.ops import TritonOps
+from penstock.models.load import load_model
+from tests.engine.tiny import write_tiny_model
+from tests.triton.cases import Bench, sampling_batch
+from tests.triton.sampling_cases import mixed_batch
+
+Variant = tuple[Any, ...]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
+    """Kernels by name, constants and types of arguments, which is what they are compiled for. Nothing runs."""
+    variants: set[Variant] = set()
+
+    def run(self: InterpretedFunction, *args: Any, **options: Any) -> None:
+        types = tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args)
+        constants = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+        variants.add((self.fn.__name__, types, tuple(sorted(constants.items()))))
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    monkeypatch.setattr(attention, "num_processors", lambda index: 132)
+    return variants
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
+def test_serving_meets_no_new_variant(
+    tmp_path: Path, launched: set[Variant], quantization: Quantization | None
+) -> None:
+    model_path = write_tiny_model(tmp_path / "tiny", hidden_size=128, intermediate_size=256)
+    ops = TritonOps(torch.device("cpu"), torch.bfloat16)
+    model = load_model(model_path, ops, load_format="random", quantization=quantization)
+    kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
+    warm_up(model, ops, kv, max_rows=256, max_tokens=2048)
+    known = set(launched)
+    assert 20 < len(known) < 40  # each costs a start some tenths of a second of one core
+
+    bench = Bench(torch.device("cpu"), torch.bfloat16)
+    for lengths in (
+        [(700, 1)],
+        [(30, 1)] * 16,
+        [(30, 1)] * 30,
+        [(30, 1)] * 200,
+        [(0, 300), (64, 70)],
+        [(64, 3)],
+        [(16, 1), (480, 1), (0, 20)],
+        [(16, 1)] * 40 + [(256, 12)],
+    ):
+        batch = bench.batch(lengths, num_blocks=1000)
+        hidden = model.forward(torch.zeros(len(batch.positions), dtype=torch.int32), batch, kv)
+        for rows in {1, min(8, len(lengths)), len(lengths)}:
+            logits = model.logits(hidden[:rows])
+            ops.sample(logits, sampling_batch(bench, rows, 0.0))
+            ops.sample(logits, sampling_batch(bench, rows, 0.7))
+            ops.sample(logits, mixed_batch(bench.device, rows))
+    assert launched == known
+
+
+def test_experts_come_in_tiles_of_every_size(tmp_path: Path, launched: set[Variant]) -> None:
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+    model_path = write_tiny_model(tmp_path / "tiny", hidden_size=128, **experts, **names)
+    ops = TritonOps(torch.device("cpu"), torch.bfloat16)
+    model = load_model(model_path, ops, load_format="random")
+    kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
+    warm_up(model, ops, kv, max_rows=256, max_tokens=4096)
+    known = set(launched)
+    bench = Bench(torch.device("cpu"), torch.bfloat16)
+    for tokens in (1, 7, 90, 300, 500, 1000, 2000, 4000):
+        batch = bench.batch([(0, tokens)], num_blocks=300)
+        model.forward(torch.zeros(tokens, dtype=torch.int32), batch, kv)
+    assert launched == known
