@@ -5,7 +5,7 @@ Callbacks run on the caller's event loop and must not block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from penstock.core.errors import PenstockError
@@ -21,8 +21,17 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def models(self) -> Mapping[str, EngineReady]:
+        """Every model that could be asked for, by name."""
+        ...
+
+    @property
     def stats(self) -> EngineStats:
-        """The latest the engine reported."""
+        """The latest that engines reported, added up. The same object until there is something new."""
+        ...
+
+    def stats_of(self, model: str) -> EngineStats:
+        """Of the engines that serve one model."""
         ...
 
     def add(

@@ -1,129 +1,102 @@
-"""One engine as a child process of the gateway: started, watched, restarted, stopped. Never imports the engine."""
+"""Engines as child processes on this machine. Never imports the engine, and restarts nothing: `supervisor` does."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.config import EngineConfig
-from penstock.core.errors import EngineUnavailable
-from penstock.core.messages import EngineReady, LoadProgress
+from penstock.cluster.replica import ReplicaSpec, RunningReplica
 
 log = logging.getLogger(__name__)
 
-FIRST_RESTART_DELAY_S = 0.5
-LAST_RESTART_DELAY_S = 30.0
 STOP_TIMEOUT_S = 5.0
 
 
-class LocalReplica:
-    """Owns one worker process and the client that talks to it.
+class LocalLauncher:
+    """Each process listens on a socket in a private folder of its own: no other user of the machine can reach it.
 
-    A process that dies after it was ready is started again, with growing pauses; what it was serving ends with a
-    retryable error. One that dies before it was ever ready is not: its own error is what the user must see.
-    """
+    `gpus` are the devices of this machine, as CUDA_VISIBLE_DEVICES names them. A process gets one for each of its
+    ranks, those with the fewest processes so far; where there are none it sees what its parent sees."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model_path: Path,
-        *,
-        log_level: str = "INFO",
-        log_format: str = "text",
-        on_progress: Callable[[LoadProgress], None] | None = None,
+        self, *, gpus: Sequence[str] = (), log_level: str = "INFO", log_format: str = "text"
     ) -> None:
-        self._config = config
-        self._model_path = model_path
+        self._gpu_uses = dict.fromkeys(gpus, 0)
         self._log_level = log_level
         self._log_format = log_format
-        # A socket in a private folder: no other user of the machine can reach the engine.
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-        self._endpoint = f"ipc://{self._folder / 'engine.sock'}"
-        self.client = ZmqEngineClient(self._endpoint, on_progress=on_progress)
-        self._process: asyncio.subprocess.Process | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._was_ready = False
-        self._stopping = False
-        # Told why the engine process ended, and with None when a new one starts.
-        self.on_change: Callable[[str | None], None] = lambda _: None
+
+    async def launch(self, spec: ReplicaSpec, replica_id: str) -> RunningReplica:
+        folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        endpoint = f"ipc://{folder / 'engine.sock'}"
+        command = [sys.executable, "-m", "penstock.cluster.worker", "--endpoint", endpoint]
+        command += ["--model-path", spec.model_path, "--log-level", self._log_level]
+        command += ["--log-format", self._log_format, "--parent-pid", str(os.getpid())]
+        gpus = self._take_gpus(spec.engine.parallel.num_ranks)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None,
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(spec.engine))
+        process.stdin.close()
+        return _LocalProcess(process, endpoint, folder, partial(self._give_back_gpus, gpus))
+
+    def _take_gpus(self, count: int) -> list[str]:
+        taken = sorted(self._gpu_uses, key=lambda gpu: self._gpu_uses[gpu])[:count]
+        for gpu in taken:
+            self._gpu_uses[gpu] += 1
+        return taken
+
+    def _give_back_gpus(self, gpus: Sequence[str]) -> None:
+        for gpu in gpus:
+            self._gpu_uses[gpu] -= 1
+
+
+class _LocalProcess:
+    """Implements `replica.RunningReplica`."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, endpoint: str, folder: Path, on_end: Callable[[], None]
+    ) -> None:
+        self._process = process
+        self._endpoint = endpoint
+        self._folder = folder
+        self._on_end = on_end
 
     @property
     def endpoint(self) -> str:
-        """Where further gateways reach the engine, also after a restart."""
         return self._endpoint
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._process.pid
 
-    async def start(self) -> EngineReady:
-        """Returns when the engine can serve; raises its error when it cannot start."""
-        await self._launch()
-        self.client.start()
-        self._watcher = asyncio.create_task(self._watch())
-        ready = await self.client.wait_ready()
-        self._was_ready = True
-        return ready
+    async def wait(self) -> int:
+        return await self._process.wait()
 
     async def stop(self) -> None:
-        self._stopping = True
-        process = self._process
-        if process is not None and process.returncode is None:
-            self.client.shut_down_engine()
-            try:
-                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-            except TimeoutError:
-                log.warning("the engine did not leave in %.0f s; killing it", STOP_TIMEOUT_S)
-                process.kill()
-                await process.wait()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
-        self.client.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning(
+                "engine process %d did not leave in %.0f s; killing it", self._process.pid, STOP_TIMEOUT_S
+            )
+            self.kill()
+            await self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._on_end()
 
-    async def _launch(self) -> None:
-        command = [sys.executable, "-m", "penstock.cluster.worker", "--endpoint", self._endpoint]
-        command += ["--model-path", str(self._model_path), "--log-level", self._log_level]
-        command += ["--log-format", self._log_format]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(self._config))
-        process.stdin.close()
-        self._process = process
-
-    async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        delay_s = FIRST_RESTART_DELAY_S
-        while True:
-            process = self._process
-            assert process is not None
-            started_s = loop.time()
-            code = await process.wait()
-            if loop.time() - started_s > LAST_RESTART_DELAY_S:
-                delay_s = FIRST_RESTART_DELAY_S
-            if self._stopping:
-                return
-            await asyncio.sleep(0.05)  # its last words may still be in the socket
-            ended = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
-            message = f"The engine process ended {ended}."
-            self.client.fail(EngineUnavailable(message, retry_after_s=5.0))
-            self.on_change(message)
-            if not self._was_ready:
-                return
-            log.error("the engine process ended %s; starting it again in %.1f s", ended, delay_s)
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
-            await self._launch()
-            self.client.start()
-            self.on_change(None)
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import zmq
 
+from penstock.cluster.endpoints import connect
 from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
+from penstock.core.kv_events import KVEvent
+from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import (
     AbortRequests,
     AddRequest,
@@ -25,6 +28,7 @@ from penstock.core.messages import (
     Hello,
     LoadProgress,
     RequestRejected,
+    RestartKVEvents,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -42,17 +46,36 @@ class _Listener:
 
 
 class ZmqEngineClient:
-    """Implements `client.EngineClient`. `start` connects; `fail` is for whoever watches the process."""
+    """Implements `client.EngineClient`. `start` connects; `fail` is for whoever watches the process.
 
-    def __init__(self, endpoint: str, *, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
+    `on_ready` is called when `ready` is known, `on_stats` with every heartbeat. After `subscribe_kv_events` the
+    engine also sends its KV events, in the order in which they happened, for `on_kv_events`; whoever finds a gap in
+    them calls `restart_kv_events`. Clients may share one `context`, which then is not theirs to end."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
+        on_stats: Callable[[EngineStats], None] | None = None,
+        on_kv_events: Callable[[tuple[KVEvent, ...]], None] | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
         self._endpoint = endpoint
         self._on_progress = on_progress
+        self._on_ready = on_ready
+        self._on_stats = on_stats
+        self._on_kv_events = on_kv_events
         self._codec = Codec()
-        self._context = zmq.Context()
+        self._context = context or zmq.Context()
+        self._owns_context = context is None
+        self._reads_kv_events = False
         self._socket: zmq.Socket[bytes] | None = None
         self._listeners: dict[str, _Listener] = {}
         self._outbox: list[bytes] = []  # what this turn of the event loop sends
         self._ready: EngineReady | None = None
+        self._failure: PenstockError | None = None  # why it is not ready, where that is known
         self._stats = EngineStats()
         self._fd = -1  # of the socket, while there is one
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,13 +86,21 @@ class ZmqEngineClient:
         return self._ready
 
     @property
+    def models(self) -> Mapping[str, EngineReady]:
+        return {} if self._ready is None else {self._ready.model.name: self._ready}
+
+    @property
     def stats(self) -> EngineStats:
+        return self._stats
+
+    def stats_of(self, model: str) -> EngineStats:
         return self._stats
 
     def start(self) -> None:
         """Connect, and ask the engine to report when it is ready. Called again for a restarted engine: a fresh
         socket makes sure that nothing meant for the old process reaches the new one."""
         self._disconnect()
+        self._failure = None
         self._loop = asyncio.get_running_loop()
         if self._became_ready is None or self._became_ready.done():
             self._became_ready = self._loop.create_future()
@@ -78,11 +109,11 @@ class ZmqEngineClient:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self._endpoint)
+        connect(socket, self._endpoint)
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
-        self._send(Hello())
+        self._send(Hello(wants_kv_events=self._reads_kv_events))
 
     async def wait_ready(self) -> EngineReady:
         """Raises the engine's own error when it could not start."""
@@ -97,12 +128,14 @@ class ZmqEngineClient:
         timeout_s: float | None,
         on_event: Callable[[TokenEvent], None],
         on_error: Callable[[PenstockError], None],
+        kv_source: KVSource | None = None,
     ) -> None:
+        """`kv_source`: another engine that has, or computes, the KV of the request's first tokens."""
         if self._ready is None:
-            on_error(EngineUnavailable("The engine is not ready yet.", retry_after_s=1.0))
+            on_error(self._failure or EngineUnavailable("The engine is not ready yet.", retry_after_s=1.0))
             return
         self._listeners[request.id] = _Listener(on_event, on_error)
-        self._send(AddRequest(request, timeout_s))
+        self._send(AddRequest(request, timeout_s, kv_source))
 
     def abort(self, request_id: str) -> None:
         if self._listeners.pop(request_id, None) is not None:
@@ -111,6 +144,7 @@ class ZmqEngineClient:
     def fail(self, error: PenstockError) -> None:
         """The engine is gone: every request it had ends with `error`."""
         self._ready = None
+        self._failure = error
         self._stats = EngineStats()
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
@@ -119,12 +153,22 @@ class ZmqEngineClient:
             self._became_ready.set_exception(error)
             self._became_ready.exception()  # mark as seen: nobody may be waiting
 
+    def subscribe_kv_events(self) -> None:
+        """From now on, also after a restart. The first event is `cleared`, and all that the engine holds follows."""
+        self._reads_kv_events = True
+        self._send(Hello(wants_kv_events=True))
+
+    def restart_kv_events(self) -> None:
+        """Ask for KV events that start afresh: `cleared`, and then all that the engine holds."""
+        self._send(RestartKVEvents())
+
     def shut_down_engine(self) -> None:
         self._send(Shutdown())
 
     def close(self) -> None:
         self._disconnect()
-        self._context.term()
+        if self._owns_context:
+            self._context.term()
 
     def _disconnect(self) -> None:
         if self._socket is not None and self._loop is not None:
@@ -163,6 +207,10 @@ class ZmqEngineClient:
             case StepOutputs():
                 if message.stats is not None:
                     self._stats = message.stats
+                    if self._on_stats is not None:
+                        self._on_stats(message.stats)
+                if message.kv_events and self._on_kv_events is not None:
+                    self._on_kv_events(message.kv_events)
                 for event in message.events:
                     self._deliver(event)
             case RequestRejected():
@@ -176,6 +224,8 @@ class ZmqEngineClient:
                 self._ready = message
                 if self._became_ready is not None and not self._became_ready.done():
                     self._became_ready.set_result(message)
+                if self._on_ready is not None:
+                    self._on_ready()
             case LoadProgress():
                 if self._on_progress is not None:
                     self._on_progress(message)

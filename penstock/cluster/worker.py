@@ -15,15 +15,20 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
+from penstock.cluster.endpoints import KeyPair, bind, connect, with_key
 from penstock.core.config import EngineConfig
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.kv_events import KVEvent
 from penstock.core.log_format import formatter
 from penstock.core.messages import (
+    HEARTBEAT_INTERVAL_S,
     AbortRequests,
     AddRequest,
     Codec,
@@ -33,24 +38,34 @@ from penstock.core.messages import (
     Hello,
     LoadProgress,
     RequestRejected,
+    RestartKVEvents,
     Shutdown,
     StepOutputs,
 )
 from penstock.core.plan import TokenEvent
 from penstock.engine.build import Engine, build_engine
+from penstock.engine.transfer.port import Wire
+
+if TYPE_CHECKING:
+    from penstock.engine.transfer.thread import TransferThread
 
 log = logging.getLogger(__name__)
 
-IDLE_POLL_S = 0.25  # how often an idle engine looks for expired requests and for its parent
+# An idle engine also looks for expired requests and for its parent as often as it sends its stats.
+IDLE_POLL_S = HEARTBEAT_INTERVAL_S
+# While nothing can be done before other engines have sent KV, or given some back: a bell tells when they have.
+STUCK_POLL_S = 0.05
 STATS_INTERVAL_S = 0.1
+KV_EVENTS_INTERVAL_S = 0.02
 NEWS_INTERVAL_S = 0.001  # the news of steps that take less travel together
+BROKEN_RECORDS_EXIT_CODE = 3
 _READABLE = int(zmq.POLLIN)
 
 
 class Worker:
     """Serves any number of gateways; a request belongs to the one that sent it."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, parent_pid: int | None = None, secret_key: str | None = None) -> None:
         self._codec = Codec()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -58,26 +73,54 @@ class Worker:
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a gateway that has gone is noticed
-        self._socket.bind(endpoint)
+        bind(self._socket, endpoint, secret_key)
+        self._endpoint = endpoint
+        self._inbox = zmq.Poller()
+        self._inbox.register(self._socket, zmq.POLLIN)
         self._gateways: dict[bytes, None] = {}
         self._gateway_of: dict[str, bytes] = {}
+        self._readers: set[bytes] = set()  # gateways that want KV events
+        self._kv_events_sent_s = 0.0
         self._engine: Engine | None = None
+        self._transfers: TransferThread | None = None
         self._stopping = False
         self._stats_sent_s = 0.0
         self._news: list[TokenEvent] = []  # not sent yet
         self._news_since_s = 0.0
-        self._parent = os.getppid()
+        self._parent = parent_pid or os.getppid()
 
     def start(self, config: EngineConfig, model_path: Path) -> None:
         def progress(stage: str, fraction: float) -> None:
             self._read_inbox(0.0)
             self._broadcast(LoadProgress(stage, fraction))
 
-        self._engine = build_engine(config, model_path, on_progress=progress)
+        engine = build_engine(config, model_path, on_progress=progress)
+        self._engine = self._open_transfers(engine) if config.kv_transfer else engine
         # What is loaded stays: the collector need not walk over it again and again between steps.
         gc.collect()
         gc.freeze()
         self._broadcast(self._engine.ready)
+
+    def _open_transfers(self, engine: Engine) -> Engine:
+        """Let other engines borrow KV, at an endpoint beside that of the gateways."""
+        if engine.shared_kv is None:
+            raise ConfigError("--kv-transfer needs a model that has a KV cache.")
+        wire = Wire(self._bind_beside, connect)
+        self._transfers, opened = engine.shared_kv.open(wire, engine.loop, engine.recorder)
+        self._inbox.register(self._transfers.news_bell, zmq.POLLIN)
+        bytes_per_token = engine.shared_kv.memory.bytes_per_block // engine.ready.block_size
+        ready = msgspec.structs.replace(engine.ready, kv_endpoint=opened, kv_bytes_per_token=bytes_per_token)
+        return replace(engine, ready=ready)
+
+    def _bind_beside(self, socket: zmq.Socket[bytes]) -> str:
+        """On the network it has a key of its own, like the endpoint of the gateways."""
+        here = self._endpoint
+        if here.startswith("ipc://"):
+            bind(socket, f"{here}.kv", None)
+            return f"{here}.kv"
+        keys = KeyPair.make()
+        bind(socket, f"{here.rpartition(':')[0]}:*", keys.secret)
+        return with_key(socket.getsockopt_string(zmq.LAST_ENDPOINT), keys.public)
 
     def run(self) -> None:
         engine = self._engine
@@ -86,7 +129,7 @@ class Worker:
         loop = engine.loop
         while not self._stopping:
             busy = loop.has_work
-            self._read_inbox(0.0 if busy else IDLE_POLL_S)
+            self._read_inbox(STUCK_POLL_S if busy and loop.is_stuck else 0.0 if busy else IDLE_POLL_S)
             if os.getppid() != self._parent:
                 log.warning("the gateway process has gone; leaving")
                 return
@@ -94,7 +137,12 @@ class Worker:
             self._add_news(loop.step())
             is_idle = not loop.has_work
             news = self._take_news(at_once=is_idle or loop.step_s >= NEWS_INTERVAL_S)
-            self._send_outputs(news, self._due_stats(at_once=is_idle and was_busy))
+            became_idle = is_idle and was_busy
+            kv_events = self._due_kv_events(at_once=became_idle)
+            if self._is_heartbeat_due():
+                self._send_outputs(news, loop.stats(), kv_events, to_all=True)
+            else:
+                self._send_outputs(news, loop.stats() if became_idle else None, kv_events, to_all=False)
             for rejected in loop.take_rejections():
                 gateway = self._gateway_of.pop(rejected.request_id, None)
                 if gateway is not None:
@@ -110,15 +158,27 @@ class Worker:
         self._read_inbox(0.0)
         self._broadcast(failure)
 
+    def leaves_in_order(self) -> bool:
+        """Whether the engine's records agree with each other at the end of its life: no KV block was lost."""
+        try:
+            if self._engine is not None:
+                self._engine.loop.scheduler.check_integrity()
+        except AssertionError:
+            log.exception("the engine's records contradict each other")
+            return False
+        return True
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
+        if self._transfers is not None:
+            self._transfers.close()
         self._socket.close()
         self._context.term()
 
     def _read_inbox(self, wait_s: float) -> None:
-        if wait_s > 0 and not self._socket.poll(int(wait_s * 1000)):
-            return
+        if wait_s > 0:
+            self._inbox.poll(int(wait_s * 1000))
         while self._has_mail:
             gateway, *messages = self._socket.recv_multipart()
             for data in messages:
@@ -139,9 +199,14 @@ class Worker:
                     self._gateway_of.pop(request_id, None)
                     if self._engine is not None:
                         self._engine.loop.abort(request_id)
-            case Hello():
+            case Hello(wants_kv_events=wants_kv_events):
                 if self._engine is not None:
                     self._send(gateway, self._engine.ready)
+                if wants_kv_events:
+                    self._readers.add(gateway)
+                    self._restart_kv_events()
+            case RestartKVEvents():
+                self._restart_kv_events()
             case Shutdown():
                 self._stopping = True
 
@@ -154,7 +219,7 @@ class Worker:
             )
             return
         try:
-            self._engine.loop.add(message.request, message.timeout_s)
+            self._engine.loop.add(message.request, message.timeout_s, message.kv_source)
         except PenstockError as error:
             self._send(gateway, RequestRejected(request_id, error.code, error.message, error.retry_after_s))
         else:
@@ -173,15 +238,36 @@ class Worker:
         news, self._news = self._news, []
         return news
 
-    def _due_stats(self, *, at_once: bool) -> EngineStats | None:
+    def _is_heartbeat_due(self) -> bool:
         now = time.monotonic()
-        if self._engine is None or not (at_once or now - self._stats_sent_s >= STATS_INTERVAL_S):
-            return None
+        if now - self._stats_sent_s < STATS_INTERVAL_S:
+            return False
         self._stats_sent_s = now
-        return self._engine.loop.stats()
+        return True
 
-    def _send_outputs(self, events: list[TokenEvent], stats: EngineStats | None) -> None:
-        """One message to each gateway that something happened for; stats are for all."""
+    def _due_kv_events(self, *, at_once: bool) -> tuple[KVEvent, ...]:
+        """All readers get the same stream, some steps' events in one message."""
+        now = time.monotonic()
+        if not self._readers or self._engine is None:
+            return ()
+        if not (at_once or now - self._kv_events_sent_s >= KV_EVENTS_INTERVAL_S):
+            return ()
+        self._kv_events_sent_s = now
+        return tuple(self._engine.loop.scheduler.take_kv_events())
+
+    def _restart_kv_events(self) -> None:
+        if self._engine is not None:
+            self._engine.loop.scheduler.restart_kv_events()
+
+    def _send_outputs(
+        self,
+        events: list[TokenEvent],
+        stats: EngineStats | None,
+        kv_events: tuple[KVEvent, ...],
+        *,
+        to_all: bool,
+    ) -> None:
+        """One message to each gateway that something happened for, or to all."""
         by_gateway: defaultdict[bytes, list[TokenEvent]] = defaultdict(list)
         for event in events:
             gateway = self._gateway_of.get(event.request_id)
@@ -190,8 +276,12 @@ class Worker:
             by_gateway[gateway].append(event)
             if event.finish_reason is not None:
                 del self._gateway_of[event.request_id]
-        for gateway in tuple(by_gateway if stats is None else self._gateways):
-            self._send(gateway, StepOutputs(tuple(by_gateway[gateway]), stats))
+        if kv_events:
+            for gateway in self._readers:
+                by_gateway[gateway]  # a message without tokens
+        for gateway in tuple(self._gateways if to_all else by_gateway):
+            for_reader = kv_events if gateway in self._readers else ()
+            self._send(gateway, StepOutputs(tuple(by_gateway[gateway]), stats, for_reader))
 
     def _broadcast(self, message: FromEngine) -> None:
         for gateway in tuple(self._gateways):
@@ -208,6 +298,7 @@ class Worker:
     def _forget(self, gateway: bytes) -> None:
         """It has gone, and nobody waits for what it asked for."""
         self._gateways.pop(gateway, None)
+        self._readers.discard(gateway)
         for request_id in [known for known, owner in self._gateway_of.items() if owner == gateway]:
             del self._gateway_of[request_id]
             if self._engine is not None:
@@ -220,6 +311,8 @@ def main() -> int:
     )
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--model-path", required=True, type=Path)
+    parser.add_argument("--parent-pid", type=int, help="process to leave with, which may be gone already")
+    parser.add_argument("--key-file", type=Path, help="secret key for an endpoint on the network")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
     arguments = parser.parse_args()
@@ -232,7 +325,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    worker = Worker(arguments.endpoint)
+    secret_key = arguments.key_file.read_text() if arguments.key_file else None
+    worker = Worker(arguments.endpoint, arguments.parent_pid, secret_key)
     try:
         worker.start(config, arguments.model_path)
         worker.run()
@@ -243,9 +337,10 @@ def main() -> int:
         log.exception("the engine failed")
         worker.report_failure(error)
         return 1
+    else:
+        return 0 if worker.leaves_in_order() else BROKEN_RECORDS_EXIT_CODE
     finally:
         worker.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ class Autoscaler:
         config = self.config
         share = config.fit_share
         load = signals.arriving_prefill_tokens_per_s
-        if count <= state.too_few and load >= _SAME_LOAD * state.too_few_load:
+        if load and count <= state.too_few and load >= _SAME_LOAD * state.too_few_load:
             return False
         ready = [replica for replica in signals.replicas if replica.phase is Phase.READY]
         if sum(replica.kv_utilisation for replica in ready) > share * config.kv_target * count:

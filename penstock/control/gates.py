@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 
 class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    min_requests: int = 200  # of each revision, for errors and latencies
-    min_compared: int = 50  # mirrored answers, for divergence
+    min_requests: Annotated[int, Meta(ge=1)] = 200  # of each revision, for errors and latencies
+    min_compared: Annotated[int, Meta(ge=0)] = 50  # mirrored answers, for divergence; 0 needs none
     max_extra_errors: float = 0.005  # share of requests, beyond the stable revision's share
     max_ttft_ratio: float = 1.25  # of the 95th percentiles
     max_itl_ratio: float = 1.25
@@ -102,7 +104,7 @@ def _divergence(config: GateConfig, evidence: Evidence) -> GateReport:
     if evidence.num_compared < config.min_compared:
         missing = f"{evidence.num_compared} of {config.min_compared} answers compared"
         return GateReport("divergence", GateResult.UNDECIDED, missing)
-    share = evidence.num_diverged / evidence.num_compared
+    share = evidence.num_diverged / max(1, evidence.num_compared)
     sentence = f"{share:.1%} of answers differ, and {config.max_divergence:.1%} may"
     return GateReport("divergence", _result(share <= config.max_divergence), sentence)
 

@@ -1,14 +1,16 @@
-"""Which replica serves a request: `Router.choose`. Imports core and kvcache's block hashes only."""
+"""Which replica serves a request: `Router.choose`. Imports core only."""
 
 from penstock.router.policies import POLICIES, Policy, policy_named
 from penstock.router.prompt import hash_text, hash_tokens
 from penstock.router.replica import Replica, ReplicaState
 from penstock.router.request import Decision, Reason, RoutingRequest
 from penstock.router.router import Router, RouterConfig
+from penstock.router.transfers import Options, TransferConfig, Way, cheapest_way
 
 __all__ = [
     "POLICIES",
     "Decision",
+    "Options",
     "Policy",
     "Reason",
     "Replica",
@@ -16,6 +18,9 @@ __all__ = [
     "Router",
     "RouterConfig",
     "RoutingRequest",
+    "TransferConfig",
+    "Way",
+    "cheapest_way",
     "hash_text",
     "hash_tokens",
     "policy_named",

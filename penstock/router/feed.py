@@ -20,6 +20,7 @@ class KVFeed:
         self._expectations = expectations
         self._next_sequence = 0
         self.bit = index.open()  # changes whenever the replica's entries are dropped
+        self.num_blocks = 0  # that the replica holds, as far as it told
         self.needs_resync = False
         self.num_gaps = 0
 
@@ -43,6 +44,7 @@ class KVFeed:
         self._index.close(self.bit)
         self._expectations.forget(self.bit)
         self.bit = self._index.open()
+        self.num_blocks = 0
 
     def close(self) -> None:
         self._index.close(self.bit)
@@ -54,5 +56,7 @@ class KVFeed:
         self._expectations.settle(self.bit, event.block_hashes)
         if isinstance(event, KVStored):
             self._index.store(self.bit, event.block_hashes)
+            self.num_blocks += len(event.block_hashes)
         else:
             self._index.remove(self.bit, event.block_hashes)
+            self.num_blocks -= len(event.block_hashes)

@@ -7,6 +7,7 @@ others sent, which heartbeats tell by the difference; and how fast the replica w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from penstock.core.messages import EngineStats
 from penstock.router.affinity import number_of
@@ -38,6 +39,7 @@ class ReplicaLedger:
         "_has_told_steps",
         "_hold_s",
         "_kv_used",
+        "_num_steps",
         "_others_requests",
         "_others_tokens",
         "_own_tokens",
@@ -50,6 +52,7 @@ class ReplicaLedger:
         "queue_s",
         "recent_requests",
         "replica",
+        "room_blocks",
         "token_s",
         "wait_per_block_s",
     )
@@ -67,6 +70,7 @@ class ReplicaLedger:
         self._hold_s = _GUESSED_HOLD_S  # how long a request keeps its blocks
         self._uncached_share = 1.0
         self._has_told_steps = False
+        self._num_steps = 0  # by the last heartbeat that told of one
         self.recent_requests = 0.0  # kept by RecentShares, in units of its own
         # What follows is derived, and is all that a policy reads.
         self.num_requests = 0  # unfinished, from everyone
@@ -74,12 +78,18 @@ class ReplicaLedger:
         self.token_s = 0.0  # for each token of its prompt that is not cached
         self.blocks_free = 0.0  # below 0 when requests already wait for blocks
         self.wait_per_block_s = 0.0  # for each block that a request needs beyond those
+        self.room_blocks = inf  # that can be filled before anything cached is evicted; inf: unknown
         self._derive()
 
     @property
     def prefill_tokens(self) -> float:
         """Waiting to be computed before any first token."""
         return self._own_tokens + self._others_tokens
+
+    def holds(self, num_blocks: int) -> None:
+        """So many blocks are cached here, in use or not."""
+        if self.replica.num_kv_blocks is not None:
+            self.room_blocks = max(0, self.replica.num_kv_blocks - num_blocks)
 
     def describe(self, replica: Replica) -> None:
         self.replica = replica
@@ -119,7 +129,8 @@ class ReplicaLedger:
 
     def heartbeat(self, stats: EngineStats, hit_share: float | None) -> None:
         """`hit_share`: of the prompt tokens that were looked up since the last heartbeat, if there were any."""
-        if stats.step_s > 0.0 and stats.step_tokens:
+        if stats.step_s > 0.0 and stats.step_tokens and stats.num_steps != self._num_steps:
+            self._num_steps = stats.num_steps
             self._has_told_steps = True
             self._fit.observe(stats.step_tokens, stats.step_s)
         if hit_share is not None:
@@ -141,4 +152,4 @@ class ReplicaLedger:
             self.blocks_free = _FULL_SHARE * replica.num_kv_blocks - self._kv_used
             self.wait_per_block_s = self._hold_s / max(1, self._kv_used)
         else:
-            self.blocks_free = float("inf")
+            self.blocks_free = inf

@@ -128,6 +128,9 @@ class PrefixAware:
     A replica that holds the prefix wins until its queue is longer than another's by more than it takes to compute
     the prefix there. Then that one gets a copy, and from then on there are two: no prefix makes a hot spot.
 
+    A prompt that is new to everybody makes each replica without room for it evict something, which may have to be
+    computed again one day: that counts as if it had to be computed now, against a replica that has the room.
+
     `recompute_weight` above 1 prices in that computing again also delays those who come later: without it, each of a
     burst of siblings would be served as soon alone as behind the first. A key that several requests share is worth
     `affinity_share` of computing the prompt: it decides where nothing is known yet.
@@ -162,6 +165,9 @@ class PrefixAware:
             else self._cost_s(candidate, num_tokens, num_blocks)
             for candidate in candidates
         ]
+        rooms = [candidate.room_blocks for candidate in candidates]
+        if min(rooms) < num_blocks and max(rooms) > 0:
+            costs_s = _with_evictions(costs_s, candidates, num_blocks, max(rooms))
         least_s = min(costs_s)
         best = candidates[_place(least_s, costs_s, start=int(rng.random() * len(costs_s)))]
         for candidate, matched in matches.items():
@@ -180,6 +186,18 @@ class PrefixAware:
 
     def _cost_s(self, candidate: ReplicaLedger, uncached_tokens: int, num_blocks: int) -> float:
         return candidate.predict_s(uncached_tokens * self._recompute_weight, num_blocks)
+
+
+def _with_evictions(
+    costs_s: Sequence[float], candidates: Sequence[ReplicaLedger], num_blocks: int, most_room: float
+) -> list[float]:
+    """What each evicts more than the one with the most room would."""
+    fewest = min(num_blocks, most_room)
+    return [
+        cost_s
+        + (fewest - min(candidate.room_blocks, fewest)) * candidate.replica.block_size * candidate.token_s
+        for cost_s, candidate in zip(costs_s, candidates, strict=True)
+    ]
 
 
 def _led_to(key: str, candidates: Sequence[ReplicaLedger]) -> ReplicaLedger:

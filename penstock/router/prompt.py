@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from penstock.kvcache.hashing import BlockHash, chain_hashes, root_hash
+from penstock.core.hashing import BlockHash, chain_hashes, root_hash
 
 _TEXT_CHUNK_BYTES = 64  # about 16 tokens of English: chunks and blocks are of one size
 _DIGEST_BYTES = 16

@@ -32,6 +32,7 @@ class RoutingRequest:
 class Reason(enum.StrEnum):
     """What decided."""
 
+    ONLY = "only"  # nobody else could serve it
     TURN = "turn"  # it was this replica's turn
     LOAD = "load"  # nothing of the prompt is known anywhere that matters: the shortest predicted wait
     PREFIX = "prefix"  # it holds the longest known prefix

@@ -19,7 +19,7 @@ from penstock.router.index import PrefixIndex
 from penstock.router.ledger import ReplicaLedger, Ticket
 from penstock.router.policies import Policy, PrefixAware
 from penstock.router.replica import Replica, ReplicaState
-from penstock.router.request import Decision, RandomSource, RoutingRequest
+from penstock.router.request import Decision, RandomSource, Reason, RoutingRequest
 from penstock.router.shares import RecentShares
 
 
@@ -78,20 +78,17 @@ class Router:
         matches: dict[ReplicaLedger, int] = {}
         if self.policy.reads_prefixes and request.block_hashes:
             matches = self._match(request, candidates)
-        picked, reason = self.policy.pick(request, candidates, matches, rng)
-        if self.policy.reads_prefixes:
-            within = self._shares.within(candidates, picked, now)
-            if within is not candidates:
-                allowed = {ledger: matched for ledger, matched in matches.items() if ledger in within}
-                picked, reason = self.policy.pick(request, within, allowed, rng)
-            self._shares.count(picked, self._by_bit.values(), now)
+        if len(candidates) == 1:
+            picked, reason = candidates[0], Reason.ONLY
+        else:
+            picked, reason = self._pick(request, candidates, matches, now, rng)
         matched = matches.get(picked, 0)
         block_size = picked.replica.block_size
         uncached = request.num_prompt_tokens - matched
         num_blocks = (uncached + request.expected_output_tokens) // block_size + 1
         predicted_s = picked.predict_s(uncached, num_blocks)
         self._tickets[request.id] = picked.enter(uncached, num_blocks, now)
-        if self.policy.reads_prefixes:
+        if self.policy.reads_prefixes and request.block_hashes:
             self._expect(request, picked, matched // block_size, now)
         return Decision(
             picked.replica.id,
@@ -132,7 +129,15 @@ class Router:
             del self._by_bit[known.ledger.bit]
             known.ledger.bit = known.feed.bit
             self._by_bit[known.feed.bit] = known.ledger
+        known.ledger.holds(known.feed.num_blocks)
         return not known.feed.needs_resync
+
+    def matches(self, request: RoutingRequest) -> dict[str, int]:
+        """Prompt tokens that replicas are thought to hold, of those that are ready and of its model and revision."""
+        if not request.block_hashes:
+            return {}
+        found = self._match(request, self._make_pool(request).everywhere)
+        return {ledger.replica.id: num_tokens for ledger, num_tokens in found.items()}
 
     def resyncs_needed(self) -> tuple[str, ...]:
         """Replicas to ask for a new start of their KV events: `KVCache.restart_events` is how they answer. Until
@@ -165,6 +170,24 @@ class Router:
         """What is known of a replica's load, for people to look at."""
         known = self._known.get(replica_id)
         return None if known is None else known.ledger
+
+    def _pick(
+        self,
+        request: RoutingRequest,
+        candidates: Sequence[ReplicaLedger],
+        matches: dict[ReplicaLedger, int],
+        now: float,
+        rng: RandomSource,
+    ) -> tuple[ReplicaLedger, Reason]:
+        """As the policy says, unless that replica had more than its share lately."""
+        picked, reason = self.policy.pick(request, candidates, matches, rng)
+        if self.policy.reads_prefixes:
+            within = self._shares.within(candidates, picked, now)
+            if within is not candidates:
+                allowed = {ledger: matched for ledger, matched in matches.items() if ledger in within}
+                picked, reason = self.policy.pick(request, within, allowed, rng)
+            self._shares.count(picked, self._by_bit.values(), now)
+        return picked, reason
 
     def _candidates(self, request: RoutingRequest) -> list[ReplicaLedger]:
         """Those in the preferred region, unless the shortest wait there is too long; then all."""

@@ -82,6 +82,8 @@ class TestFromTheGateway:
 class ScriptedLoop:
     """An engine loop that makes `num_tokens` tokens for each request, one a step."""
 
+    is_stuck = False
+
     def __init__(self, step_s: float, num_tokens: int) -> None:
         self.step_s = step_s
         self._num_tokens = num_tokens
@@ -91,7 +93,7 @@ class ScriptedLoop:
     def has_work(self) -> bool:
         return bool(self._made)
 
-    def add(self, request: Request, timeout_s: float | None) -> None:
+    def add(self, request: Request, timeout_s: float | None, kv_source: object = None) -> None:
         self._made[request.id] = 0
 
     def abort(self, request_id: str) -> None:

@@ -30,6 +30,7 @@ class Desk:
         self.rng = Random(seed)
         self.now = 0.0
         self._number = 0
+        self._beats = 0
         router.update(replicas)
         for replica in replicas:
             self.learn_speed(replica.id)
@@ -38,7 +39,9 @@ class Desk:
         """Heartbeats of an idle replica whose steps take BASE_S, and TOKEN_S for each token."""
         for beat in range(beats):
             tokens = 1 + 100 * (beat % 20)
-            stats = EngineStats(step_tokens=tokens, step_s=factor * (BASE_S + TOKEN_S * tokens))
+            self._beats += 1
+            step_s = factor * (BASE_S + TOKEN_S * tokens)
+            stats = EngineStats(num_steps=self._beats, step_tokens=tokens, step_s=step_s)
             self.router.heartbeat(replica_id, stats)
 
     def ask(self, hashes: tuple[bytes, ...] = (), **changes: object) -> Decision:

@@ -6,9 +6,9 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.hashing import chain_hash, root_hash
 from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from penstock.kvcache import KVCache
-from penstock.kvcache.hashing import chain_hash, root_hash
 from penstock.router.expectations import Expectations
 from penstock.router.feed import KVFeed
 from penstock.router.index import PrefixIndex
@@ -29,8 +29,10 @@ def test_events_in_order_are_the_index() -> None:
     index, feed = make_feed()
     feed.receive([KVStored(0, hashes(1, 2, 3), ROOT), KVRemoved(1, hashes(3))])
     assert index.match(hashes(1, 2, 3), feed.bit) == {feed.bit: 2}
+    assert feed.num_blocks == 2
     feed.receive([KVCleared(2), KVStored(3, hashes(1), ROOT)])
     assert index.match(hashes(1, 2), feed.bit) == {feed.bit: 1}
+    assert feed.num_blocks == 1
     assert not feed.needs_resync
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kvcache.hashing import chain_hashes, root_hash
+from penstock.core.hashing import chain_hashes, root_hash
 from penstock.router import hash_text, hash_tokens
 from penstock.router.affinity import number_of, score
 from penstock.router.rates import LinearFit

@@ -131,6 +131,36 @@ def test_a_full_cache_counts_as_a_wait() -> None:
     assert {desk.ask(chain(number, 200)).replica_id for number in range(3)} == {"replica-1"}
 
 
+def test_what_is_new_to_everybody_goes_where_it_evicts_nothing() -> None:
+    desk = Desk(Router(), fleet(3, num_kv_blocks=100))
+    for number in range(2):  # one has room
+        desk.router.receive(f"replica-{number}", [KVStored(0, chain(number, 90), b"root")])
+    for number in range(3):
+        assert desk.ask(chain(number + 10, 50), expected_output_tokens=16).replica_id == "replica-2"
+        desk.answer(number + 1)
+    # Not at any price: computing it again takes 0.1 s or so.
+    busy = EngineStats(num_running=10, num_waiting=10, num_waiting_tokens=20_000)
+    desk.router.heartbeat("replica-2", busy)
+    assert desk.ask(chain(20, 50), expected_output_tokens=16).replica_id != "replica-2"
+
+
+def test_where_everybody_is_full_evictions_decide_nothing() -> None:
+    desk = Desk(Router(), fleet(4, num_kv_blocks=100))
+    for number in range(4):
+        desk.router.receive(f"replica-{number}", [KVStored(0, chain(number, 100), b"root")])
+    taken = Counter(desk.ask(chain(number + 10, 50)).replica_id for number in range(40))
+    assert min(taken.values()) >= 8
+
+
+def test_one_that_could_serve_alone_is_not_chosen_but_taken() -> None:
+    desk = Desk(Router(), fleet(2))
+    desk.router.receive("replica-1", [KVStored(0, chain(1, 50), b"root")])
+    decision = desk.ask(chain(1, 50), excluded=frozenset({"replica-0"}))
+    assert decision.reason is Reason.ONLY
+    assert decision.replica_id == "replica-1"
+    assert decision.matched_tokens == 800
+
+
 def test_lost_events_cost_trust_until_the_new_start() -> None:
     desk = Desk(Router(), fleet(2))
     assert desk.router.receive("replica-1", [KVStored(0, chain(1, 50), b"root")])

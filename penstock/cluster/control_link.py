@@ -1,0 +1,200 @@
+"""A gateway's end of the wire to the control plane: reports what the fleet saw, follows the directive, and passes on
+what operators order. A control plane that does not answer changes nothing: the gateway serves on as it was told last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from penstock.cluster.control_messages import (
+    Directive,
+    FromControl,
+    PromoteRelease,
+    Refused,
+    ReleaseShown,
+    Report,
+    RollBackRelease,
+    ShowCluster,
+    Shown,
+    StartRelease,
+    ToControl,
+    decode_from_control,
+    encode_line,
+)
+from penstock.cluster.held import HeldRequests
+from penstock.cluster.release_traffic import ReleaseTraffic, TrafficFleet
+from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
+from penstock.core.errors import EngineUnavailable, error_from_code
+from penstock.router import Router
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.5
+RECONNECT_S = 1.0
+MAX_LINE_BYTES = 1 << 24
+_AWAY = "The control plane of this server does not answer."
+
+
+class ReportingFleet(TrafficFleet, Protocol):
+    """The fleet as it is reported on."""
+
+    @property
+    def router(self) -> Router: ...
+
+    @property
+    def held(self) -> HeldRequests: ...
+
+    @property
+    def reasons(self) -> Mapping[str, int]: ...
+
+    @property
+    def routed_tokens(self) -> int: ...
+
+    @property
+    def matched_tokens(self) -> int: ...
+
+
+class ControlLink:
+    def __init__(self, socket: Path, fleet: ReportingFleet, *, interval_s: float = REPORT_INTERVAL_S) -> None:
+        self._socket = socket
+        self._fleet = fleet
+        self._interval_s = interval_s
+        self.traffic = ReleaseTraffic(fleet, self._only_model)
+        self._directive = Directive(number=-1)
+        self._is_urgent = asyncio.Event()
+        self._told_reasons: Counter[str] = Counter()
+        self._told_tokens = (0, 0)  # routed and matched
+
+    @property
+    def pools(self) -> tuple[PoolView, ...]:
+        """As the control plane last saw them."""
+        return self._directive.pools
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Yields when the first directive is followed: before that, it is not known whose requests are whose."""
+        self._fleet.held.on_held = self._is_urgent.set
+        reader, writer = await self._connect()
+        await self._exchange(reader, writer)
+        reporting = asyncio.create_task(self._keep_reporting(reader, writer))
+        try:
+            yield
+        finally:
+            reporting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reporting
+
+    async def cluster(self) -> ClusterView:
+        answer = await self._ask(ShowCluster())
+        assert isinstance(answer, Shown)
+        return answer.view
+
+    async def start_release(self, order: ReleaseOrder) -> ReleaseView:
+        return await self._release(StartRelease(order))
+
+    async def promote_release(self, model: str | None) -> ReleaseView:
+        return await self._release(PromoteRelease(model))
+
+    async def roll_back_release(self, model: str | None) -> ReleaseView:
+        return await self._release(RollBackRelease(model))
+
+    async def _release(self, message: ToControl) -> ReleaseView:
+        answer = await self._ask(message)
+        assert isinstance(answer, ReleaseShown)
+        return answer.release
+
+    async def _ask(self, message: ToControl) -> FromControl:
+        """Over a connection of its own: an order may take a while, and reports go on meanwhile."""
+        try:
+            reader, writer = await self._connect()
+        except OSError as error:
+            raise EngineUnavailable(_AWAY, retry_after_s=1.0) from error
+        with contextlib.closing(writer):
+            writer.write(encode_line(message))
+            line = await reader.readline()
+        if not line:
+            raise EngineUnavailable(_AWAY, retry_after_s=1.0)
+        answer: FromControl = decode_from_control(line)
+        if isinstance(answer, Refused):
+            refusal = error_from_code(answer.code, answer.message)
+            refusal.param, refusal.hint = answer.param, answer.hint
+            raise refusal
+        return answer
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(str(self._socket), limit=MAX_LINE_BYTES)
+
+    async def _keep_reporting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                while True:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._is_urgent.wait(), self._interval_s)
+                    self._is_urgent.clear()
+                    await self._exchange(reader, writer)
+            except OSError as error:
+                log.warning("the control plane does not answer (%s)", error)
+            except Exception:  # whatever it was, the next report may well be heard
+                log.exception("a report to the control plane failed")
+            finally:
+                writer.close()
+            reader, writer = await self._reconnect()
+
+    async def _reconnect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while True:
+            await asyncio.sleep(RECONNECT_S)
+            with contextlib.suppress(OSError):
+                return await self._connect()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Report until the directive that came back is one that the control plane knows we follow."""
+        while True:
+            before = self._directive.number
+            writer.write(encode_line(self._report()))
+            line = await reader.readline()
+            if not line:
+                raise ConnectionResetError("it has closed the connection")
+            directive = decode_from_control(line)
+            assert isinstance(directive, Directive)
+            self._directive = directive
+            self.traffic.follow(directive.releases)
+            if directive.number == before:
+                return
+
+    def _report(self) -> Report:
+        fleet, traffic = self._fleet, self.traffic
+        reasons = Counter(fleet.reasons)
+        routed, matched = fleet.routed_tokens, fleet.matched_tokens
+        told_routed, told_matched = self._told_tokens
+        new_reasons, self._told_reasons = reasons - self._told_reasons, reasons
+        self._told_tokens = routed, matched
+        models = {member.spec.model for member in fleet.members}
+        models.update(pool.model for pool in self.pools)
+        return Report(
+            directive_number=self._directive.number,
+            samples=traffic.take_samples(),
+            models={
+                model: traffic.take_report(
+                    model, fleet.held.num_requests(model), fleet.held.num_tokens(model)
+                )
+                for model in models
+            },
+            token_s={
+                member.id: ledger.token_s
+                for member in fleet.members
+                if (ledger := fleet.router.ledger(member.id)) is not None
+            },
+            reasons=dict(new_reasons),
+            num_prompt_tokens=routed - told_routed,
+            num_matched_tokens=matched - told_matched,
+        )
+
+    def _only_model(self) -> str | None:
+        models = {pool.model for pool in self.pools}
+        return next(iter(models)) if len(models) == 1 else None

@@ -1,0 +1,252 @@
+"""The control plane: one for a server, in the process that owns the replicas. Sums what gateways report, has pools
+scaled and releases carried out, and answers operators. Gateways reach it over a private socket (`control_link`).
+
+Decides nothing itself: `control` does, through `scaling` and `releases`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from penstock.cluster.control_messages import (
+    Directive,
+    FromControl,
+    PromoteRelease,
+    Refused,
+    ReleaseShown,
+    Report,
+    RollBackRelease,
+    ShowCluster,
+    Shown,
+    StartRelease,
+    ToControl,
+    decode_to_control,
+    encode_line,
+)
+from penstock.cluster.figures import RecentTimes
+from penstock.cluster.release_record import ReleaseStore, serving_spec
+from penstock.cluster.releases import ReleaseDesk, Resolve
+from penstock.cluster.replica import Member, ReplicaSpec
+from penstock.cluster.scaling import PoolScaler, ReplicaKeeper
+from penstock.control.autoscaler import AutoscalerConfig
+from penstock.core.cluster_view import ClusterView, PoolView, ReplicaView, RoutingView
+from penstock.core.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 1.0
+HEARD_TIMEOUT_S = 5.0  # for every gateway to follow a new directive; one that takes longer is as good as gone
+MAX_LINE_BYTES = 1 << 24
+_TIMES_WINDOW_S = 60.0  # of each replica's latencies, for people
+
+
+@dataclass(slots=True)
+class _Gateway:
+    directive_number: int = -1
+
+
+@dataclass(slots=True)
+class _ReplicaTimes:
+    ttfts_s: RecentTimes = field(default_factory=lambda: RecentTimes(_TIMES_WINDOW_S))
+    itls_s: RecentTimes = field(default_factory=lambda: RecentTimes(_TIMES_WINDOW_S))
+
+
+class ControlPlane:
+    """`pools`: of each what to run, as the server's settings have it, and how to scale it; None: not at all."""
+
+    def __init__(
+        self,
+        keeper: ReplicaKeeper,
+        pools: Sequence[tuple[ReplicaSpec, AutoscalerConfig | None]],
+        store: ReleaseStore,
+        resolve_weights: Resolve,
+        *,
+        drain_timeout_s: float = 60.0,
+        look_interval_s: float = LOOK_INTERVAL_S,
+    ) -> None:
+        self._keeper = keeper
+        self._base_revisions = {spec.model: spec.revision for spec, _ in pools}
+        self._store = store
+        self._look_interval_s = look_interval_s
+        self.pools = [PoolScaler(keeper, spec, scaling, drain_timeout_s) for spec, scaling in pools]
+        self.releases = ReleaseDesk(
+            self.pools, keeper, store, resolve_weights, self._announce, interval_s=look_interval_s
+        )
+        self._directive_number = 0
+        self._gateways: dict[int, _Gateway] = {}
+        self._num_gateways = 0  # that ever came
+        self._heard = asyncio.Condition()
+        self._should_look = asyncio.Event()
+        self._reasons: Counter[str] = Counter()
+        self._num_prompt_tokens = 0
+        self._num_matched_tokens = 0
+        self._times: dict[str, _ReplicaTimes] = {}
+        self._pool_views: tuple[PoolView, ...] = ()
+        self._next_views_s = 0.0
+
+    async def prepare(self) -> tuple[ReplicaSpec, ...]:
+        """What to start for each pool, in order: a release that was promoted outlives the server that made it."""
+        records = await self._store.load()
+        for pool in self.pools:
+            spec = serving_spec(pool.spec, records)
+            if spec is not pool.spec:
+                log.info("%s: serving the revision %s, which a release promoted", spec.model, spec.revision)
+            pool.spec = spec
+        return tuple(pool.spec for pool in self.pools)
+
+    @contextlib.asynccontextmanager
+    async def running(self, socket: Path) -> AsyncIterator[None]:
+        """Serve gateways, and look after pools and releases, once the first replicas are there."""
+        server = await asyncio.start_unix_server(self._serve, str(socket), limit=MAX_LINE_BYTES)
+        await self.releases.resume(await self._store.load(), self._base_revisions)
+        looking = asyncio.create_task(self._keep_looking())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+            await self.releases.close()
+            for pool in self.pools:
+                await pool.close()
+            server.close()
+
+    def report(self, gateway_number: int, report: Report) -> Directive:
+        now = asyncio.get_running_loop().time()
+        for pool in self.pools:
+            pool.figures.add(gateway_number, pool.spec.model, pool.spec.revision, report, now)
+            if pool.figures.held_requests:
+                self._should_look.set()  # somebody waits for a replica
+        self.releases.observe(report)
+        self._note(report, now)
+        self._gateways[gateway_number].directive_number = report.directive_number
+        return self.directive(now)
+
+    def directive(self, now: float) -> Directive:
+        # Of many gateways each asks; the figures are sorted for them all once.
+        if now >= self._next_views_s:
+            self._next_views_s = now + 0.5 * self._look_interval_s
+            self._pool_views = tuple(pool.view(now) for pool in self.pools)
+        return Directive(
+            number=self._directive_number, releases=self.releases.active(), pools=self._pool_views
+        )
+
+    def view(self) -> ClusterView:
+        now = asyncio.get_running_loop().time()
+        members = self._keeper.members()
+        present = {member.id for member in members}
+        self._times = {name: times for name, times in self._times.items() if name in present}
+        return ClusterView(
+            replicas=tuple(self._replica_view(member, now) for member in members),
+            pools=tuple(pool.view(now) for pool in self.pools),
+            releases=self.releases.views(),
+            routing=RoutingView(
+                num_gateways=len(self._gateways),
+                reasons=dict(self._reasons),
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_matched_tokens=self._num_matched_tokens,
+            ),
+            at=time.time(),
+        )
+
+    def _replica_view(self, member: Member, now: float) -> ReplicaView:
+        stats = self._keeper.stats(member.id)
+        times = self._times.get(member.id, _ReplicaTimes())
+        queries = stats.prefix_cache_queries
+        return ReplicaView(
+            id=member.id,
+            model=member.spec.model,
+            revision=member.replica.revision,
+            state=member.replica.state,
+            role=member.role,
+            region=member.replica.region,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            kv_usage=stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0,
+            cached_share=stats.prefix_cache_hits / queries if queries else None,
+            ttft_p50_s=times.ttfts_s.percentile(0.5, now),
+            ttft_p95_s=times.ttfts_s.percentile(0.95, now),
+            itl_p50_s=times.itls_s.percentile(0.5, now),
+            itl_p95_s=times.itls_s.percentile(0.95, now),
+        )
+
+    def _note(self, report: Report, now: float) -> None:
+        """For people to look at."""
+        self._reasons.update(report.reasons)
+        self._num_prompt_tokens += report.num_prompt_tokens
+        self._num_matched_tokens += report.num_matched_tokens
+        for sample in report.samples:
+            times = self._times.setdefault(sample.replica_id, _ReplicaTimes())
+            if sample.ttft_s is not None:
+                times.ttfts_s.add(sample.ttft_s, now)
+            if sample.itl_s is not None:
+                times.itls_s.add(sample.itl_s, now)
+
+    async def _keep_looking(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._should_look.wait(), self._look_interval_s)
+            self._should_look.clear()
+            for pool in self.pools:
+                try:
+                    pool.look(loop.time(), time.time())
+                except Exception:  # one bad look must not end all scaling
+                    log.exception("the autoscaler stumbled over %s", pool.spec.model)
+
+    async def _announce(self) -> None:
+        """Returns when every gateway follows the present state of releases, or has had the time to."""
+        self._directive_number += 1
+        number = self._directive_number
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_TIMEOUT_S), self._heard:
+                await self._heard.wait_for(
+                    lambda: all(known.directive_number >= number for known in self._gateways.values())
+                )
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_gateways += 1
+        number = self._num_gateways
+        try:
+            while line := await reader.readline():
+                writer.write(encode_line(await self._answer(number, decode_to_control(line))))
+                await writer.drain()
+                async with self._heard:
+                    self._heard.notify_all()
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            log.warning("a gateway's report could not be read: %s", error)
+        finally:
+            self._gateways.pop(number, None)
+            for pool in self.pools:
+                pool.figures.forget(number)
+            writer.close()
+
+    async def _answer(self, number: int, message: ToControl) -> FromControl:
+        try:
+            match message:
+                case Report():
+                    self._gateways.setdefault(number, _Gateway())
+                    return self.report(number, message)
+                case ShowCluster():
+                    return Shown(self.view())
+                case StartRelease(order=order):
+                    return ReleaseShown(await self.releases.start(order))
+                case PromoteRelease(model=model):
+                    return ReleaseShown(await self.releases.promote(model))
+                case RollBackRelease(model=model):
+                    return ReleaseShown(await self.releases.roll_back(model))
+        except PenstockError as error:
+            return Refused(error.code, error.message, error.param, error.hint)
+        except Exception as error:
+            log.exception("the control plane stumbled over %s", type(message).__name__)
+            return Refused(PenstockError.code, f"The control plane stumbled: {type(error).__name__}.")

@@ -1,0 +1,262 @@
+"""All external servers: which are there, and which one gets a request. Sends a request to another server while none
+of its answer has come.
+
+Servers tell nothing about their caches, so the router assumes that each keeps the beginnings of the prompts that were
+sent to it. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.cluster.external.call import ExternalCall
+from penstock.cluster.external.load import ServerLoad
+from penstock.cluster.external.server import ExternalServer, ServerDown
+from penstock.cluster.external.wire import RequestRefused, StreamChunk
+from penstock.control.breaker import BreakerConfig, BreakerState, Circuit, CircuitBreaker
+from penstock.control.retries import Failure, RetryConfig, RetryPolicy
+from penstock.core.clock import Clock, SystemClock
+from penstock.core.errors import EngineUnavailable, PenstockError
+from penstock.core.messages import EngineStats
+from penstock.router import Replica, ReplicaState, Router, RoutingRequest, hash_text
+
+log = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S = 2.0
+MAX_MISSED_PROBES = 3
+BLOCK_TOKENS = 16
+
+
+@dataclass(slots=True)
+class _Member:
+    server: ExternalServer
+    state: ReplicaState = ReplicaState.STARTING
+    breaker: BreakerState = field(default_factory=BreakerState)
+    missed_probes: int = 0
+    num_running: int = 0  # sent from here
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """A server as people see it."""
+
+    name: str
+    state: ReplicaState
+    circuit: Circuit
+    models: tuple[str, ...]
+    region: str
+    num_running: int  # sent from this gateway
+    load: ServerLoad | None  # by everyone, as the server tells
+    outcomes: Mapping[str, int]  # attempts, by how they ended
+
+
+class ExternalPool:
+    """`run` must run beside it. `close` when nothing is asked any more."""
+
+    def __init__(
+        self,
+        servers: Sequence[ExternalServer],
+        *,
+        router: Router | None = None,
+        clock: Clock | None = None,
+        retries: RetryConfig | None = None,
+        breaker: BreakerConfig | None = None,
+    ) -> None:
+        self._members = {server.name: _Member(server) for server in servers}
+        self._router = router or Router()
+        self._clock = clock or SystemClock()
+        self._retries = RetryPolicy(retries or RetryConfig())
+        self._budget = self._retries.first_budget(self._clock.now())
+        self._breaker = CircuitBreaker(breaker or BreakerConfig())
+        self._chance = random.Random()
+        self._replicas: tuple[Replica, ...] = ()
+        self._describe()
+        self.num_retries = 0
+
+    @property
+    def models(self) -> Mapping[str, int | None]:
+        """The names that may be asked for, with the length of their context where a server tells it. A model stays
+        while its servers are away."""
+        found: dict[str, int | None] = {}
+        for member in self._members.values():
+            for name in member.server.models:
+                found[name] = found.get(name) or member.server.max_model_lens.get(name)
+        return found
+
+    @property
+    def is_ready(self) -> bool:
+        return any(member.state is ReplicaState.READY for member in self._members.values())
+
+    def views(self) -> list[ServerView]:
+        return [
+            ServerView(
+                name,
+                member.state,
+                member.breaker.circuit,
+                tuple(member.server.models),
+                member.server.region,
+                member.num_running,
+                member.server.load,
+                dict(member.outcomes),
+            )
+            for name, member in self._members.items()
+        ]
+
+    async def run(self) -> None:
+        """Probes all servers again and again, until cancelled."""
+        while True:
+            await self.probe()
+            await asyncio.sleep(PROBE_INTERVAL_S)
+
+    async def probe(self) -> None:
+        await asyncio.gather(*map(self._probe, self._members.values()))
+        self._describe()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.server.close() for member in self._members.values()))
+
+    async def stream(self, call: ExternalCall) -> AsyncGenerator[StreamChunk, None]:
+        """The answer of whichever server gives one. Raises a PenstockError. Close it to cancel the request."""
+        now = self._clock.now()
+        deadline_s = None if call.timeout_s is None else now + call.timeout_s
+        hashes = hash_text(call.tenant, call.text)
+        self._budget = self._retries.attempted(self._budget, now)
+        failed: set[str] = set()
+        attempts = 0
+        while True:
+            member = self._choose(call, hashes, failed)
+            attempts += 1
+            has_begun = False
+            try:
+                async with contextlib.aclosing(self._attempt(member, call)) as chunks:
+                    async for chunk in chunks:
+                        has_begun = has_begun or chunk.says_something
+                        yield chunk
+                return
+            except RequestRefused as refused:
+                failure = Failure(
+                    attempts=attempts,
+                    num_emitted_tokens=int(has_begun),
+                    is_retryable=refused.elsewhere,
+                    can_continue=False,
+                    deadline_s=deadline_s,
+                )
+                decision, self._budget = self._retries.decide(failure, self._budget, self._clock.now())
+                failed.add(member.server.name)
+                if not decision.is_retry or not self._others(call, failed):
+                    raise refused.error from refused
+                log.info("request %s is sent to another server: %s", call.id, refused)
+            self.num_retries += 1
+            await asyncio.sleep(decision.pause_s)
+
+    def _choose(self, call: ExternalCall, hashes: Sequence[bytes], failed: set[str]) -> _Member:
+        now = self._clock.now()
+        asleep = {
+            name
+            for name, member in self._members.items()
+            if not self._breaker.allows(member.breaker, now) and name not in failed
+        }
+        request = RoutingRequest(
+            id=call.id,
+            model=call.model,
+            num_prompt_tokens=max(call.estimated_tokens, len(hashes) * BLOCK_TOKENS + 1),
+            block_hashes=hashes,
+            region=call.region or None,
+            affinity_key=call.affinity_key or None,
+            excluded=frozenset(failed | asleep),
+        )
+        return self._members[self._router.choose(request, self._replicas, now, self._chance).replica_id]
+
+    def _others(self, call: ExternalCall, failed: set[str]) -> bool:
+        now = self._clock.now()
+        return any(
+            name not in failed
+            and call.model in member.server.models
+            and member.state is ReplicaState.READY
+            and self._breaker.allows(member.breaker, now)
+            for name, member in self._members.items()
+        )
+
+    async def _attempt(self, member: _Member, call: ExternalCall) -> AsyncGenerator[StreamChunk, None]:
+        member.breaker = self._breaker.sent(member.breaker, self._clock.now())
+        member.num_running += 1
+        has_begun = False
+        outcome = "abandoned"
+        try:
+            async with contextlib.aclosing(member.server.stream(call)) as chunks:
+                async for chunk in chunks:
+                    if not has_begun and chunk.says_something:
+                        has_begun = True
+                        self._router.first_token(call.id, self._clock.now())
+                    yield chunk
+            if not has_begun:
+                raise _said_nothing(member.server.name)
+            outcome = "served"
+            member.breaker = self._breaker.succeeded(member.breaker)
+        except RequestRefused as refused:
+            outcome = "failed" if refused.elsewhere else "refused"
+            if refused.elsewhere:
+                member.breaker = self._breaker.failed(member.breaker, self._clock.now())
+            else:  # it works well enough to refuse
+                member.breaker = self._breaker.succeeded(member.breaker)
+            raise
+        finally:
+            if outcome == "abandoned":
+                member.breaker = self._breaker.abandoned(member.breaker)
+            member.outcomes[outcome] += 1
+            member.num_running -= 1
+            self._router.ended(call.id, self._clock.now())
+
+    async def _probe(self, member: _Member) -> None:
+        try:
+            await member.server.probe()
+        except ServerDown as error:
+            member.missed_probes += 1
+            if member.state is ReplicaState.STARTING or (
+                member.state is ReplicaState.READY and member.missed_probes >= MAX_MISSED_PROBES
+            ):
+                member.state = ReplicaState.UNHEALTHY
+                log.warning("the external server %s is not there: %s", member.server.name, error)
+            return
+        if member.state is not ReplicaState.READY:
+            log.info(
+                "the external server %s serves %s",
+                member.server.name,
+                ", ".join(member.server.models) or "nothing",
+            )
+        member.missed_probes = 0
+        member.state = ReplicaState.READY
+
+    def _describe(self) -> None:
+        """Tell the router what there is."""
+        replicas = tuple(
+            Replica(
+                id=name,
+                models=frozenset(member.server.models),
+                state=member.state,
+                region=member.server.region,
+                block_size=BLOCK_TOKENS,
+                sends_kv_events=False,
+            )
+            for name, member in self._members.items()
+        )
+        if replicas != self._replicas:
+            self._replicas = replicas
+            self._router.update(replicas)
+        for name, member in self._members.items():
+            if (load := member.server.load) is not None:
+                self._router.heartbeat(
+                    name, EngineStats(num_running=load.num_running, num_waiting=load.num_waiting)
+                )
+
+
+def _said_nothing(name: str) -> RequestRefused:
+    error: PenstockError = EngineUnavailable(f"The external server {name!r} ended an answer before it began.")
+    return RequestRefused(error, elsewhere=True)

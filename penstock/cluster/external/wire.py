@@ -1,0 +1,201 @@
+"""What other servers send: stream chunks, lists of models, errors. Takes what is there and asks for nothing more.
+
+Servers agree on OpenAI's shape and differ in what they add to it, so every field has a default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PenstockError,
+)
+
+_MAX_SHOWN_CHARS = 500
+_TOO_LONG = ("context length", "context size", "context window", "maximum context", "too many tokens")
+
+
+class WireFunction(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class WireToolCall(msgspec.Struct, frozen=True):
+    index: int = 0
+    id: str | None = None
+    function: WireFunction = WireFunction()
+
+
+class WireDelta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None  # as llama.cpp, SGLang and DeepSeek call it
+    reasoning: str | None = None  # as vLLM does
+    refusal: str | None = None
+    tool_calls: list[WireToolCall] | None = None
+
+    @property
+    def says_something(self) -> bool:
+        return bool(
+            self.content or self.reasoning_content or self.reasoning or self.refusal or self.tool_calls
+        )
+
+
+class WireAlternative(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float | None = None
+    bytes: list[int] | None = None
+
+
+class WireToken(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float | None = None
+    bytes: list[int] | None = None
+    top_logprobs: list[WireAlternative] | None = None
+
+
+class WireLogprobs(msgspec.Struct, frozen=True):
+    """Of a chat, `content`; of a completion, parallel lists."""
+
+    content: list[WireToken] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class WireChoice(msgspec.Struct, frozen=True):
+    delta: WireDelta | None = None  # of a chat
+    text: str | None = None  # of a completion
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # vLLM: the stop string, or the token, that ended it
+    logprobs: WireLogprobs | None = None
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.text or self.finish_reason or (self.delta is not None and self.delta.says_something))
+
+
+class WireCached(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class WireReasoned(msgspec.Struct, frozen=True):
+    reasoning_tokens: int | None = None
+
+
+class WireUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: WireCached | None = None
+    completion_tokens_details: WireReasoned | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        details = self.completion_tokens_details
+        return None if details is None else details.reasoning_tokens
+
+
+class WireTimings(msgspec.Struct, frozen=True):
+    """llama.cpp's own account of a request."""
+
+    cache_n: int | None = None  # prompt tokens that were in its cache
+
+
+class StreamChunk(msgspec.Struct, frozen=True):
+    choices: list[WireChoice] = []
+    usage: WireUsage | None = None
+    timings: WireTimings | None = None
+    error: Any = None
+
+    @property
+    def says_something(self) -> bool:
+        """Whether a reader would miss it. The first chunk of most servers only names a role."""
+        return any(choice.says_something for choice in self.choices)
+
+
+class WireModel(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int | None = None  # vLLM and SGLang
+
+
+class ModelPage(msgspec.Struct, frozen=True):
+    data: list[WireModel]
+
+
+class _ErrorDetail(msgspec.Struct, frozen=True):
+    message: str = ""
+    code: Any = None
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    """`error` is an object for most, and a sentence for TGI; vLLM has had `message` on top."""
+
+    error: Any = None
+    message: str = ""
+    detail: Any = None
+
+
+class RequestRefused(Exception):
+    """A server did not serve a request. `elsewhere` says that another one might."""
+
+    def __init__(self, error: PenstockError, *, elsewhere: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.elsewhere = elsewhere
+
+
+def refusal(server: str, status: int, body: bytes, retry_after_s: float | None = None) -> RequestRefused:
+    """What an answer other than 200 means to us."""
+    message, code = _what_it_says(body)
+    quoted = f" It says: {message}" if message else ""
+    if status in (401, 403):  # our key, not our client's: nothing of it is shown
+        return RequestRefused(
+            EngineUnavailable(f"The external server {server!r} does not accept this gateway's key."),
+            elsewhere=True,
+        )
+    if status == 404:
+        return RequestRefused(
+            ModelNotFound(f"The external server {server!r} does not serve this model now.", param="model"),
+            elsewhere=True,
+        )
+    if status == 429 or status == 503:
+        return RequestRefused(
+            Overloaded(
+                f"The external server {server!r} takes no more requests.", retry_after_s=retry_after_s
+            ),
+            elsewhere=True,
+        )
+    if status in (408, 504):
+        error: PenstockError = DeadlineExceeded(f"The external server {server!r} gave up on the request.")
+        return RequestRefused(error, elsewhere=True)
+    if 400 <= status < 500:
+        is_too_long = code == "context_length_exceeded" or any(sign in message.lower() for sign in _TOO_LONG)
+        kind = ContextLengthExceeded if is_too_long else InvalidRequest
+        return RequestRefused(kind(f"The model's server refused the request.{quoted}"), elsewhere=False)
+    return RequestRefused(
+        EngineUnavailable(f"The external server {server!r} failed with status {status}."), elsewhere=True
+    )
+
+
+def _what_it_says(body: bytes) -> tuple[str, Any]:
+    try:
+        decoded = msgspec.json.decode(body, type=_ErrorBody)
+        if isinstance(decoded.error, str):
+            return decoded.error[:_MAX_SHOWN_CHARS], None
+        if decoded.error is None:
+            return (decoded.message or str(decoded.detail or ""))[:_MAX_SHOWN_CHARS], None
+        detail = msgspec.convert(decoded.error, _ErrorDetail)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return "", None
+    return detail.message[:_MAX_SHOWN_CHARS], detail.code

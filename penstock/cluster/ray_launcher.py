@@ -1,0 +1,224 @@
+"""Engines as actors of a Ray cluster, each in a placement group of its own. Restarts nothing: `supervisor` does.
+Finds no room itself: Ray does, and its autoscaler adds nodes while a placement group waits.
+
+Imports Ray when the first replica is launched. Never imports the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from penstock.cluster.ray_host import EngineHost
+from penstock.cluster.replica import ReplicaSpec, RunningReplica
+from penstock.core.errors import ConfigError, EngineUnavailable
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 2.0  # for an actor to end its engine; then the actor is ended
+RAY_TIMEOUT_S = 5.0  # for Ray to take something back
+NOTICE_AFTER_S = 10.0  # without room for a replica, before that is said
+
+
+class RayLauncher:
+    def __init__(
+        self, address: str | None = None, *, log_level: str = "INFO", log_format: str = "text"
+    ) -> None:
+        self._address = address
+        self._log_level = log_level
+        self._log_format = log_format
+        self._joining = asyncio.Lock()
+
+    async def launch(self, spec: ReplicaSpec, replica_id: str) -> RunningReplica:
+        """Returns when a node has room, and the engine process was started there."""
+        ray = await self._join()
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs = resources(spec, ray.cluster_resources())
+        # One bundle: all ranks of an engine are processes of one machine.
+        group = placement_group([needs], strategy="STRICT_PACK", name=f"penstock-{replica_id}")
+        try:
+            await _placed(group, replica_id, needs)
+            strategy = PlacementGroupSchedulingStrategy(placement_group=group)
+            actor_class = ray.remote(_Host).options(
+                num_cpus=needs["CPU"],
+                num_gpus=needs.get("GPU", 0),
+                name=replica_id,  # in a namespace of this server's own
+                scheduling_strategy=strategy,
+                max_restarts=0,
+                max_concurrency=8,  # somebody waits for the process all the time
+            )
+            actor = actor_class.remote()
+            endpoint = await actor.start.remote(
+                msgspec.json.encode(spec.engine), spec.model_path, self._log_level, self._log_format
+            )
+        except ray.exceptions.RayError as error:
+            await _aside(remove_placement_group, group)
+            raise EngineUnavailable(
+                f"Ray could not start {replica_id}: {error}.", retry_after_s=5.0
+            ) from error
+        except BaseException:
+            await _aside(remove_placement_group, group)  # and with it the actor
+            raise
+        return _RayReplica(ray, actor, group, endpoint)
+
+    async def _join(self) -> Any:
+        """Ray, connected."""
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "Ray is not installed.", hint="Run: pip install 'penstock[ray]', here and on every node."
+            ) from error
+        async with self._joining:
+            if not ray.is_initialized():
+                await asyncio.to_thread(_connect, ray, self._address)
+                _take_signals_back()
+        return ray
+
+
+class _Host(EngineHost):
+    def __init__(self) -> None:
+        import ray
+
+        super().__init__(ray.util.get_node_ip_address())
+
+
+class _RayReplica:
+    """Implements `replica.RunningReplica`."""
+
+    def __init__(self, ray: Any, actor: Any, group: Any, endpoint: str) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._group = group
+        self._endpoint = endpoint
+        self._was_killed = asyncio.Event()
+        self._ended = asyncio.ensure_future(self._end())
+        self._killing: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    async def stop(self) -> None:
+        try:
+            await asyncio.wait_for(self.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("an engine on Ray did not leave in %.0f s; killing it", STOP_TIMEOUT_S)
+            self.kill()
+            await self.wait()
+        if self._killing is not None:
+            await self._killing
+        await self._free()
+
+    def kill(self) -> None:
+        if self._killing is None:
+            self._was_killed.set()
+            self._killing = asyncio.create_task(self._kill())
+
+    async def _end(self) -> int:
+        """A node that is gone tells nobody: whoever kills a replica need not wait for it."""
+        exited = asyncio.ensure_future(self._exit_code())
+        killed = asyncio.ensure_future(self._was_killed.wait())
+        await asyncio.wait((exited, killed), return_when=asyncio.FIRST_COMPLETED)
+        killed.cancel()
+        if exited.done():
+            return exited.result()
+        exited.cancel()
+        return -signal.SIGKILL
+
+    async def _exit_code(self) -> int:
+        try:
+            return int(await self._actor.wait.remote())
+        except self._ray.exceptions.RayError as error:
+            log.error("Ray lost an engine's actor: %s", str(error).partition("\n")[0])
+            return -signal.SIGKILL
+
+    async def _kill(self) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            await asyncio.wait_for(self._actor.kill.remote(), KILL_TIMEOUT_S)
+        await self._free()
+
+    async def _free(self) -> None:
+        """Give back what the replica took."""
+        await _aside(self._ray.kill, self._actor)
+        await _aside(self._ray.util.remove_placement_group, self._group)
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    try:
+        ray.init(
+            address=address or "local",
+            include_dashboard=None if address else False,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+        )
+    except ConnectionError as error:
+        raise ConfigError(
+            f"No Ray cluster answers at {address}.",
+            hint="Start one with `ray start --head`, or leave it out.",
+        ) from error
+
+
+def _take_signals_back() -> None:
+    """Ray puts handlers of its own beneath Python's, which end the process where ours let it drain."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # signals are the main thread's
+            signal.signal(number, signal.getsignal(number))
+
+
+def resources(spec: ReplicaSpec, cluster: dict[str, float]) -> dict[str, float]:
+    """What one replica takes of a node."""
+    needs = {"CPU": float(spec.engine.num_threads or 1)}
+    device = spec.engine.model.device
+    if device == "cuda" or (device == "auto" and cluster.get("GPU", 0.0) > 0.0):
+        needs["GPU"] = float(spec.engine.parallel.num_ranks)
+    return needs
+
+
+async def _placed(group: Any, replica_id: str, needs: dict[str, float]) -> None:
+    placed = asyncio.ensure_future(_awaited(group.ready()))
+    try:
+        while not (await asyncio.wait((placed,), timeout=NOTICE_AFTER_S))[0]:
+            wanted = ", ".join(f"{count:g} {name}" for name, count in needs.items())
+            log.warning("%s waits for a node of the Ray cluster with %s free", replica_id, wanted)
+        await placed
+    finally:
+        placed.cancel()
+
+
+async def _aside(work: Callable[[Any], object], argument: Any) -> None:
+    """Ray's plain calls wait for a cluster that may be gone, perhaps for good: neither the event loop nor the end of
+    this process waits with them."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # a cluster that is gone has nothing to give back
+            work(argument)
+        with contextlib.suppress(RuntimeError):  # nor is anybody left to be told
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, daemon=True).start()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(done.wait(), RAY_TIMEOUT_S)
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference

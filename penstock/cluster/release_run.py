@@ -1,0 +1,259 @@
+"""One release on its way: starts the candidate's replicas, weighs what gateways report, removes the revision that
+lost. Whether to go on is `control/release`'s business; who may begin a release is `releases`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from math import ceil
+
+from penstock.cluster.figures import EvidenceBook
+from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
+from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.scaling import PoolScaler, ReplicaKeeper
+from penstock.control.release import Happening, Releases, ReleaseState, Stage
+from penstock.core.cluster_view import GateView, ReleaseView
+from penstock.core.errors import PenstockError
+from penstock.router import ReplicaState
+
+log = logging.getLogger(__name__)
+
+CANDIDATE_LOST_S = 30.0  # without a ready replica of the candidate
+_GATED = (Stage.SHADOW, Stage.CANARY)
+
+
+class ReleaseRun:
+    """One release on its way."""
+
+    def __init__(
+        self,
+        record: ReleaseRecord,
+        pools: Sequence[PoolScaler],
+        keeper: ReplicaKeeper,
+        store: ReleaseStore,
+        announce: Callable[[], Awaitable[None]],
+        interval_s: float,
+    ) -> None:
+        self.record = record
+        self.rules = Releases(record.config)
+        self.book = EvidenceBook(record.state.stable, record.state.candidate)
+        self.book.begin(record.state.stage_number)
+        self._pools = pools
+        self._keeper = keeper
+        self._store = store
+        self._announce = announce  # returns when every gateway has heard of the present state
+        self._interval_s = interval_s
+        self._lost_since_s: float | None = None
+        self._driver: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> ReleaseState:
+        return self.record.state
+
+    def begin(self) -> None:
+        for pool in self._pools:
+            pool.is_releasing = True
+        self._driver = asyncio.create_task(self._drive())
+
+    async def order(self, happening: Happening) -> None:
+        """An operator's. Raises Conflict where it cannot follow; else drops whatever is underway."""
+        after = self.rules.happened(self.state, happening, time.time(), "by an operator")
+        await self.close()
+        await self._enter(after)
+        self.begin()
+
+    async def close(self) -> None:
+        if self._driver is not None:
+            self._driver.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._driver
+
+    async def finished(self) -> None:
+        """Returns when the release is over."""
+        while not self.state.is_over and self._driver is not None:
+            await asyncio.wait((self._driver,))
+
+    def view(self) -> ReleaseView:
+        state, evidence = self.state, self.book.evidence()
+        split = self.rules.split(state)
+        reports = self.rules.reports(state, evidence) if state.stage in _GATED else ()
+        return ReleaseView(
+            id=self.record.id,
+            model=self.record.model,
+            stable=state.stable,
+            candidate=state.candidate,
+            stage=state.stage,
+            step=state.step,
+            candidate_share=split.candidate_share,
+            mirrored_share=split.mirrored_share,
+            reason=state.reason,
+            started_at=self.record.created_at,
+            since=state.since_s,
+            num_stable_requests=evidence.stable.num_requests,
+            num_candidate_requests=evidence.candidate.num_requests,
+            num_compared=evidence.num_compared,
+            num_diverged=evidence.num_diverged,
+            gates=tuple(GateView(report.gate, report.result, report.sentence) for report in reports),
+            is_over=state.is_over,
+        )
+
+    async def _drive(self) -> None:
+        stages: dict[Stage, Callable[[], Awaitable[None]]] = {
+            Stage.WARMING: self._warm_up,
+            Stage.SHADOW: self._watch,
+            Stage.CANARY: self._watch,
+            Stage.LAME_DUCK: self._retire_stable,
+            Stage.ROLLING_BACK: self._retire_candidate,
+        }
+        while not self.state.is_over:
+            try:
+                await stages[self.state.stage]()
+            except PenstockError as error:
+                log.error("the release %s tries again: %s", self.record.id, error.message)
+                await asyncio.sleep(self._interval_s)
+            except Exception:
+                log.exception("the release %s stumbled; it tries again", self.record.id)
+                await asyncio.sleep(self._interval_s)
+        for pool in self._pools:
+            pool.is_releasing = False
+        await self._announce()
+
+    async def _warm_up(self) -> None:
+        # Gateways must know before a replica of the candidate is there: it gets no request that it was not meant for.
+        await self._announce()
+        if not await self._candidate_serves(0.0):
+            return
+        if self._tokenizers(self.record.stable) <= self._tokenizers(self.record.candidate):
+            await self._happen(Happening.WARMED_UP)
+        else:
+            # Gateways turn text into tokens before anybody knows who answers.
+            reason = "its tokenizer is another one; serve it under a name of its own"
+            await self._happen(Happening.CANDIDATE_LOST, reason)
+
+    async def _watch(self) -> None:
+        """Through one stage, or one step of it."""
+        state = self.state
+        share = self.rules.split(state).candidate_share
+        await self._announce()
+        if not await self._candidate_serves(share):
+            return
+        while self.state is state:
+            await asyncio.sleep(self._interval_s)
+            if self._is_candidate_lost():
+                await self._happen(Happening.CANDIDATE_LOST, "no replica of it is ready")
+                return
+            after = self.rules.judged(state, self.book.evidence(), time.time())
+            if after is state:
+                continue
+            # More requests only once there is somebody to answer them.
+            share = self.rules.split(after).candidate_share
+            if after.stage is not Stage.CANARY or await self._candidate_serves(share):
+                await self._enter(after)
+            return
+
+    async def _retire_stable(self) -> None:
+        counts = self._counts(1.0)
+        try:
+            await self._start_missing(self.record.candidate, counts)
+        except PenstockError as error:
+            log.warning("the old replicas must make room for the new ones: %s", error.message)
+        for pool, spec in zip(self._pools, self.record.candidate, strict=True):
+            pool.spec = spec
+        await self._announce()
+        await self._remove(self.record.stable)
+        await self._start_missing(self.record.candidate, counts)
+        await self._happen(Happening.DRAINED, self.state.reason)
+
+    async def _retire_candidate(self) -> None:
+        await self._start_missing(self.record.stable, [1] * len(self._pools))  # they may have left already
+        for pool, spec in zip(self._pools, self.record.stable, strict=True):
+            pool.spec = spec
+        await self._announce()
+        await self._remove(self.record.candidate)
+        await self._happen(Happening.DRAINED, self.state.reason)
+
+    async def _candidate_serves(self, share: float) -> bool:
+        """Start what is missing for it to get this share. If it cannot be started, it is lost."""
+        try:
+            await self._start_missing(self.record.candidate, self._counts(share))
+        except PenstockError as error:
+            await self._happen(Happening.CANDIDATE_LOST, f"it cannot be started: {error.message}")
+            return False
+        return True
+
+    async def _start_missing(self, specs: Sequence[ReplicaSpec], counts: Sequence[int]) -> None:
+        """Have so many in each pool; those that drain come back first."""
+        launches = []
+        for pool, spec, count in zip(self._pools, specs, counts, strict=True):
+            for member in pool.members():
+                if member.replica.revision == spec.revision and member.replica.state is ReplicaState.DRAINING:
+                    self._keeper.resume(member.id)
+            num_missing = count - len(pool.serving(spec.revision))
+            launches += [asyncio.create_task(self._keeper.launch(spec)) for _ in range(num_missing)]
+        try:
+            await asyncio.gather(*launches)
+        finally:  # one that fails, or an operator's order, ends the others
+            for launch in launches:
+                launch.cancel()
+            await asyncio.gather(*launches, return_exceptions=True)
+
+    async def _remove(self, specs: Sequence[ReplicaSpec]) -> None:
+        for pool, spec in zip(self._pools, specs, strict=True):
+            leaving = [member.id for member in pool.members() if member.replica.revision == spec.revision]
+            await pool.remove(leaving)
+
+    def _tokenizers(self, specs: Sequence[ReplicaSpec]) -> set[bytes]:
+        """Of those that serve; none, where all have left for want of requests."""
+        members = [
+            member
+            for pool, spec in zip(self._pools, specs, strict=True)
+            for member in pool.serving(spec.revision)
+        ]
+        descriptions = [self._keeper.ready(member.id) for member in members]
+        return {ready.model.tokenizer_json for ready in descriptions if ready is not None}
+
+    def _counts(self, candidate_share: float) -> list[int]:
+        """Replicas of the candidate that each pool needs for it to get this share."""
+        return [
+            max(1, ceil(candidate_share * max(at_first, len(pool.serving(spec.revision)))))
+            for pool, spec, at_first in zip(
+                self._pools, self.record.stable, self.record.num_replicas, strict=True
+            )
+        ]
+
+    def _is_candidate_lost(self) -> bool:
+        now = time.monotonic()
+        has_ready = all(
+            any(member.replica.state is ReplicaState.READY for member in pool.serving(spec.revision))
+            for pool, spec in zip(self._pools, self.record.candidate, strict=True)
+        )
+        if has_ready:
+            self._lost_since_s = None
+        elif self._lost_since_s is None:
+            self._lost_since_s = now
+        return self._lost_since_s is not None and now - self._lost_since_s >= CANDIDATE_LOST_S
+
+    async def _happen(self, happening: Happening, reason: str = "") -> None:
+        await self._enter(self.rules.happened(self.state, happening, time.time(), reason))
+
+    async def _enter(self, state: ReleaseState) -> None:
+        log.info(
+            "release %s of %s (%s → %s): %s, %s",
+            self.record.id,
+            self.record.model,
+            state.stable,
+            state.candidate,
+            state.stage.replace("_", " "),
+            state.reason.replace("_", " "),
+        )
+        record = self.record.at(state)
+        try:
+            await self._store.save(record)
+        except PenstockError as error:
+            # A database that is away must not keep a bad candidate in service.
+            log.error("the release's state could not be written down: %s", error.message)
+        self.record = record
+        self.book.begin(state.stage_number)

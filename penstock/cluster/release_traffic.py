@@ -1,0 +1,222 @@
+"""A gateway's part in releases: which revision answers a request, which requests are mirrored, and whether a mirrored
+answer is the same. Follows the directive of the control plane; decides nothing about a release.
+
+A mirrored request goes to the candidate beside the real one. Nobody sees its answer and nobody pays for it: it never
+passes through the gateway's accounts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from penstock.cluster.control_messages import ActiveRelease, ModelReport, Sample
+from penstock.cluster.observation import Attempt
+from penstock.cluster.replica import Member
+from penstock.control.release import Releases, Stage
+from penstock.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PenstockError,
+    RateLimited,
+    ShuttingDown,
+)
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason, Request
+from penstock.router import ReplicaState
+
+MAX_MIRRORED = 64  # at a time
+MIRROR_TIMEOUT_S = 120.0
+# After the first near-tie that falls the other way, two good answers have nothing in common any more.
+COMPARED_TOKENS = 16
+_MIRROR_PREFIX = "mirror-"
+# Whoever sent the request, or the time it was given, is to blame; not the revision.
+_CALLERS_FAULT = (InvalidRequest, RateLimited, DeadlineExceeded, ShuttingDown)
+# Before a candidate has proved itself at all, no client's request goes to it, come what may.
+_HIDDEN = (Stage.WARMING, Stage.SHADOW)
+
+
+class TrafficFleet(Protocol):
+    """What is needed of the fleet."""
+
+    @property
+    def members(self) -> Sequence[Member]: ...
+
+    def add(
+        self,
+        request: Request,
+        *,
+        timeout_s: float | None,
+        on_event: Callable[[TokenEvent], None],
+        on_error: Callable[[PenstockError], None],
+    ) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A request and its mirror image, until both answers are there."""
+
+    stage_number: int
+    since_s: float
+    answer: tuple[int, ...] | None = None
+    mirrored: tuple[int, ...] | None = None
+
+
+class ReleaseTraffic:
+    """Implements `observation.FleetObserver`, and is the fleet's `choose_revision`."""
+
+    def __init__(self, fleet: TrafficFleet, only_model: Callable[[], str | None]) -> None:
+        self._fleet = fleet
+        self._only_model = only_model  # what a request without a model's name means
+        self._releases: dict[str, ActiveRelease] = {}
+        self._stages: dict[str, int] = {}  # by request id: the stage that it began in, if that is not over
+        self._pairs: dict[str, _Pair] = {}  # by the id of the client's request
+        self._samples: list[Sample] = []
+        self._arrived_tokens: dict[str, int] = {}
+        self._compared: dict[str, tuple[int, int, int]] = {}  # by model: stage, compared, diverged
+
+    def follow(self, releases: Iterable[ActiveRelease]) -> None:
+        self._releases = {release.model: release for release in releases}
+        present = {release.state.stage_number for release in self._releases.values()}
+        # What began in a stage that is over proves nothing.
+        self._stages = {name: stage for name, stage in self._stages.items() if stage in present}
+        self._pairs = {name: pair for name, pair in self._pairs.items() if pair.stage_number in present}
+
+    def choose_revision(self, request: Request) -> str | None:
+        """None: any. Asked for every attempt."""
+        release = self._releases.get(self._model(request))
+        if release is None:
+            return None
+        state = release.state
+        self._stages.setdefault(request.id, state.stage_number)
+        if request.id.startswith(_MIRROR_PREFIX):
+            return state.candidate
+        key = request.affinity_key or request.id
+        chosen = Releases(release.config).revision_for(state, key)
+        other = state.stable if chosen == state.candidate else state.candidate
+        if state.stage not in _HIDDEN and not self._is_ready(chosen) and self._is_ready(other):
+            return other
+        return chosen
+
+    def arrived(self, request: Request, uncached_tokens: int) -> None:
+        if request.id.startswith(_MIRROR_PREFIX):
+            return
+        model = self._model(request)
+        self._arrived_tokens[model] = self._arrived_tokens.get(model, 0) + uncached_tokens
+        release = self._releases.get(model)
+        if (
+            release is not None
+            and release.state.stage is Stage.SHADOW
+            and self._has_room()
+            and Releases(release.config).mirrors(release.state, request.id)
+            and self._is_ready(release.state.candidate)
+        ):
+            self._mirror(request, release.state.stage_number)
+
+    def first_token(self, request: Request, replica_id: str, revision: str, ttft_s: float) -> None:
+        """The attempt's end tells it too."""
+
+    def ended(self, attempt: Attempt) -> None:
+        request = attempt.request
+        model = self._model(request)
+        is_called_off = attempt.error is None and attempt.finish_reason in (None, FinishReason.ABORT)
+        stage_number = self._stages.pop(request.id, None)
+        if not is_called_off and not isinstance(attempt.error, _CALLERS_FAULT):
+            self._samples.append(
+                Sample(
+                    attempt.replica_id,
+                    model,
+                    attempt.revision,
+                    stage_number,
+                    attempt.ttft_s,
+                    attempt.itl_s,
+                    attempt.error is not None or attempt.finish_reason is FinishReason.ERROR,
+                )
+            )
+        self._pair_up(attempt, model)
+
+    def take_samples(self) -> tuple[Sample, ...]:
+        samples, self._samples = self._samples, []
+        return tuple(samples)
+
+    def take_report(self, model: str, held_requests: int, held_tokens: int) -> ModelReport:
+        stage_number, num_compared, num_diverged = self._compared.pop(model, (None, 0, 0))
+        return ModelReport(
+            arrived_tokens=self._arrived_tokens.pop(model, 0),
+            held_requests=held_requests,
+            held_tokens=held_tokens,
+            stage_number=stage_number,
+            num_compared=num_compared,
+            num_diverged=num_diverged,
+        )
+
+    def _mirror(self, request: Request, stage_number: int) -> None:
+        self._pairs[request.id] = _Pair(stage_number, time.monotonic())
+        mirrored = replace(request, id=_MIRROR_PREFIX + request.id)
+
+        def ignore(_: TokenEvent) -> None:
+            """`ended` hears of the answer."""
+
+        def give_up(_: PenstockError) -> None:
+            self._pairs.pop(request.id, None)
+
+        self._fleet.add(mirrored, timeout_s=MIRROR_TIMEOUT_S, on_event=ignore, on_error=give_up)
+
+    def _has_room(self) -> bool:
+        """For one more mirrored request; those that were lost make room."""
+        if len(self._pairs) >= MAX_MIRRORED:
+            latest_s = time.monotonic() - MIRROR_TIMEOUT_S
+            self._pairs = {name: pair for name, pair in self._pairs.items() if pair.since_s > latest_s}
+        return len(self._pairs) < MAX_MIRRORED
+
+    def _pair_up(self, attempt: Attempt, model: str) -> None:
+        request = attempt.request
+        is_mirrored = request.id.startswith(_MIRROR_PREFIX)
+        original_id = request.id.removeprefix(_MIRROR_PREFIX)
+        pair = self._pairs.get(original_id)
+        if pair is None:
+            return
+        if attempt.error is not None and not is_mirrored and not attempt.output_token_ids:
+            return  # it is tried elsewhere, from the beginning
+        is_whole = attempt.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not is_whole:
+            del self._pairs[original_id]
+            if not is_mirrored:
+                self._fleet.abort(_MIRROR_PREFIX + original_id)
+            return
+        answer = attempt.output_token_ids[:COMPARED_TOKENS]
+        if is_mirrored:
+            pair.mirrored = answer
+        else:
+            pair.answer = answer
+        if pair.answer is not None and pair.mirrored is not None:
+            del self._pairs[original_id]
+            if _is_repeatable(request):
+                self._count(model, pair)
+
+    def _count(self, model: str, pair: _Pair) -> None:
+        stage_number, num_compared, num_diverged = self._compared.get(model, (pair.stage_number, 0, 0))
+        if stage_number != pair.stage_number:
+            num_compared = num_diverged = 0
+        has_diverged = pair.answer != pair.mirrored
+        self._compared[model] = pair.stage_number, num_compared + 1, num_diverged + has_diverged
+
+    def _model(self, request: Request) -> str:
+        return request.model or self._only_model() or ""
+
+    def _is_ready(self, revision: str) -> bool:
+        return any(
+            member.replica.revision == revision and member.replica.state is ReplicaState.READY
+            for member in self._fleet.members
+        )
+
+
+def _is_repeatable(request: Request) -> bool:
+    """Whether the same request gets the same answer twice, from the same weights."""
+    return request.sampling.temperature == 0.0 or request.sampling.seed is not None

@@ -1,0 +1,169 @@
+"""All releases of a server: begins them, hands operators' orders and gateways' reports to the one that they are for,
+and goes on after a restart.
+
+One release at a time for each model. Every change of state is written down before it is acted upon, so that a server
+that is restarted in the middle goes on where it was, with the evidence of that stage gathered anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import msgspec
+
+from penstock.cluster.control_messages import ActiveRelease, Report
+from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
+from penstock.cluster.release_run import ReleaseRun
+from penstock.cluster.revisions import changed
+from penstock.cluster.scaling import PoolScaler, ReplicaKeeper
+from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
+from penstock.core.cluster_view import ReleaseOrder, ReleaseView
+from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound
+
+log = logging.getLogger(__name__)
+
+Resolve = Callable[[str], Awaitable[str]]  # from what an operator calls weights to where they are
+
+
+class ReleaseDesk:
+    """All releases of a server. `pools` are those of every model."""
+
+    def __init__(
+        self,
+        pools: Sequence[PoolScaler],
+        keeper: ReplicaKeeper,
+        store: ReleaseStore,
+        resolve_weights: Resolve,
+        announce: Callable[[], Awaitable[None]],
+        *,
+        interval_s: float,
+    ) -> None:
+        self._pools = pools
+        self._keeper = keeper
+        self._store = store
+        self._resolve_weights = resolve_weights
+        self._announce = announce
+        self._interval_s = interval_s
+        self._base_revisions = {pool.spec.model: pool.spec.revision for pool in pools}
+        self._runs: dict[str, ReleaseRun] = {}  # by model: the active one, or the last
+
+    async def resume(self, records: Iterable[ReleaseRecord], base_revisions: dict[str, str]) -> None:
+        """After a restart. `base_revisions`: what the server's settings amount to, by model."""
+        self._base_revisions |= base_revisions
+        for record in records:
+            if record.model not in self._base_revisions:
+                continue
+            if not record.state.is_over and record.base_revision != self._base_revisions[record.model]:
+                record = await self._abandoned(record)
+            self._runs[record.model] = self._run(record)
+        for run in self._runs.values():
+            if not run.state.is_over:
+                log.info("going on with release %s, which is %s", run.record.id, run.state.stage)
+                run.begin()
+
+    async def start(self, order: ReleaseOrder) -> ReleaseView:
+        """Begin a release. Raises InvalidRequest, ModelNotFound, or Conflict while another runs."""
+        model = self._model(order.model)
+        run = self._runs.get(model)
+        if run is not None and not run.state.is_over:
+            raise Conflict(
+                f"The release {run.record.id} of {model!r} is still {run.state.stage.replace('_', ' ')}.",
+                hint="Promote it or roll it back first.",
+            )
+        try:
+            config = msgspec.convert(order.policy, ReleaseConfig)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"The release policy is wrong: {error}.", param="policy") from None
+        weights = None
+        if order.weights is not None:
+            weights = order.weights, await self._resolve_weights(order.weights)
+        pools = self._of(model)
+        candidate = tuple(
+            changed(pool.spec, weights=weights, settings=order.settings, revision=order.revision)
+            for pool in pools
+        )
+        stable = pools[0].spec.revision
+        now = time.time()
+        record = ReleaseRecord(
+            id=f"rel_{uuid.uuid4().hex[:16]}",
+            model=model,
+            base_revision=self._base_revisions[model],
+            stable=tuple(pool.spec for pool in pools),
+            candidate=candidate,
+            num_replicas=tuple(len(pool.serving(stable)) for pool in pools),
+            state=Releases(config).start(stable, candidate[0].revision, now),
+            config=config,
+            created_at=now,
+        )
+        await self._store.save(record)
+        run = self._runs[model] = self._run(record)
+        log.info("release %s of %s begins: %s → %s", record.id, model, stable, candidate[0].revision)
+        run.begin()
+        return run.view()
+
+    async def promote(self, model: str | None) -> ReleaseView:
+        return await self._order(model, Happening.OPERATOR_PROMOTES)
+
+    async def roll_back(self, model: str | None) -> ReleaseView:
+        return await self._order(model, Happening.OPERATOR_ROLLS_BACK)
+
+    def observe(self, report: Report) -> None:
+        for sample in report.samples:
+            run = self._runs.get(sample.model)
+            if run is not None:
+                run.book.add(sample)
+        for model, of_model in report.models.items():
+            run = self._runs.get(model)
+            if run is not None:
+                run.book.add_comparisons(of_model)
+
+    def active(self) -> tuple[ActiveRelease, ...]:
+        """For gateways."""
+        return tuple(
+            ActiveRelease(model=model, state=run.state, config=run.record.config)
+            for model, run in self._runs.items()
+            if not run.state.is_over
+        )
+
+    def views(self) -> tuple[ReleaseView, ...]:
+        return tuple(run.view() for run in self._runs.values())
+
+    async def close(self) -> None:
+        for run in self._runs.values():
+            await run.close()
+
+    async def _order(self, model: str | None, happening: Happening) -> ReleaseView:
+        run = self._runs.get(self._model(model))
+        if run is None:
+            raise NotFound("There is no release.", hint="Begin one with `penstock release start`.")
+        await run.order(happening)
+        return run.view()
+
+    async def _abandoned(self, record: ReleaseRecord) -> ReleaseRecord:
+        log.warning("release %s is dropped: the server's own settings have changed since", record.id)
+        state = msgspec.structs.replace(
+            record.state, stage=Stage.ROLLED_BACK, reason="the server was started with other settings"
+        )
+        record = record.at(state)
+        await self._store.save(record)
+        return record
+
+    def _run(self, record: ReleaseRecord) -> ReleaseRun:
+        pools = self._of(record.model)
+        return ReleaseRun(record, pools, self._keeper, self._store, self._announce, self._interval_s)
+
+    def _of(self, model: str) -> list[PoolScaler]:
+        return [pool for pool in self._pools if pool.spec.model == model]
+
+    def _model(self, name: str | None) -> str:
+        models = list(dict.fromkeys(pool.spec.model for pool in self._pools))
+        if name is None and len(models) == 1:
+            return models[0]
+        if name is None:
+            raise InvalidRequest("Say which model: several are served here.", param="model")
+        if name not in models:
+            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
+        return name

@@ -1,0 +1,85 @@
+"""What a revision of a model is: weights, settings and a name for both. Pure; reads no file and starts nothing."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from penstock.cluster.replica import ReplicaSpec
+from penstock.core.config import EngineConfig
+from penstock.core.errors import InvalidRequest
+
+# A release changes how a model is served, not what clients call it; its weights are given by themselves.
+_FIXED = frozenset({"model", "served_model_name"})
+
+
+def revision_of(engine: EngineConfig, model_path: str) -> str:
+    """A name that is the same wherever weights and settings are the same."""
+    content = msgspec.json.encode((engine, model_path), order="deterministic")
+    return hashlib.sha256(content).hexdigest()[:10]
+
+
+def changed(
+    spec: ReplicaSpec, *, weights: tuple[str, str] | None, settings: Mapping[str, Any], revision: str | None
+) -> ReplicaSpec:
+    """`spec` with other weights (what the operator called them, and where they are), settings, or both."""
+    engine = with_settings(spec.engine, settings)
+    model_path = spec.model_path
+    if weights is not None:
+        name, model_path = weights
+        # Clients go on using the name that they know.
+        model = replace(engine.model, model=name, served_model_name=spec.model)
+        engine = replace(engine, model=model)
+    revision = revision or revision_of(engine, model_path)
+    return replace(spec, engine=engine, model_path=model_path, revision=revision)
+
+
+def with_settings(engine: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
+    """Engine settings by the names that flags have. Raises InvalidRequest for one that there is not, or a value that
+    it cannot have."""
+    places = _places(engine)
+    for name, value in changes.items():
+        if name not in places:
+            near = difflib.get_close_matches(name, places, n=1)
+            raise InvalidRequest(
+                f"There is no engine setting {name!r}.",
+                param="settings",
+                hint=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        section = places[name]
+        if section is None:
+            engine = _with(engine, name, value)
+        else:
+            engine = replace(engine, **{section: _with(getattr(engine, section), name, value)})
+    return engine
+
+
+def _places(engine: EngineConfig) -> dict[str, str | None]:
+    """Of every setting, the section that it is in; None for the engine's own."""
+    places: dict[str, str | None] = {}
+    for field in engine.__struct_fields__:
+        value = getattr(engine, field)
+        if isinstance(value, msgspec.Struct):
+            places |= dict.fromkeys(value.__struct_fields__, field)
+        else:
+            places[field] = None
+    return {name: section for name, section in places.items() if name not in _FIXED}
+
+
+_Struct = typing.TypeVar("_Struct", bound=msgspec.Struct)
+
+
+def _with(struct: _Struct, name: str, value: Any) -> _Struct:
+    declared = typing.get_type_hints(type(struct), include_extras=True)[name]
+    try:
+        # Values of a command line are texts, those of JSON have types: both are understood.
+        checked = msgspec.convert(value, declared, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"The setting {name} cannot be {value!r}: {error}.", param="settings") from None
+    return replace(struct, **{name: checked})

@@ -1,0 +1,334 @@
+"""Carries out what the autoscaler decides for one pool of replicas: gathers its signals, starts, drains and stops.
+
+A pool is the replicas of one model and role that stand in for each other. How many there should be is
+`control/autoscaler`'s business; how a replica is started is the keeper's, which the supervisor is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from penstock.cluster.control_messages import Report, Sample
+from penstock.cluster.figures import RecentRate, RecentTimes
+from penstock.cluster.replica import Member, ReplicaSpec
+from penstock.control.autoscaler import (
+    Action,
+    Autoscaler,
+    AutoscalerConfig,
+    AutoscalerState,
+    Drain,
+    Phase,
+    ReplicaSignal,
+    Resume,
+    Signals,
+    Start,
+    Stop,
+)
+from penstock.core.cluster_view import PoolView
+from penstock.core.config import ScalingConfig
+from penstock.core.errors import ConfigError, NotFound, PenstockError
+from penstock.core.messages import EngineReady, EngineStats
+from penstock.router import ReplicaState
+
+log = logging.getLogger(__name__)
+
+MAX_TTFT_WINDOW_S = 20.0
+MAX_ARRIVAL_WINDOW_S = 10.0
+MIN_WINDOW_S = 1.0
+FIRST_RETRY_S = 1.0  # after a replica could not be started, doubling
+LAST_RETRY_S = 60.0
+_PHASES = {
+    ReplicaState.STARTING: Phase.STARTING,
+    ReplicaState.WARMING: Phase.STARTING,
+    ReplicaState.READY: Phase.READY,
+    ReplicaState.DRAINING: Phase.DRAINING,
+    ReplicaState.UNHEALTHY: Phase.STARTING,  # it is being replaced
+}
+
+
+def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | None:
+    """None where the number of replicas is to stay as it is."""
+    if config.min_replicas is None and config.max_replicas is None:
+        return None
+    floor = num_replicas if config.min_replicas is None else config.min_replicas
+    ceiling = max(floor, num_replicas) if config.max_replicas is None else config.max_replicas
+    if config.min_replicas is not None and floor > ceiling:
+        raise ConfigError(
+            f"--min-replicas {floor} is more than --max-replicas {ceiling}.", hint="Raise the ceiling."
+        )
+    return AutoscalerConfig(
+        min_replicas=min(floor, ceiling),
+        max_replicas=ceiling,
+        drain_target_s=config.queue_target_s,
+        ttft_target_s=config.ttft_target_ms / 1e3,
+        kv_target=config.kv_usage_target,
+        up_cooldown_s=config.scale_up_pause_s,
+        down_cooldown_s=config.scale_down_pause_s,
+        idle_to_zero_s=config.scale_to_zero_after_s,
+    )
+
+
+class ReplicaKeeper(Protocol):
+    """What the control plane asks of whoever runs replicas."""
+
+    def members(self) -> tuple[Member, ...]: ...
+
+    def stats(self, replica_id: str) -> EngineStats: ...
+
+    def ready(self, replica_id: str) -> EngineReady | None:
+        """What it serves, once it knows."""
+        ...
+
+    async def launch(self, spec: ReplicaSpec) -> str:
+        """It is a member from the first moment on; returns its id when it is ready."""
+        ...
+
+    async def drain(self, replica_id: str, timeout_s: float) -> bool:
+        """Send it no new requests; returns when it has none left, or too long."""
+        ...
+
+    def resume(self, replica_id: str) -> bool:
+        """Take it out of draining; False when that is too late."""
+        ...
+
+    async def stop(self, replica_id: str) -> None: ...
+
+
+class PoolFigures:
+    """What gateways report of one pool, summed."""
+
+    def __init__(self, config: AutoscalerConfig) -> None:
+        # What was seen before the last change must not call for another.
+        window_s = max(MIN_WINDOW_S, min(MAX_TTFT_WINDOW_S, 0.75 * config.up_cooldown_s))
+        self.ttfts_s = RecentTimes(window_s)
+        self.arrived_tokens = RecentRate(
+            max(MIN_WINDOW_S, min(MAX_ARRIVAL_WINDOW_S, 0.5 * config.down_cooldown_s))
+        )
+        self._held: dict[int, tuple[int, int]] = {}  # requests and prompt tokens, by gateway
+        self._token_s: dict[str, float] = {}  # by replica
+
+    @property
+    def held_requests(self) -> int:
+        return sum(requests for requests, _ in self._held.values())
+
+    @property
+    def held_tokens(self) -> int:
+        return sum(tokens for _, tokens in self._held.values())
+
+    def add(self, gateway: int, model: str, revision: str, report: Report, now: float) -> None:
+        of_model = report.models.get(model)
+        if of_model is not None:
+            self.arrived_tokens.add(of_model.arrived_tokens, now)
+            self._held[gateway] = of_model.held_requests, of_model.held_tokens
+        for sample in report.samples:
+            self._add_sample(sample, model, revision, now)
+        self._token_s.update(report.token_s)
+
+    def forget(self, gateway: int) -> None:
+        """It has gone, and what it held with it."""
+        self._held.pop(gateway, None)
+
+    def drain_tokens_per_s(self, ready: list[str]) -> float | None:
+        """Prefill of one replica, on the mean of those that are ready; of all that there were when none is."""
+        known = [self._token_s[replica_id] for replica_id in ready if replica_id in self._token_s]
+        known = known or list(self._token_s.values())
+        self._token_s = {
+            name: self._token_s[name] for name in ready if name in self._token_s
+        } or self._token_s
+        return len(known) / sum(known) if known and sum(known) > 0.0 else None
+
+    def _add_sample(self, sample: Sample, model: str, revision: str, now: float) -> None:
+        if sample.ttft_s is not None and sample.model == model and sample.revision == revision:
+            self.ttfts_s.add(sample.ttft_s, now)
+
+
+class PoolScaler:
+    """One pool. `spec` is what it starts replicas of; without a config their number stays as it is."""
+
+    def __init__(
+        self,
+        keeper: ReplicaKeeper,
+        spec: ReplicaSpec,
+        config: AutoscalerConfig | None,
+        drain_timeout_s: float,
+    ) -> None:
+        self._keeper = keeper
+        self.spec = spec
+        self.figures = PoolFigures(config or AutoscalerConfig())
+        self.is_releasing = False  # while another revision is compared with this one, none of this one leaves
+        self._config = config
+        self._drain_timeout_s = drain_timeout_s
+        self._state = AutoscalerState()
+        self._drains: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failures = 0  # to start a replica, in a row
+        self._retry_at_s = 0.0
+        self._num_ups = 0
+        self._num_downs = 0
+        self._last_decision = ""
+        self._last_decision_at: float | None = None
+
+    def members(self) -> list[Member]:
+        """Of this pool, whichever revision."""
+        return [
+            member
+            for member in self._keeper.members()
+            if (member.spec.model, member.spec.role) == (self.spec.model, self.spec.role)
+            and member.replica.state is not ReplicaState.GONE
+        ]
+
+    def serving(self, revision: str) -> list[Member]:
+        """Those of a revision that serve, or are about to."""
+        return [
+            member
+            for member in self.members()
+            if member.replica.revision == revision and member.replica.state is not ReplicaState.DRAINING
+        ]
+
+    def look(self, now: float, wall_s: float) -> None:
+        """Look at the signals, decide, and begin to act."""
+        if self._config is None:
+            return
+        signals = self.signals(now)
+        config = self._config
+        if self.is_releasing:
+            num_serving = sum(replica.phase is not Phase.DRAINING for replica in signals.replicas)
+            floor = min(config.max_replicas, max(config.min_replicas, num_serving))
+            config = replace(config, min_replicas=floor)
+        actions, self._state = Autoscaler(config).decide(signals, self._state, now)
+        for action in actions:
+            self._act(action, signals, now, wall_s)
+
+    def signals(self, now: float) -> Signals:
+        members = [member for member in self.members() if member.replica.revision == self.spec.revision]
+        replicas = [self._signal(member) for member in members]
+        ready = [replica.id for replica in replicas if replica.phase is Phase.READY]
+        queued = sum(self._keeper.stats(member.id).num_waiting_tokens for member in members)
+        return Signals(
+            replicas=tuple(replicas),
+            queued_prefill_tokens=queued + self.figures.held_tokens,
+            arriving_prefill_tokens_per_s=self.figures.arrived_tokens.per_s(now),
+            drain_tokens_per_s=self.figures.drain_tokens_per_s(ready),
+            ttft_p95_s=self.figures.ttfts_s.percentile(0.95, now),
+            held_requests=self.figures.held_requests,
+        )
+
+    def view(self, now: float) -> PoolView:
+        signals = self.signals(now)
+        phases = [replica.phase for replica in signals.replicas]
+        ready = [replica for replica in signals.replicas if replica.phase is Phase.READY]
+        config = self._config
+        targets = config or AutoscalerConfig()
+        return PoolView(
+            model=self.spec.model,
+            role=self.spec.role,
+            revision=self.spec.revision,
+            num_ready=len(ready),
+            num_starting=phases.count(Phase.STARTING),
+            num_draining=phases.count(Phase.DRAINING),
+            min_replicas=config.min_replicas if config else len(phases),
+            max_replicas=config.max_replicas if config else len(phases),
+            queued_prefill_tokens=signals.queued_prefill_tokens,
+            arriving_prefill_tokens_per_s=signals.arriving_prefill_tokens_per_s,
+            drain_tokens_per_s=signals.drain_tokens_per_s,
+            ttft_p95_s=signals.ttft_p95_s,
+            kv_usage=sum(replica.kv_utilisation for replica in ready) / len(ready) if ready else 0.0,
+            drain_target_s=targets.drain_target_s,
+            ttft_target_s=targets.ttft_target_s,
+            kv_target=targets.kv_target,
+            held_requests=signals.held_requests,
+            num_scale_ups=self._num_ups,
+            num_scale_downs=self._num_downs,
+            last_decision=self._last_decision,
+            last_decision_at=self._last_decision_at,
+        )
+
+    async def remove(self, replica_ids: list[str]) -> None:
+        """Drain and stop these, all at once."""
+        await asyncio.gather(*map(self._leave, replica_ids))
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *self._drains.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _signal(self, member: Member) -> ReplicaSignal:
+        stats = self._keeper.stats(member.id)
+        usage = stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
+        phase = _PHASES[member.replica.state]
+        return ReplicaSignal(member.id, phase, stats.num_running + stats.num_waiting, usage)
+
+    def _act(self, action: Action, signals: Signals, now: float, wall_s: float) -> None:
+        match action:
+            case Start(count=count, reason=reason):
+                if now < self._retry_at_s:
+                    return
+                self._note(f"start {count}: {reason}", signals, wall_s)
+                self._num_ups += 1
+                for _ in range(count):
+                    self._begin(self._launch())
+            case Resume(replica_ids=replica_ids, reason=reason):
+                self._note(f"resume {len(replica_ids)}: {reason}", signals, wall_s)
+                self._num_ups += 1
+                for replica_id in replica_ids:
+                    self._resume(replica_id)
+            case Drain(replica_ids=replica_ids, reason=reason):
+                self._note(f"drain {len(replica_ids)}: {reason}", signals, wall_s)
+                self._num_downs += 1
+                for replica_id in replica_ids:
+                    self._drain(replica_id)
+            case Stop(replica_ids=replica_ids):
+                for replica_id in replica_ids:
+                    if replica_id not in self._drains:  # else its drain is about to return, and stops it
+                        self._begin(self._leave(replica_id))
+
+    def _note(self, decision: str, signals: Signals, wall_s: float) -> None:
+        self._last_decision = decision
+        self._last_decision_at = wall_s
+        ttft = "unknown" if signals.ttft_p95_s is None else f"{signals.ttft_p95_s * 1e3:.0f} ms"
+        log.info(
+            "autoscaler, %s: %s (replicas %d, queued prefill tokens %.0f, TTFT p95 %s, held requests %d)",
+            self.spec.model,
+            decision,
+            len(signals.replicas),
+            signals.queued_prefill_tokens,
+            ttft,
+            signals.held_requests,
+        )
+
+    async def _launch(self) -> None:
+        try:
+            await self._keeper.launch(self.spec)
+        except PenstockError as error:
+            self._failures += 1
+            pause_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures, 16))
+            self._retry_at_s = asyncio.get_running_loop().time() + pause_s
+            log.error("a replica of %s could not be started: %s", self.spec.model, error.message)
+        else:
+            self._failures = 0
+
+    def _drain(self, replica_id: str) -> None:
+        task = asyncio.create_task(self._leave(replica_id))
+        self._drains[replica_id] = task
+        task.add_done_callback(lambda _: self._drains.pop(replica_id, None))
+
+    async def _leave(self, replica_id: str) -> None:
+        with contextlib.suppress(NotFound):  # it died meanwhile
+            await self._keeper.drain(replica_id, self._drain_timeout_s)
+            await self._keeper.stop(replica_id)
+
+    def _resume(self, replica_id: str) -> None:
+        if self._keeper.resume(replica_id) and (task := self._drains.pop(replica_id, None)) is not None:
+            task.cancel()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,110 @@
+"""A small OpenAI-compatible server of somebody else's, on a real socket. A test scripts what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+Script = Callable[[dict[str, Any]], Sequence[dict[str, Any] | float | Response]]
+
+
+def text_chunks(
+    *pieces: str, finish_reason: str = "stop", usage: dict[str, Any] | None = None, **choice: Any
+) -> list[dict[str, Any]]:
+    """As vLLM sends them: a role, the text, the end, and usage on its own."""
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        *({"content": each} for each in pieces),
+    ]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason, **choice}]})
+    told = usage or {"prompt_tokens": 7, "completion_tokens": len(pieces), "total_tokens": 7 + len(pieces)}
+    return [*chunks, {"choices": [], "usage": told}]
+
+
+class OpenAIServer:
+    """`script` gives, for a request's body, what is sent: chunks, seconds to wait, or a whole other response."""
+
+    def __init__(self, *models: str, script: Script | None = None) -> None:
+        self.models = models or ("theirs",)
+        self.script: Script = script or (lambda body: text_chunks("Hel", "lo"))
+        self.metrics: str | None = None
+        self.is_well = True
+        self.num_probes = 0
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.num_abandoned = 0
+        self.url = ""
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._models),
+                Route("/metrics", self._metrics),
+                Route("/v1/chat/completions", self._answer, methods=["POST"]),
+                Route("/v1/completions", self._answer, methods=["POST"]),
+            ]
+        )
+
+    async def _models(self, request: Request) -> Response:
+        self.num_probes += 1
+        if not self.is_well:
+            return Response(status_code=503)
+        return JSONResponse({"object": "list", "data": [{"id": name} for name in self.models]})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(status_code=404) if self.metrics is None else PlainTextResponse(self.metrics)
+
+    async def _answer(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self.paths.append(request.url.path)
+        steps = self.script(body)
+        if steps and isinstance(steps[0], Response):
+            return steps[0]
+
+        async def events() -> AsyncIterator[bytes]:
+            is_whole = False
+            try:
+                for step in steps:
+                    if isinstance(step, float):
+                        await asyncio.sleep(step)
+                    else:
+                        yield b"data: " + json.dumps(step, ensure_ascii=False).encode() + b"\n\n"
+                is_whole = True
+                yield b"data: [DONE]\n\n"
+            finally:
+                self.num_abandoned += not is_whole
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+
+@asynccontextmanager
+async def serving(*servers: OpenAIServer) -> AsyncIterator[None]:
+    """Each on a port of its own, on this event loop; a server's `url` says where."""
+    running = []
+    for server in servers:
+        config = uvicorn.Config(server.app(), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+        listening = uvicorn.Server(config)
+        task = asyncio.create_task(listening.serve())
+        while not listening.started:
+            await asyncio.sleep(0.001)
+        server.url = f"http://127.0.0.1:{listening.servers[0].sockets[0].getsockname()[1]}"
+        running.append((listening, task))
+    try:
+        yield
+    finally:
+        for listening, task in running:
+            listening.should_exit = listening.force_exit = True
+            await task

@@ -1,0 +1,272 @@
+"""Several external servers as one: who gets a request, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse
+
+from penstock.cluster.external.call import ExternalCall
+from penstock.cluster.external.pool import MAX_MISSED_PROBES, ExternalPool
+from penstock.cluster.external.server import ExternalServer
+from penstock.control.breaker import BreakerConfig, Circuit
+from penstock.core.config import ExternalServerConfig
+from penstock.core.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PenstockError,
+)
+from penstock.router import ReplicaState, Router
+from penstock.router.policies import RoundRobin
+from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks
+
+PATIENT = BreakerConfig(max_failures=100)
+
+
+def call(number: int = 0, text: str = "some prompt", **changes: Any) -> ExternalCall:
+    fields: dict[str, Any] = {
+        "id": f"request-{number}",
+        "model": "theirs",
+        "api": "chat/completions",
+        "body": {"messages": [{"role": "user", "content": text}]},
+        "text": text,
+    }
+    return ExternalCall(**(fields | changes))
+
+
+@contextlib.asynccontextmanager
+async def pool_of(*servers: OpenAIServer, **options: Any) -> AsyncIterator[ExternalPool]:
+    settings = options.pop("settings", {})
+    async with serving(*servers):
+        pool = ExternalPool(
+            [ExternalServer(ExternalServerConfig(url=server.url, **settings)) for server in servers],
+            **{"breaker": PATIENT, "router": Router(RoundRobin()), **options},
+        )
+        await pool.probe()
+        try:
+            yield pool
+        finally:
+            await pool.close()
+
+
+async def ask(pool: ExternalPool, asked: ExternalCall | None = None) -> str:
+    return "".join(
+        [
+            (choice.delta.content or "")
+            async for chunk in pool.stream(asked or call())
+            for choice in chunk.choices
+            if choice.delta is not None
+        ]
+    )
+
+
+def fails(status: int, message: str = "no", **headers: str) -> list[JSONResponse]:
+    return [JSONResponse({"error": {"message": message}}, status, headers)]
+
+
+async def test_an_answer_by_the_servers_own_name_for_the_model() -> None:
+    server = OpenAIServer("big/model")
+    settings = {"models": {"theirs": "big/model"}, "api_key": "secret"}
+    async with pool_of(server, settings=settings) as pool:
+        assert dict(pool.models) == {"theirs": None}
+        assert await ask(pool) == "Hello"
+    (body,) = server.bodies
+    assert body["model"] == "big/model"
+    assert body["stream"] is True
+    assert server.headers[0]["authorization"] == "Bearer secret"
+
+
+async def test_all_models_of_a_server_may_be_asked_for() -> None:
+    async with pool_of(OpenAIServer("a", "b"), OpenAIServer("b", "c")) as pool:
+        assert set(pool.models) == {"a", "b", "c"}
+        with pytest.raises(ModelNotFound):
+            await ask(pool, call(model="d"))
+
+
+@pytest.mark.parametrize("status", [401, 404, 408, 429, 500, 502, 503])
+async def test_another_server_answers_when_one_fails(status: int) -> None:
+    broken, whole = OpenAIServer(), OpenAIServer()
+    broken.script = lambda body: fails(status)
+    async with pool_of(broken, whole) as pool:
+        for number in range(10):
+            assert await ask(pool, call(number, f"prompt {number} " * 20)) == "Hello"
+        assert broken.bodies, "it was asked, too"
+        assert pool.num_retries == len(broken.bodies)
+
+
+async def test_an_error_in_the_stream_before_any_text_is_retried_too() -> None:
+    broken, whole = OpenAIServer(), OpenAIServer()
+    broken.script = lambda body: [text_chunks("x")[0], {"error": {"message": "out of memory", "code": 500}}]
+    async with pool_of(broken, whole) as pool:
+        answers = [await ask(pool, call(number, f"prompt {number} " * 20)) for number in range(10)]
+    assert set(answers) == {"Hello"}
+    assert broken.bodies
+
+
+async def test_a_stream_that_breaks_after_its_first_text_is_an_error() -> None:
+    broken = OpenAIServer(script=lambda body: [*text_chunks("x")[:2], {"error": "gone"}])
+    async with pool_of(broken, OpenAIServer(script=broken.script)) as pool:
+        with pytest.raises(EngineUnavailable):
+            await ask(pool)
+        assert pool.num_retries == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "error"),
+    [
+        (400, "temperature is wrong", InvalidRequest),
+        (422, "no", InvalidRequest),
+        (400, "This model's maximum context length is 8 tokens", ContextLengthExceeded),
+        (429, "slow down", Overloaded),
+        (404, "unknown", ModelNotFound),
+        (401, "your key sk-123 is wrong", EngineUnavailable),
+        (500, "Traceback", EngineUnavailable),
+    ],
+)
+async def test_what_a_refusal_means(status: int, message: str, error: type[PenstockError]) -> None:
+    headers = {"retry-after": "17"}
+    async with pool_of(OpenAIServer(script=lambda body: fails(status, message, **headers))) as pool:
+        with pytest.raises(error) as raised:
+            await ask(pool)
+    assert type(raised.value) is error
+    assert (message in raised.value.message) == (status in (400, 422)), "only what is the client's business"
+    if error is Overloaded:
+        assert raised.value.retry_after_s == 17.0
+
+
+async def test_what_is_no_stream_of_chunks_is_an_error() -> None:
+    async with pool_of(OpenAIServer(script=lambda body: [{"choices": "none"}])) as pool:
+        with pytest.raises(EngineUnavailable, match="something else"):
+            await ask(pool)
+    async with pool_of(OpenAIServer(script=lambda body: [])) as pool:
+        with pytest.raises(EngineUnavailable, match="before it began"):
+            await ask(pool)
+
+
+async def test_closing_the_stream_reaches_the_server() -> None:
+    server = OpenAIServer(script=lambda body: [*text_chunks("a", "b")[:2], 30.0, *text_chunks("c")])
+    async with pool_of(server) as pool:
+        stream = pool.stream(call())
+        while not (await anext(stream)).says_something:
+            pass
+        assert pool.views()[0].num_running == 1
+        await stream.aclose()
+        async with asyncio.timeout(10):
+            while not server.num_abandoned:
+                await asyncio.sleep(0.01)
+        (view,) = pool.views()
+        assert (view.num_running, view.outcomes) == (0, {"abandoned": 1})
+        assert view.circuit is Circuit.CLOSED
+
+
+async def test_a_server_that_keeps_failing_is_left_alone() -> None:
+    broken, whole = OpenAIServer(), OpenAIServer()
+    broken.script = lambda body: fails(500)
+    async with pool_of(broken, whole, breaker=BreakerConfig(max_failures=2, first_pause_s=1000.0)) as pool:
+        for number in range(30):
+            assert await ask(pool, call(number, f"prompt {number} " * 20)) == "Hello"
+        assert len(broken.bodies) == 2
+        assert [view.circuit for view in pool.views()] == [Circuit.OPEN, Circuit.CLOSED]
+
+
+async def test_without_any_server_that_is_well_nothing_is_asked() -> None:
+    server = OpenAIServer()
+    async with pool_of(server) as pool:
+        server.is_well = False
+        for _ in range(MAX_MISSED_PROBES):
+            assert pool.is_ready
+            await pool.probe()
+        assert not pool.is_ready
+        with pytest.raises(EngineUnavailable):
+            await ask(pool)
+        assert "theirs" in pool.models, "it is only away"
+        server.is_well = True
+        await pool.probe()
+        assert await ask(pool) == "Hello"
+
+
+async def test_a_server_that_never_was_there() -> None:
+    pool = ExternalPool([ExternalServer(ExternalServerConfig(url="http://127.0.0.1:1"))])
+    await pool.probe()
+    assert [view.state for view in pool.views()] == [ReplicaState.UNHEALTHY]
+    assert not pool.models
+    await pool.close()
+
+
+class CachingServer(OpenAIServer):
+    """Takes its time for a system prompt that it has not seen."""
+
+    def __init__(self) -> None:
+        super().__init__(script=self.answer)
+        self.known: set[str] = set()
+
+    def answer(self, body: dict[str, Any]) -> list[Any]:
+        beginning = body["messages"][0]["content"][:60]
+        pause_s = 0.0 if beginning in self.known else 0.05
+        self.known.add(beginning)
+        return [pause_s, *text_chunks("ok")]
+
+
+async def test_requests_with_the_same_beginning_go_to_the_same_server() -> None:
+    servers = [CachingServer() for _ in range(3)]
+    async with pool_of(*servers, router=Router()) as pool:
+        for turn in range(5):
+            for tenant in range(6):
+                system = f"You are the assistant of tenant number {tenant}. " * 40
+                await ask(pool, call(turn * 6 + tenant, f"{system} turn {turn}"))
+    num_cold = sum(len(server.known) for server in servers)
+    assert num_cold <= 11, "in turn, or by chance, most tenants would be at all three servers"
+    assert all(server.bodies for server in servers), "and none is left out"
+
+
+async def test_load_that_servers_tell_keeps_requests_away() -> None:
+    busy, idle = OpenAIServer(), OpenAIServer()
+    busy.metrics = "vllm:num_requests_running 50\nvllm:num_requests_waiting 200\n"
+    idle.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+    async with pool_of(busy, idle, router=Router()) as pool:
+        for number in range(10):
+            await ask(pool, call(number, f"prompt {number}"))
+        assert (len(busy.bodies), len(idle.bodies)) == (0, 10)
+        load = pool.views()[0].load
+        assert load is not None
+        assert load.num_waiting == 200
+
+
+async def test_a_preferred_region() -> None:
+    servers = [OpenAIServer(), OpenAIServer()]
+    async with serving(*servers):
+        regions = ("eu", "us")
+        pool = ExternalPool(
+            [
+                ExternalServer(ExternalServerConfig(url=server.url, region=region))
+                for server, region in zip(servers, regions, strict=True)
+            ]
+        )
+        await pool.probe()
+        for number in range(6):
+            await ask(pool, call(number, f"prompt {number}", region="us"))
+        await pool.close()
+    assert [len(server.bodies) for server in servers] == [0, 6]
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", ""])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(ConfigError):
+        ExternalServer(ExternalServerConfig(url=url))
+
+
+async def test_a_url_may_end_with_the_version() -> None:
+    async with serving(server := OpenAIServer()):
+        for url in (server.url, f"{server.url}/", f"{server.url}/v1", f"{server.url}/v1/"):
+            external = ExternalServer(ExternalServerConfig(url=url))
+            await external.probe()
+            assert external.models == {"theirs": "theirs"}
+            await external.close()

@@ -1,0 +1,211 @@
+"""Prefill and decode in real processes: the same answers, whichever of them is killed or frozen on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.local import LocalLauncher
+from penstock.cluster.replica import Member, ReplicaSpec, Role, RunningReplica
+from penstock.cluster.transport import ZmqEngineClient
+from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.errors import PenstockError
+from penstock.core.kv_transfer import KVSource
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request, SamplingParams
+from penstock.router import Replica
+from tests.engine.tiny import write_tiny_model
+
+pytest.importorskip("nixl_cu12", reason="needs penstock[disaggregation]")
+
+WAIT_S = 60
+MODEL = "tiny"
+NUM_TOKENS = 2000  # in steps of 16, a prompt takes long enough to be interrupted
+
+
+@dataclass
+class Process:
+    """An engine, and a gateway's connection to it."""
+
+    spec: ReplicaSpec
+    running: RunningReplica
+    client: ZmqEngineClient
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    is_killed: bool = False
+
+    @property
+    def source(self) -> KVSource:
+        assert self.client.ready is not None
+        return KVSource(self.client.ready.kv_endpoint)
+
+    def ask(self, request: Request, source: KVSource | None = None) -> None:
+        self.answers[request.id] = []
+        self.client.add(request, timeout_s=None, on_event=self._on_event, on_error=_fail, kv_source=source)
+
+    async def answer(self, request: Request, source: KVSource | None = None) -> list[int]:
+        self.ask(request, source)
+        await until(lambda: request.id in self.ended)
+        return self.answers[request.id]
+
+    async def leave(self) -> None:
+        """It must find its records in order when it leaves."""
+        self.client.shut_down_engine()
+        async with asyncio.timeout(WAIT_S):
+            assert await self.running.wait() == 0
+        await self.running.stop()
+        self.client.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.running.pid is not None
+        os.kill(self.running.pid, number)
+
+    def _on_event(self, event: TokenEvent) -> None:
+        self.answers[event.request_id].extend(event.token_ids)
+        if event.finish_reason is not None:
+            self.ended.add(event.request_id)
+
+
+def _fail(error: PenstockError) -> None:
+    raise error
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def make_request(request_id: str, seed: int, num_tokens: int = NUM_TOKENS, max_tokens: int = 8) -> Request:
+    prompt = tuple(3 + (seed * n * n + n) % 290 for n in range(num_tokens))
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Request(id=request_id, prompt_token_ids=prompt, sampling=sampling, model=MODEL)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    config = json.loads((folder / "config.json").read_text())
+    longer = {"max_position_embeddings": 4096, "num_hidden_layers": 6}
+    (folder / "config.json").write_text(json.dumps(config | longer))
+    return folder
+
+
+async def start(model: Path, role: Role) -> Process:
+    engine = EngineConfig(
+        model=ModelConfig(model=str(model), device="cpu", dtype="float32", load_format="random"),
+        cache=CacheConfig(num_kv_blocks=1024),
+        # Slow to prefill, quick to decode.
+        scheduler=SchedulerConfig(
+            itl_target_ms=None, max_num_batched_tokens=16 if role == "prefill" else 512, max_num_seqs=16
+        ),
+        num_threads=1,
+        kv_transfer=True,
+    )
+    spec = ReplicaSpec(model=MODEL, engine=engine, model_path=str(model), revision="a", role=role)
+    running = await LocalLauncher(log_level="WARNING").launch(spec, role)
+    client = ZmqEngineClient(running.endpoint)
+    client.start()
+    return Process(spec, running, client)
+
+
+@pytest.fixture
+async def engines(model: Path) -> AsyncIterator[tuple[Process, Process]]:
+    """One that prefills and one that decodes. Whoever is alive at the end leaves in good order."""
+    pair = await start(model, "prefill"), await start(model, "decode")
+    async with asyncio.timeout(WAIT_S):
+        for process in pair:
+            await process.client.wait_ready()
+    yield pair
+    for process in pair:
+        if not process.is_killed:
+            await process.leave()
+
+
+async def kill(process: Process) -> None:
+    process.running.kill()
+    await process.running.wait()
+    await process.running.stop()
+    process.client.close()
+    process.is_killed = True
+
+
+async def test_a_prefill_peer_that_freezes_and_is_killed_costs_no_request(
+    engines: tuple[Process, Process],
+) -> None:
+    prefill, decode = engines
+    expected = [await decode.answer(make_request(f"alone {n}", n)) for n in range(3)]
+    for first_seed, number in ((10, signal.SIGSTOP), (20, signal.SIGKILL)):
+        asked = [make_request(f"{number.name} {n}", first_seed + n) for n in range(3)]
+        for each in asked:
+            decode.ask(each, prefill.source)
+        before = prefill.client.stats.tokens_computed
+        await until(lambda: prefill.client.stats.tokens_computed > before + 200)  # noqa: B023
+        assert not decode.ended & {each.id for each in asked}, "it was to be interrupted"
+        prefill.signal(number)
+        await until(lambda: {each.id for each in asked} <= decode.ended)  # noqa: B023
+        if number is signal.SIGSTOP:
+            prefill.signal(signal.SIGCONT)
+        for each in asked:
+            uncached = msgspec.structs.replace(each, id=f"{each.id} again", tenant="another")
+            assert decode.answers[each.id] == await decode.answer(uncached)
+    assert decode.client.stats.kv_fetches_failed >= 4
+    await until(lambda: decode.client.stats.num_kv_blocks_used == 0)
+    assert [await decode.answer(make_request(f"later {n}", n)) for n in range(3)] == expected
+    await kill(prefill)
+
+
+async def test_the_fleet_sends_long_prompts_by_way_of_the_prefill_replica_and_a_killed_decoder_costs_nothing(
+    engines: tuple[Process, Process], model: Path
+) -> None:
+    prefill, doomed = engines
+    spare = await start(model, "decode")
+    await asyncio.wait_for(spare.client.wait_ready(), WAIT_S)
+    long = [make_request(f"long {n}", 50 + n, max_tokens=200) for n in range(2)]
+    expected = {each.id: await spare.answer(each) for each in long}
+
+    fleet = Fleet()
+    members = [member(process, f"r{n}") for n, process in enumerate((prefill, doomed))]
+    fleet.update(members)
+    await asyncio.wait_for(fleet.wait_ready(), WAIT_S)
+    answers: dict[str, list[int]] = {}
+    ended: set[str] = set()
+
+    def on_event(event: TokenEvent) -> None:
+        answers.setdefault(event.request_id, []).extend(event.token_ids)
+        if event.finish_reason is not None:
+            ended.add(event.request_id)
+
+    def ask(request: Request) -> None:
+        fleet.add(request, timeout_s=None, on_event=on_event, on_error=_fail)
+
+    await until(lambda: len(fleet.roster.links) == 2 and fleet.roster.first_ready is not None)
+    await until(lambda: all(link.client.ready is not None for link in fleet.roster.links.values()))
+    short = make_request("short", 60, num_tokens=100)
+    ask(short)
+    for each in long:
+        ask(each)
+    await until(lambda: all(len(answers.get(each.id, ())) >= 20 for each in long))
+    assert fleet.kv_sources.ways == {"here": 1, "prefill": 2}
+
+    await kill(doomed)
+    fleet.update([members[0], member(spare, "r2")])
+    await until(lambda: ended >= {each.id for each in (short, *long)})
+    assert {each.id: answers[each.id] for each in long} == expected
+    await until(lambda: prefill.client.stats.num_kv_blocks_used == 0)
+    fleet.close()
+    await spare.leave()
+
+
+def member(process: Process, replica_id: str) -> Member:
+    replica = Replica(id=replica_id, models=frozenset({MODEL}), revision="a", num_kv_blocks=1024)
+    return Member(replica=replica, spec=process.spec, endpoint=process.running.endpoint)

@@ -1,0 +1,366 @@
+"""What a fleet does with requests when replicas come, go and refuse, with replicas that a test holds in its hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.fleet_config import FleetConfig
+from penstock.cluster.observation import Attempt
+from penstock.control.holding import HoldingConfig
+from penstock.control.retries import RetryConfig
+from penstock.core.clock import VirtualClock
+from penstock.core.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
+from penstock.core.kv_events import KVCleared, KVStored
+from penstock.core.messages import EngineStats
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason, Request
+from penstock.router import ReplicaState, hash_tokens
+from tests.cluster.engines import Inbox, send
+from tests.cluster.fake_replicas import MODEL, FakeReplicas, make_request, member, token_at
+
+
+class Desk:
+    """A fleet, its replicas, and a clock."""
+
+    def __init__(self, *replica_ids: str, config: FleetConfig | None = None) -> None:
+        self.clock = VirtualClock(100.0)
+        self.fakes = FakeReplicas()
+        self.fleet = Fleet(config, clock=self.clock, rng=Random(0), connect=self.fakes.connect)
+        self.states = dict.fromkeys(replica_ids, ReplicaState.READY)
+        self.tell()
+
+    def tell(self, **states: ReplicaState | None) -> None:
+        """The replicas as they are now; None takes one away. Names have _ in place of -."""
+        for name, state in states.items():
+            if state is None:
+                del self.states[name]
+            else:
+                self.states[name] = state
+        self.fleet.update([member(replica_id, state) for replica_id, state in self.states.items()])
+
+    def send(self, request_id: str, max_tokens: int = 5, timeout_s: float | None = None) -> Inbox:
+        return send(self.fleet, make_request(request_id, max_tokens), timeout_s)
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    desk = Desk("one", "two")
+    yield desk
+    desk.fleet.close()
+
+
+def expected(request_id: str, count: int) -> list[int]:
+    return [token_at(request_id, position) for position in range(count)]
+
+
+async def test_a_request_without_output_is_sent_elsewhere_when_its_replica_dies(desk: Desk) -> None:
+    inbox = desk.send("a")
+    first = desk.fakes.holder_of("a")
+    desk.tell(**{first: None})
+    second = desk.fakes.holder_of("a")
+    assert second != first
+    desk.fakes[second].finish_all()
+    assert inbox.tokens == expected("a", 5)
+    assert inbox.finish_reason is FinishReason.LENGTH
+    assert desk.fleet.verdicts == {"restart": 1}
+
+
+async def test_a_stream_that_has_begun_goes_on_where_it_was(desk: Desk) -> None:
+    events: list[TokenEvent] = []
+    inbox = Inbox()
+    desk.fleet.add(make_request("a"), timeout_s=None, on_event=events.append, on_error=inbox.on_error)
+    first = desk.fakes.holder_of("a")
+    desk.fakes[first].emit("a", 2)
+    desk.tell(**{first: ReplicaState.UNHEALTHY})
+    second = desk.fakes[desk.fakes.holder_of("a")]
+    assert second.requests["a"].output_token_ids == tuple(expected("a", 2))
+    second.finish_all()
+    assert [token for event in events for token in event.token_ids] == expected("a", 5)
+    assert [event.num_cached_tokens for event in events] == [3, None], "a beginning is told once"
+    assert [event.queue_s for event in events] == [0.5, None]
+    assert inbox.error is None
+
+
+async def test_what_only_one_could_answer_waits_for_its_successor() -> None:
+    desk = Desk("one")
+    inbox = desk.send("a")
+    desk.fakes["one"].emit("a", 2)
+    desk.tell(one=None, successor=ReplicaState.STARTING)
+    assert desk.fleet.held.num_requests() == 1
+    assert desk.fleet.ready is None
+    assert MODEL in desk.fleet.models, "what is known of the model outlives its replica"
+    late = desk.send("b")
+    desk.tell(successor=ReplicaState.READY)
+    desk.fakes["successor"].finish_all()
+    assert inbox.tokens == expected("a", 5)
+    assert late.tokens == expected("b", 5)
+    assert desk.fleet.held.num_requests() == 0
+
+
+async def test_nobody_waits_when_nobody_comes() -> None:
+    desk = Desk("one")
+    inbox = desk.send("a")
+    desk.tell(one=None)
+    assert isinstance(inbox.error, EngineUnavailable)
+
+
+async def test_who_may_wait_for_replicas_that_are_not_even_starting() -> None:
+    desk = Desk("one")
+    desk.tell(one=None)
+    desk.fleet.holds_without_replicas = True
+    notes = Notes()
+    desk.fleet.observers.append(notes)
+    inbox = desk.send("a")
+    assert not inbox.is_over
+    desk.tell(next=ReplicaState.READY)
+    desk.fakes["next"].finish_all()
+    assert inbox.tokens == expected("a", 5)
+    assert notes.arrivals == [("a", 8)]
+
+
+async def test_waiting_has_an_end_and_needs_room() -> None:
+    holding = HoldingConfig(max_held_requests=1, max_wait_s=0.02)
+    desk = Desk("one", config=FleetConfig(holding=holding))
+    desk.tell(one=None, successor=ReplicaState.STARTING)
+    held, too_many = desk.send("a"), desk.send("b")
+    assert isinstance(too_many.error, Overloaded)
+    await held.until_over()
+    assert isinstance(held.error, EngineUnavailable)
+    assert "0 s" in held.error.message
+
+
+async def test_a_deadline_goes_along_and_ends_retries() -> None:
+    desk = Desk("one", "two", "three")
+    inbox = desk.send("a", timeout_s=10.0)
+    first = desk.fakes.holder_of("a")
+    assert desk.fakes[first].timeouts_s["a"] == 10.0
+    desk.clock.advance(4.0)
+    desk.tell(**{first: None})
+    second = desk.fakes.holder_of("a")
+    assert desk.fakes[second].timeouts_s["a"] == 6.0
+    desk.clock.advance(7.0)
+    desk.tell(**{second: None})
+    assert isinstance(inbox.error, EngineUnavailable), "no time is left for another attempt"
+    assert desk.fleet.verdicts["no_time_left"] == 1
+
+
+async def test_a_held_stream_ends_with_what_it_has_when_its_time_is_over() -> None:
+    desk = Desk("one")
+    begun, waiting = desk.send("a", timeout_s=0.02), desk.send("b", timeout_s=0.02)
+    desk.fakes["one"].emit("a")
+    desk.tell(one=None, successor=ReplicaState.STARTING)
+    desk.clock.advance(0.05)
+    await waiting.until_over()
+    await begun.until_over()
+    assert begun.finish_reason is FinishReason.DEADLINE
+    assert begun.tokens == expected("a", 1)
+    assert isinstance(waiting.error, DeadlineExceeded)
+
+
+async def test_a_full_replica_sends_a_request_to_the_next(desk: Desk) -> None:
+    inbox = desk.send("a")
+    first = desk.fakes.holder_of("a")
+    desk.fakes[first].reject("a", Overloaded("full"))
+    second = desk.fakes.holder_of("a")
+    assert second != first
+    desk.fakes[second].reject("a", Overloaded("also full"))
+    assert isinstance(inbox.error, Overloaded)
+
+
+async def test_an_invalid_request_is_not_tried_again(desk: Desk) -> None:
+    inbox = desk.send("a")
+    desk.fakes[desk.fakes.holder_of("a")].reject("a", InvalidRequest("nonsense"))
+    assert isinstance(inbox.error, InvalidRequest)
+    assert desk.fleet.verdicts == {"not_retryable": 1}
+
+
+async def test_attempts_and_the_budget_bound_retries() -> None:
+    retries = RetryConfig(max_attempts=2, max_budget=1.0, budget_ratio=0.0, budget_per_s=0.0)
+    desk = Desk("one", "two", "three", config=FleetConfig(retries=retries))
+    unlucky, second = desk.send("a"), desk.send("b")
+    for _ in range(2):
+        desk.fakes[desk.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
+    assert isinstance(unlucky.error, EngineUnavailable)
+    desk.fakes[desk.fakes.holder_of("b")].reject("b", EngineUnavailable("broken"))
+    assert isinstance(second.error, EngineUnavailable)
+    assert desk.fleet.verdicts == {"restart": 1, "no_attempts_left": 1, "no_budget_left": 1}
+
+
+async def test_a_replica_that_keeps_failing_is_left_alone_for_a_while(desk: Desk) -> None:
+    for number in range(200):
+        request_id = f"request-{number}"
+        desk.send(request_id)
+        if desk.fakes.holder_of(request_id) == "one":
+            desk.fakes["one"].reject(request_id, EngineUnavailable("broken"))
+    assert desk.fleet.roster.links["one"].num_failed == 5
+    desk.clock.advance(1.5)
+    for number in range(200, 300):
+        desk.send(f"request-{number}")
+    assert len(desk.fakes["one"].requests) == 2, "so many probes, until they succeed"
+    desk.fakes["one"].finish_all()
+    for number in range(300, 400):
+        desk.send(f"request-{number}")
+    assert len(desk.fakes["one"].requests) > 2
+
+
+async def test_an_abort_reaches_the_replica_and_silences_the_request(desk: Desk) -> None:
+    inbox = desk.send("a")
+    first = desk.fakes.holder_of("a")
+    desk.fleet.abort("a")
+    desk.fleet.abort("a")
+    assert not desk.fakes[first].requests
+    desk.tell(**{first: None})
+    assert not inbox.is_over
+    assert not inbox.tokens
+    ledger = desk.fleet.router.ledger("two" if first == "one" else "one")
+    assert ledger is not None
+    assert ledger.own_requests == 0
+
+
+async def test_an_abort_of_one_that_pauses_before_its_next_attempt() -> None:
+    desk = Desk("one", "two", "three", config=FleetConfig(retries=RetryConfig(next_pause_s=0.02)))
+    inbox = desk.send("a")
+    for _ in range(2):
+        desk.fakes[desk.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
+    desk.fleet.abort("a")
+    await asyncio.sleep(0.05)
+    assert not any(fake.requests for fake in desk.fakes.by_id.values())
+    assert not inbox.is_over
+
+
+async def test_draining_replicas_keep_what_they_have_and_get_nothing_new(desk: Desk) -> None:
+    desk.send("a")
+    first = desk.fakes.holder_of("a")
+    desk.tell(**{first: ReplicaState.DRAINING})
+    for number in range(10):
+        desk.send(f"later-{number}")
+    assert list(desk.fakes[first].requests) == ["a"]
+
+
+async def test_kv_events_are_read_from_two_replicas_on_and_lead_requests_to_where_their_prefix_is() -> None:
+    desk = Desk("one")
+    assert desk.fakes["one"].num_subscriptions == 0
+    desk.tell(two=ReplicaState.READY)
+    assert [fake.num_subscriptions for fake in desk.fakes.by_id.values()] == [1, 1]
+    request = replace(make_request("a"), prompt_token_ids=tuple(range(200)), tenant="someone")
+    hashes = tuple(hash_tokens("someone", request.prompt_token_ids, 16))
+    desk.fakes["two"].tell_kv_events((KVCleared(0), KVStored(1, hashes, b"")))
+    for number in range(5):
+        send(desk.fleet, replace(request, id=f"request-{number}"))
+    assert len(desk.fakes["two"].requests) == 5
+    assert desk.fleet.reasons == {"prefix": 5}
+    assert desk.fleet.matched_tokens == 5 * 192
+
+
+async def test_lost_kv_events_are_asked_for_again_but_not_all_the_time(desk: Desk) -> None:
+    fake = desk.fakes["one"]
+    fake.tell_kv_events((KVCleared(0),))
+    fake.tell_kv_events((KVStored(2, (b"x" * 16,), b""),))  # number 1 was lost
+    fake.tell_kv_events((KVStored(3, (b"y" * 16,), b""),))
+    assert fake.num_restarts == 1
+    desk.clock.advance(1.1)
+    fake.tell_kv_events((KVStored(4, (b"z" * 16,), b""),))
+    assert fake.num_restarts == 2
+    fake.tell_kv_events((KVCleared(5), KVStored(6, (b"w" * 16,), b"")))
+    desk.clock.advance(1.1)
+    fake.tell_kv_events((KVStored(7, (b"v" * 16,), b""),))
+    assert fake.num_restarts == 2
+
+
+async def test_a_replica_much_slower_than_its_peers_is_left_out() -> None:
+    desk = Desk("one", "two", "three")
+    for beat in range(1, 200):
+        desk.clock.advance(0.1)
+        for name, fake in desk.fakes.by_id.items():
+            step_s = 0.08 if name == "three" else 0.01
+            num_steps = int(beat * 0.1 / step_s)
+            fake.tell_stats(EngineStats(num_running=1, num_steps=num_steps, tokens_computed=4 * num_steps))
+    assert desk.fleet.roster.links["three"].state is ReplicaState.UNHEALTHY
+    assert desk.fleet.roster.num_ejections == 1
+    for number in range(20):
+        desk.send(f"request-{number}")
+    assert not desk.fakes["three"].requests
+
+
+async def test_counters_never_fall_when_a_replica_goes(desk: Desk) -> None:
+    for fake in desk.fakes.by_id.values():
+        fake.stats = EngineStats(num_running=2, num_steps=10, tokens_computed=100, num_kv_blocks=50)
+        fake.tell_stats(fake.stats)
+    assert desk.fleet.stats.num_running == 4
+    assert desk.fleet.stats is desk.fleet.stats, "the same object until there is news"
+    desk.tell(one=None)
+    assert desk.fleet.stats.num_running == 2
+    assert desk.fleet.stats.num_kv_blocks == 50
+    assert desk.fleet.stats.tokens_computed == desk.fleet.stats_of(MODEL).tokens_computed == 200
+
+
+class Notes:
+    """Implements `observation.FleetObserver`."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[tuple[str, int]] = []
+        self.first_tokens: list[str] = []
+        self.attempts: list[Attempt] = []
+
+    def arrived(self, request: Request, uncached_tokens: int) -> None:
+        self.arrivals.append((request.id, uncached_tokens))
+
+    def first_token(self, request: Request, replica_id: str, revision: str, ttft_s: float) -> None:
+        self.first_tokens.append(replica_id)
+
+    def ended(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+
+
+async def test_observers_hear_of_every_attempt(desk: Desk) -> None:
+    notes = Notes()
+    desk.fleet.observers.append(notes)
+    desk.send("a")
+    first = desk.fakes.holder_of("a")
+    desk.clock.advance(1.0)
+    desk.fakes[first].emit("a", 1)
+    desk.clock.advance(1.0)
+    desk.tell(**{first: None})
+    second = desk.fakes.holder_of("a")
+    desk.clock.advance(3.0)
+    desk.fakes[second].emit("a", 2)
+    desk.clock.advance(2.0)
+    desk.fakes[second].emit("a", 2)
+    assert notes.arrivals == [("a", 8)]
+    assert notes.first_tokens == [first]
+    lost, whole = notes.attempts
+    assert (lost.replica_id, lost.ttft_s, lost.itl_s) == (first, 1.0, None)
+    assert isinstance(lost.error, EngineUnavailable)
+    assert (whole.replica_id, whole.ttft_s) == (second, 3.0)
+    assert whole.itl_s == pytest.approx(2.0 / 3.0)
+    assert whole.output_token_ids == tuple(expected("a", 5)[1:])
+    assert whole.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_revision_is_chosen_per_request_and_kept_once_it_has_begun() -> None:
+    fakes = FakeReplicas()
+    fleet = Fleet(FleetConfig(retries=RetryConfig(next_pause_s=0.0)), rng=Random(0), connect=fakes.connect)
+    old, new = member("old", revision="1"), member("new", revision="2")
+    spare = member("spare", revision="2")
+    fleet.update([old, new, spare])
+    fleet.choose_revision = lambda request: "2" if request.id == "canary" else "1"
+    for number in range(8):
+        send(fleet, make_request(f"usual-{number}"))
+    canary = send(fleet, make_request("canary"))
+    assert len(fakes["old"].requests) == 8
+    holder = fakes.holder_of("canary")
+    fakes[holder].emit("canary")
+    fleet.choose_revision = lambda request: "1"
+    fleet.update([old, spare if holder == "new" else new])
+    other = fakes.holder_of("canary")
+    assert other in {"new", "spare"} - {holder}
+    fleet.update([old])
+    assert fakes.holder_of("canary") == "old", "rather than not at all"
+    fakes["old"].finish_all()
+    assert canary.tokens == expected("canary", 5)

@@ -1,0 +1,146 @@
+"""Which replica lends KV to which: the gateway's side of disaggregation, with replicas that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.replica import Member, Role
+from penstock.core.hashing import chain_hashes, root_hash
+from penstock.core.kv_events import KVStored
+from penstock.core.kv_transfer import KVSource
+from penstock.core.messages import EngineStats
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request
+
+from .fake_replicas import FakeReplica, make_request, member
+
+PROMPT = bytes(range(200)) * 5
+
+
+class LendingReplica(FakeReplica):
+    """A fake that could lend KV, and remembers where it was told to get some."""
+
+    def __init__(self, replica_id: str, *callbacks: Callable[..., None]) -> None:
+        super().__init__(*callbacks)
+        self.replica_id = replica_id
+        self.sources: dict[str, KVSource | None] = {}
+
+    def start(self) -> None:
+        super().start()
+        assert self.ready is not None
+        self.ready = msgspec.structs.replace(
+            self.ready, kv_endpoint=f"kv://{self.replica_id}", kv_bytes_per_token=20_000
+        )
+
+    def add(self, request: Request, *, kv_source: KVSource | None = None, **options: object) -> None:  # type: ignore[override]
+        self.sources[request.id] = kv_source
+        super().add(request, **options)  # type: ignore[arg-type]
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.replicas: dict[str, LendingReplica] = {}
+        self.fleet = Fleet(connect=self._connect)
+        self.num_asked = 0
+
+    def _connect(self, member: Member, **callbacks: Callable[..., None]) -> LendingReplica:
+        replica = LendingReplica(
+            member.id, callbacks["on_ready"], callbacks["on_stats"], callbacks["on_kv_events"]
+        )
+        self.replicas[member.id] = replica
+        return replica
+
+    def join(self, *members: tuple[str, Role, str]) -> None:
+        self.fleet.update([with_role(replica_id, role, revision) for replica_id, role, revision in members])
+        for replica in self.replicas.values():  # each computes a token in a millisecond
+            for step in range(1, 40):
+                tokens = 1000 if step % 2 else 10
+                replica.tell_stats(
+                    EngineStats(num_steps=step, step_tokens=tokens, step_s=0.01 + tokens * 1e-3)
+                )
+
+    def ask(self, prompt: bytes = PROMPT) -> tuple[str, KVSource | None]:
+        """Who serves it, and with whose KV."""
+        self.num_asked += 1
+        request = make_request(f"r{self.num_asked}", prompt=prompt)
+        self.fleet.add(request, timeout_s=None, on_event=ignore, on_error=fail)
+        (server,) = [replica for replica in self.replicas.values() if request.id in replica.sources]
+        return server.replica_id, server.sources[request.id]
+
+    def cache(self, replica_id: str, prompt: bytes) -> None:
+        hashes = chain_hashes(root_hash(""), tuple(prompt), 16)
+        self.replicas[replica_id].tell_kv_events((KVStored(0, tuple(hashes), root_hash("")),))
+
+
+def with_role(replica_id: str, role: Role, revision: str) -> Member:
+    plain = member(replica_id, revision=revision)
+    return msgspec.structs.replace(plain, spec=msgspec.structs.replace(plain.spec, role=role))
+
+
+def ignore(event: TokenEvent) -> None:
+    pass
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    return Rig()
+
+
+async def test_long_prompts_go_by_way_of_prefill_replicas(rig: Rig) -> None:
+    rig.join(("p", "prefill", "a"), ("d", "decode", "a"))
+    assert rig.ask() == ("d", KVSource("kv://p"))
+    assert rig.ask(PROMPT[:100]) == ("d", None), "a short one stays"
+    rig.cache("d", PROMPT[::-1])
+    assert rig.ask(PROMPT[::-1]) == ("d", None), "and one that is cached there"
+    assert rig.fleet.kv_sources.ways == {"prefill": 1, "here": 2}
+
+
+async def test_only_replicas_of_one_revision_are_paired(rig: Rig) -> None:
+    rig.join(("old", "prefill", "a"), ("d", "decode", "b"))
+    assert rig.ask() == ("d", None)
+    rig.join(("old", "prefill", "a"), ("new", "prefill", "b"), ("d", "decode", "b"))
+    assert rig.ask(PROMPT[::-1]) == ("d", KVSource("kv://new"))
+
+
+async def test_prompts_are_spread_over_prefill_replicas_and_count_there_until_the_first_token(
+    rig: Rig,
+) -> None:
+    rig.join(("p1", "prefill", "a"), ("p2", "prefill", "a"), ("d", "decode", "a"))
+    sources = {rig.ask(bytes([n]) * 1000)[1] for n in range(2)}
+    assert sources == {KVSource("kv://p1"), KVSource("kv://p2")}
+    router = rig.fleet.roster.prefill_router
+    ledgers = [router.ledger(replica_id) for replica_id in ("p1", "p2")]
+    assert [ledger.own_requests for ledger in ledgers if ledger] == [1, 1]
+    rig.replicas["d"].emit("r1", 1)
+    rig.fleet.abort("r2")
+    assert [ledger.own_requests for ledger in ledgers if ledger] == [0, 0]
+
+
+async def test_a_prefill_replica_that_knows_the_prefix_is_preferred(rig: Rig) -> None:
+    rig.join(("p1", "prefill", "a"), ("p2", "prefill", "a"), ("d", "decode", "a"))
+    rig.cache("p2", PROMPT[:800])
+    assert rig.ask() == ("d", KVSource("kv://p2"))
+
+
+async def test_when_the_only_prefill_replica_goes_decoders_do_without(rig: Rig) -> None:
+    rig.join(("p", "prefill", "a"), ("d", "decode", "a"))
+    rig.fleet.update([with_role("d", "decode", "a")])
+    assert rig.ask() == ("d", None)
+
+
+async def test_a_prefix_is_fetched_from_the_replica_that_has_it(rig: Rig) -> None:
+    """Its holder has so much to do that the request goes elsewhere, and the prefix goes with it."""
+    rig.join(("busy", "both", "a"), ("free", "both", "a"))
+    rig.cache("busy", PROMPT)
+    rig.replicas["busy"].tell_stats(
+        EngineStats(num_running=8, num_waiting=50, num_waiting_tokens=60_000, num_steps=99)
+    )
+    assert rig.ask() == ("free", KVSource("kv://busy", computes=False))

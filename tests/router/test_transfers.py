@@ -1,0 +1,85 @@
+"""When KV is worth a journey."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router import Options, TransferConfig, Way, cheapest_way
+
+CONFIG = TransferConfig()
+# A prompt that takes 2 s to compute here, and 46 MB to move.
+OPTIONS = Options(
+    num_tokens=2000,
+    cached_here=0,
+    queue_here_s=0.01,
+    token_here_s=0.001,
+    kv_bytes_per_token=23_040,
+)
+DECODE = replace(OPTIONS, is_for_decode=True, prefill_s=2.0)
+
+
+def test_a_long_prompt_is_computed_by_a_prefill_replica() -> None:
+    assert cheapest_way(DECODE, CONFIG) is Way.PREFILL
+
+
+def test_short_and_mostly_cached_prompts_stay() -> None:
+    assert cheapest_way(replace(DECODE, num_tokens=200), CONFIG) is Way.HERE
+    assert cheapest_way(replace(DECODE, cached_here=1900), CONFIG) is Way.HERE
+
+
+def test_a_prefill_pool_that_is_too_busy_is_not_waited_for() -> None:
+    assert cheapest_way(replace(DECODE, prefill_s=20.0), CONFIG) is Way.HERE
+
+
+def test_a_replica_that_does_both_computes_what_nobody_has() -> None:
+    assert cheapest_way(replace(OPTIONS, prefill_s=0.1), CONFIG) is Way.HERE
+
+
+def test_what_another_replica_has_is_fetched_when_that_is_cheaper() -> None:
+    there = replace(OPTIONS, cached_elsewhere=1600)
+    assert cheapest_way(there, CONFIG) is Way.FETCH
+    assert cheapest_way(replace(there, cached_here=1590), CONFIG) is Way.HERE, "ten tokens save nothing"
+    fast = replace(there, token_here_s=10e-6)
+    assert cheapest_way(fast, CONFIG) is Way.HERE, "computing is quicker than moving"
+    assert cheapest_way(fast, replace(CONFIG, bytes_per_s=50e9, latency_s=0.001)) is Way.FETCH
+
+
+@given(
+    num_tokens=st.integers(1, 100_000),
+    cached_here=st.integers(0, 100_000),
+    cached_elsewhere=st.integers(0, 100_000),
+    token_s=st.floats(1e-7, 1e-2),
+    bytes_per_token=st.integers(1, 1 << 20),
+    prefill_s=st.one_of(st.none(), st.floats(0, 100)),
+    is_for_decode=st.booleans(),
+)
+def test_no_way_is_taken_that_cannot_gain(
+    num_tokens: int,
+    cached_here: int,
+    cached_elsewhere: int,
+    token_s: float,
+    bytes_per_token: int,
+    prefill_s: float | None,
+    is_for_decode: bool,
+) -> None:
+    options = Options(
+        num_tokens=num_tokens,
+        cached_here=min(cached_here, num_tokens - 1),
+        cached_elsewhere=min(cached_elsewhere, num_tokens - 1),
+        queue_here_s=0.0,
+        token_here_s=token_s,
+        kv_bytes_per_token=bytes_per_token,
+        prefill_s=prefill_s,
+        is_for_decode=is_for_decode,
+    )
+    way = cheapest_way(options, CONFIG)
+    if way is Way.PREFILL:
+        assert is_for_decode
+        assert prefill_s is not None
+        assert options.num_tokens - options.cached_here >= CONFIG.min_prefill_tokens
+    elif way is Way.FETCH:
+        num_fetched = options.cached_elsewhere - options.cached_here
+        assert num_fetched * bytes_per_token / CONFIG.bytes_per_s < num_fetched * token_s
