@@ -8,8 +8,9 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
+from penstock.api.context import note_limits_told
 from penstock.api.errors import is_anthropic
-from penstock.api.limit_headers import limit_headers
+from penstock.api.limit_headers import Headers, limit_headers
 from penstock.api.wishes import cache_headers
 from penstock.core.errors import PenstockError
 from penstock.core.limits import RateLimits
@@ -65,6 +66,11 @@ async def answer_whole(
     )
 
 
+def _limits_told(scope: Scope, rate_limits: RateLimits) -> Headers:
+    note_limits_told(scope)
+    return limit_headers(rate_limits, is_anthropic=is_anthropic(scope))
+
+
 class WholeAnswer:
     """An ASGI response: a JSON body with the rate-limit headers of the API that was called."""
 
@@ -79,7 +85,7 @@ class WholeAnswer:
         headers = [
             (b"content-length", b"%d" % len(self._body)),
             (b"content-type", b"application/json"),
-            *limit_headers(self._rate_limits, is_anthropic=is_anthropic(scope)),
+            *_limits_told(scope, self._rate_limits),
             *self._more_headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -143,7 +149,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            limits = limit_headers(self._generation.rate_limits, is_anthropic=is_anthropic(scope))
+            limits = _limits_told(scope, self._generation.rate_limits)
             headers = [*_STREAM_HEADERS, *limits, *cache_headers(self._generation)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send_events(send)

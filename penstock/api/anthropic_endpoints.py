@@ -15,12 +15,13 @@ from penstock.api.answers import EventStream, answer_whole
 from penstock.api.anthropic_answers import PING, MessageEvents, message
 from penstock.api.anthropic_requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
 from penstock.api.body import BodyDecoder, read_body
-from penstock.api.context import principal_of, request_id_of
+from penstock.api.context import note_model, principal_of, request_id_of
 from penstock.api.wishes import signed_wish
-from penstock.core.errors import InvalidRequest, PermissionDenied
+from penstock.core.errors import InvalidRequest
 from penstock.gateway.choice import Delta
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import Usage
+from penstock.gateway.served_model import ServedModel
 
 # The later versions took temperature, top_p and top_k away; a model of one's own has them, so they always work.
 OLDEST_VERSION = "2023-06-01"
@@ -63,18 +64,19 @@ class AnthropicEndpoints:
     async def count_tokens(self, request: Request) -> Response:
         check_version(request)
         wire = self._count_decoder.decode(await read_body(request, self._max_body_bytes))
-        model = self._gateway.model(wire.model)
-        if not principal_of(request).may_use(model.card.name):
-            raise PermissionDenied(f"This key may not use the model {model.card.name!r}.", param="model")
-        token_ids = await model.token_ids(wire.prompt())
+        note_model(request, wire.model)
+        principal = principal_of(request)
+        model = self._gateway.catalogue.permitted(principal, wire.model)
+        async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
+            token_ids = await model.token_ids(wire.prompt())
         return json_response(TokenCount(len(token_ids)))
 
     def _check_thinking(self, wire: MessagesRequest) -> None:
         if wire.thinking is None or not wire.thinking.thinks:
             return
-        model = self._gateway.model(wire.model)
-        if not model.dialect.reasons:
-            raise InvalidRequest(f"thinking: the model {model.card.name} does not think.", param="thinking")
+        model = self._gateway.catalogue.answering(wire.model)
+        if isinstance(model, ServedModel) and not model.dialect.reasons:
+            raise InvalidRequest(f"thinking: the model {model.name} does not think.", param="thinking")
 
 
 def check_version(request: Request) -> None:

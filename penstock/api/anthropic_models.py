@@ -6,15 +6,15 @@ import datetime
 
 import msgspec
 
-from penstock.core.messages import EngineReady
+from penstock.gateway.catalogue import ListedModel
 
 
 class ModelInfo(msgspec.Struct):
     id: str
     display_name: str
     created_at: str
-    max_input_tokens: int
-    max_tokens: int
+    max_input_tokens: int | None  # None where an external server does not tell
+    max_tokens: int | None
     type: str = "model"
     lifecycle: str = "active"
 
@@ -26,10 +26,16 @@ class ModelPage(msgspec.Struct):
     has_more: bool = False
 
 
-def model_info(engine: EngineReady, created: float) -> ModelInfo:
+def model_info(listed: ListedModel, created: float) -> ModelInfo:
     """`created` is when this server began to serve it, in Unix time."""
-    card = engine.model
-    return ModelInfo(card.name, card.name, timestamp(created), card.max_model_len, engine.max_output_tokens)
+    model = listed.model
+    return ModelInfo(
+        listed.name,
+        model.name,
+        timestamp(created),
+        model.max_model_len,
+        model.max_output_tokens,
+    )
 
 
 def model_page(models: list[ModelInfo]) -> ModelPage:

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.access_log import AccessLog, RequestJournal
+from penstock.api.adapter_endpoints import AdapterEndpoints
 from penstock.api.admin_endpoints import AdminEndpoints
 from penstock.api.anthropic_endpoints import AnthropicEndpoints
 from penstock.api.application import Application
@@ -17,7 +18,8 @@ from penstock.api.authenticate import Authenticate
 from penstock.api.batch_routes import stored_work_routes
 from penstock.api.embeddings_endpoints import EmbeddingEndpoints
 from penstock.api.errors import on_http_exception, on_penstock_error, on_reader_gone
-from penstock.api.middleware import RequestIds
+from penstock.api.middleware import CallerLimits, RequestIds
+from penstock.api.models_endpoints import ModelsEndpoints
 from penstock.api.openai_endpoints import OpenAIEndpoints
 from penstock.api.openapi import OpenAPIEndpoint
 from penstock.api.openapi_operations import OPERATIONS
@@ -58,11 +60,12 @@ def create_app(
     if work is not None:
         gateway.metrics.register(work.runner.metrics)
     middleware = [
-        Middleware(RequestIds),
+        Middleware(RequestIds, CallerLimits(gateway)),
         *([Middleware(AccessLog, journal)] if journal is not None else []),
         Middleware(Authenticate, authenticator),
     ]
     inference_routes = [
+        *ModelsEndpoints(gateway).routes(),
         *AnthropicEndpoints(gateway, config.max_body_bytes).routes(),
         *OpenAIEndpoints(gateway, config.max_body_bytes).routes(),
         *ResponsesEndpoints(
@@ -77,6 +80,7 @@ def create_app(
             *(stored_work_routes(work, inference_routes, config.max_body_bytes) if work else ()),
             *ServiceEndpoints(gateway, config.max_body_bytes).routes(),
             *(AdminEndpoints(tenants.directory, config.max_body_bytes).routes() if tenants else ()),
+            *AdapterEndpoints(gateway, config.max_body_bytes).routes(),
             *more_routes,
             *OpenAPIEndpoint(OPERATIONS).routes(),
         ],

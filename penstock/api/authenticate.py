@@ -22,7 +22,13 @@ from penstock.gateway.tenants.authenticator import Authenticator
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 
 # What the scope INFERENCE does not cover: each path, and everything below it.
-_SCOPED_PATHS = (("/admin", Scope.ADMIN), ("/metrics", Scope.METRICS), ("/v1/usage", Scope.USAGE))
+_SCOPED_PATHS = (
+    ("/admin", Scope.ADMIN),
+    ("/v1/load_lora_adapter", Scope.ADMIN),
+    ("/v1/unload_lora_adapter", Scope.ADMIN),
+    ("/metrics", Scope.METRICS),
+    ("/v1/usage", Scope.USAGE),
+)
 _HINT = "Send it as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 _POLICY_VIOLATION = 1008  # a WebSocket's close code
 

@@ -21,6 +21,20 @@ def set_principal(scope: Scope, principal: Principal) -> None:
     scope.setdefault("state", {})["principal"] = principal
 
 
+def note_model(connection: HTTPConnection, name: str | None) -> None:
+    """Which model a request names, for whoever answers it in the endpoint's place."""
+    connection.scope["state"]["model"] = name
+
+
+def note_limits_told(scope: Scope) -> None:
+    """The answer says what its caller's limits are, if there are any."""
+    scope.setdefault("state", {})["limits_told"] = True
+
+
+def are_limits_told(scope: Scope) -> bool:
+    return scope["state"].get("limits_told", False) is True
+
+
 def request_id_of(connection: HTTPConnection) -> str:
     return str(connection.scope["state"]["request_id"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ Headers: TypeAlias = list[tuple[bytes, bytes]]
 
 DEFAULT_RETRY_AFTER_S = 1.0
 _NO_LIMITS = RateLimits()
+_LIMIT_HEADERS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 
 
 def limit_headers(rate_limits: RateLimits, *, is_anthropic: bool) -> Headers:
@@ -21,6 +23,11 @@ def limit_headers(rate_limits: RateLimits, *, is_anthropic: bool) -> Headers:
     if rate_limits == _NO_LIMITS:
         return []
     return _anthropic_headers(rate_limits, time.time()) if is_anthropic else _openai_headers(rate_limits)
+
+
+def tells_limits(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether an answer has them already."""
+    return any(name.startswith(_LIMIT_HEADERS) for name, _ in headers)
 
 
 def retry_headers(error: PenstockError) -> Headers:

@@ -170,8 +170,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def to_generation(self) -> GenerationRequest:
         self.check_stream_options()
-        if self.echo:
-            raise InvalidRequest("echo is not supported.", param="echo")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo cannot be combined with logprobs: those of prompts are not computed.", param="echo"
+            )
         if self.suffix:
             raise InvalidRequest("suffix is not supported.", param="suffix")
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from penstock.api.adapter_endpoints import (
+    AdapterDeleted,
+    AdapterList,
+    AdapterObject,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from penstock.api.admin_endpoints import (
     AuditList,
     KeyChangesBody,
@@ -27,10 +34,11 @@ from penstock.api.batches_anthropic import (
     MessageBatchList,
 )
 from penstock.api.batches_openai import BatchList, CreateBatch, WireBatch
+from penstock.api.cluster_endpoints import ReleaseList, ReleaseObject, WhichModel
 from penstock.api.embeddings_endpoints import CreateEmbeddings, EmbeddingList
 from penstock.api.files_endpoints import FileDeleted, FileList, FileObject
+from penstock.api.models_endpoints import ModelEntry, ModelList
 from penstock.api.openai_answers import ChatCompletion, Completion
-from penstock.api.openai_endpoints import ModelEntry, ModelList
 from penstock.api.openai_requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openapi import Operation
 from penstock.api.responses_answers import ResponseBody
@@ -43,6 +51,7 @@ from penstock.api.service_endpoints import (
     TokenizeResponse,
 )
 from penstock.api.usage_endpoints import PARAMETERS as USAGE_PARAMETERS
+from penstock.core.cluster_view import ClusterView, ReleaseOrder
 from penstock.gateway.ledger.report import UsagePage
 
 _UPLOAD = {
@@ -124,6 +133,16 @@ ADMIN: dict[str, Operation] = {
     "DELETE /admin/keys/{id}": Operation(response=KeyObject),
     "GET /admin/audit": Operation(query=(*_PAGE, "target"), response=AuditList),
     "POST /admin/settings/reload": Operation(takes_body=False),
+    "GET /admin/adapters": Operation(response=AdapterList),
+    "POST /admin/adapters": Operation(request=LoadAdapter, response=AdapterObject),
+    "DELETE /admin/adapters/{name:path}": Operation(response=AdapterDeleted),
+    "POST /v1/load_lora_adapter": Operation(request=LoadAdapter, content_type="text/plain"),
+    "POST /v1/unload_lora_adapter": Operation(request=UnloadAdapter, content_type="text/plain"),
+    "GET /admin/cluster": Operation(response=ClusterView),
+    "GET /admin/releases": Operation(response=ReleaseList),
+    "POST /admin/releases": Operation(request=ReleaseOrder, response=ReleaseObject),
+    "POST /admin/releases/promote": Operation(request=WhichModel, response=ReleaseObject),
+    "POST /admin/releases/rollback": Operation(request=WhichModel, response=ReleaseObject),
 }
 
 OPERATIONS = INFERENCE | STORED_WORK | SERVICE | ADMIN

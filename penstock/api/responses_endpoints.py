@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.answers import EventStream, WholeAnswer, answer_whole
 from penstock.api.body import BodyDecoder, read_body
-from penstock.api.context import principal_of
+from penstock.api.context import note_model, principal_of
 from penstock.api.responses_items import InputItem
 from penstock.api.responses_requests import ResponseRequest
 from penstock.api.responses_service import Responses
@@ -107,7 +107,9 @@ class ResponsesEndpoints:
         return _json(InputItemList(page, first_id, last_id, len(items) > limit))
 
     async def _read(self, request: Request) -> ResponseRequest:
-        return self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        note_model(request, wire.model)
+        return wire
 
 
 def _limit(given: str | None) -> int:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from penstock.api.responses_answers import ResponseBody, ResponseEvents, new_response
+from penstock.api.responses_answers import ResponseBody, ResponseError, ResponseEvents, new_response
 from penstock.api.responses_items import InputItem, input_items
 from penstock.api.responses_requests import ResponseRequest
-from penstock.core.errors import InvalidRequest, NotFound, PenstockError, PermissionDenied
+from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreUnavailable
 from penstock.core.identity import Principal
-from penstock.core.limits import RateLimits
-from penstock.core.request import Tier
 from penstock.gateway.choice import Delta
-from penstock.gateway.gateway import Gateway, ServedModel
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, Usage
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest
 from penstock.gateway.responses.store import ResponseStore, StoredResponse
-from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
+from penstock.gateway.served_model import ServedModel
+from penstock.gateway.stream import AnswerStream, ReaderGone
+from penstock.gateway.wrapped_answer import WrappedAnswer
 
 logger = logging.getLogger(__name__)
+
+# A response in the background is given up when its gateway has not spoken of it for so long.
+LEASE_S = 30.0
+RENEWAL_S = 10.0
 
 _to_json = msgspec.json.Encoder().encode
 
@@ -37,9 +42,8 @@ _decode_output = msgspec.json.Decoder(_StoredOutput).decode
 _decode_items = msgspec.json.Decoder(list[InputItem]).decode
 
 
-class RecordedAnswer:
-    """An AnswerStream that hands its end to `on_end` before its reader sees it: whoever has read a response to its
-    end can look it up."""
+class RecordedAnswer(WrappedAnswer):
+    """Hands its end to `on_end` before its reader sees it: whoever has read a response to its end can look it up."""
 
     def __init__(
         self,
@@ -47,40 +51,9 @@ class RecordedAnswer:
         events: ResponseEvents,
         on_end: Callable[[ResponseBody], Awaitable[object]],
     ) -> None:
-        self._answer = answer
+        super().__init__(answer)
         self._on_end = on_end
         self.events = events
-
-    @property
-    def id(self) -> str:
-        return self._answer.id
-
-    @property
-    def model(self) -> str:
-        return self._answer.model
-
-    @property
-    def tier(self) -> Tier:
-        return self._answer.tier
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        return self._answer.rate_limits
-
-    @property
-    def num_choices(self) -> int:
-        return self._answer.num_choices
-
-    @property
-    def usage(self) -> Usage:
-        return self._answer.usage
-
-    @property
-    def cache_status(self) -> CacheStatus | None:
-        return self._answer.cache_status
-
-    def __aiter__(self) -> AnswerStream:
-        return self
 
     async def __anext__(self) -> list[Delta]:
         """The reader passes each delta to `events` before it asks for the next."""
@@ -104,10 +77,8 @@ class RecordedAnswer:
         await self._finish()
         return deltas
 
-    def cancel(self) -> None:
-        self._answer.cancel()
-
     async def _finish(self) -> None:
+        self.events.body.model = self._answer.model  # which may turn out at the end
         self.events.finish(self._answer.usage)
         await self._on_end(self.events.body)
 
@@ -124,6 +95,7 @@ class Responses:
         self._store = store
         self._ttl_s = gateway.config.stored_response_days * 24 * 3600
         self._running: dict[str, tuple[AnswerStream, asyncio.Task[None]]] = {}
+        self._renewing: asyncio.Task[None] | None = None
 
     async def create(
         self,
@@ -158,14 +130,21 @@ class Responses:
     async def count_tokens(self, request: ResponseRequest, principal: Principal) -> int:
         request.check()
         model = self._model(request, principal)
-        items = [*await self._earlier_items(request, principal), *input_items(request.input)]
-        return len(await model.token_ids(request.chat_prompt(items)))
+        async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
+            items = [*await self._earlier_items(request, principal), *input_items(request.input)]
+            return len(await model.token_ids(request.chat_prompt(items)))
 
     async def find(self, principal: Principal, response_id: str) -> StoredResponse:
         found = await self._store.find(principal.workspace_id, response_id)
         if found is None:
             raise _not_found(response_id)
-        return found
+        if not found.is_lost(time.time()):
+            return found
+        body = msgspec.json.decode(found.body, type=ResponseBody)
+        body.status = "failed"
+        body.error = ResponseError("server_error", "The server stopped before this response was finished.")
+        failed = _final(found, body)
+        return failed if await self._store.replace(failed) else await self.find(principal, response_id)
 
     async def list_items(self, principal: Principal, response_id: str) -> list[InputItem]:
         return _decode_items((await self.find(principal, response_id)).input_items)
@@ -183,7 +162,7 @@ class Responses:
             raise InvalidRequest("Only a response in the background can be cancelled.", param="response_id")
         if not found.is_final:
             body.status = "cancelled"
-            cancelled = msgspec.structs.replace(found, is_final=True, body=_to_json(body))
+            cancelled = _final(found, body)
             if await self._store.replace(cancelled):
                 self._stop(response_id)
         return (await self.find(principal, response_id)).body
@@ -196,7 +175,8 @@ class Responses:
         )
         if history is None:
             raise _not_found(request.previous_response_id, param="previous_response_id")
-        if not history[-1].is_final:
+        last = history[-1] if history[-1].is_final else await self.find(principal, history[-1].id)
+        if not last.is_final:
             raise InvalidRequest(
                 "The previous response is still running in the background.", param="previous_response_id"
             )
@@ -207,10 +187,7 @@ class Responses:
         return items
 
     def _model(self, request: ResponseRequest, principal: Principal) -> ServedModel:
-        model = self._gateway.model(request.model)
-        if not principal.may_use(model.card.name):
-            raise PermissionDenied(f"This key may not use the model {model.card.name!r}.", param="model")
-        return model
+        return self._gateway.catalogue.permitted(principal, request.model)
 
     async def _cut_to_fit(self, wish: GenerationRequest, model: ServedModel) -> GenerationRequest:
         """Leave out as few of the oldest messages as the context asks for; system messages at the beginning and the
@@ -229,27 +206,37 @@ class Responses:
 
     async def _keep(self, body: ResponseBody, record: StoredResponse) -> None:
         if body.store:
-            await self._store.add(msgspec.structs.replace(record, is_final=True, body=_to_json(body)))
+            await self._store.add(_final(record, body))
 
     async def _start_in_background(
         self, answer: AnswerStream, events: ResponseEvents, record: StoredResponse
     ) -> RecordedAnswer:
         try:
-            await self._store.add(msgspec.structs.replace(record, body=_to_json(events.body)))
+            await self._store.add(
+                msgspec.structs.replace(record, body=_to_json(events.body), lease_until=time.time() + LEASE_S)
+            )
         except BaseException:
             answer.cancel()  # nobody could ever ask for it
             raise
         recorded = RecordedAnswer(
             answer,
             events,
-            lambda body: self._store.replace(
-                msgspec.structs.replace(record, is_final=True, body=_to_json(body))
-            ),
+            lambda body: self._store.replace(_final(record, body)),
         )
         task = asyncio.create_task(self._run(recorded))
         self._running[record.id] = (answer, task)
         task.add_done_callback(lambda _: self._running.pop(record.id, None))
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew())
         return recorded
+
+    async def _renew(self) -> None:
+        """As long as anything runs in the background."""
+        while self._running:
+            await asyncio.sleep(RENEWAL_S)
+            if self._running:
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.renew(tuple(self._running), time.time() + LEASE_S)
 
     async def _run(self, recorded: RecordedAnswer) -> None:
         try:
@@ -263,6 +250,10 @@ class Responses:
         running = self._running.get(response_id)
         if running is not None:
             running[0].cancel()
+
+
+def _final(record: StoredResponse, body: ResponseBody) -> StoredResponse:
+    return msgspec.structs.replace(record, is_final=True, body=_to_json(body), lease_until=None)
 
 
 def _not_found(response_id: str, param: str | None = None) -> NotFound:

@@ -13,21 +13,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.api.body import BodyDecoder, read_body
-from penstock.api.context import principal_of
+from penstock.api.context import note_model, principal_of
 from penstock.api.errors import error_response
 from penstock.api.openai_messages import Message, chat_messages
 from penstock.core.errors import (
     EngineUnavailable,
     InvalidRequest,
     PenstockError,
-    PermissionDenied,
     ShuttingDown,
 )
+from penstock.gateway.catalogue import RETRY_AFTER_S
 from penstock.gateway.checks import check_token_ids
-from penstock.gateway.gateway import RETRY_AFTER_S, Gateway, ServedModel
+from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics import CONTENT_TYPE
 from penstock.gateway.plain_text import RenderedChat
 from penstock.gateway.prompts import ChatPrompt
+from penstock.gateway.served_model import ServedModel
 from penstock.version import __version__
 
 
@@ -104,18 +105,8 @@ class ServiceEndpoints:
         if (wire.prompt is None) == (wire.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
         model = self._model(request, wire.model)
-        if wire.messages is not None:
-            rendered = await model.template.render_later(
-                ChatPrompt(
-                    messages=chat_messages(wire.messages), add_generation_prompt=wire.add_generation_prompt
-                )
-            )
-        else:
-            rendered = RenderedChat(wire.prompt or "")
-        adds_special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
-        tokens = await model.tokenizer.encode(
-            rendered.text, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
-        )
+        async with self._gateway.accounts.errand(principal_of(request), model.card.name, "tokenize"):
+            tokens = await _tokens(wire, model)
         pieces = None
         if wire.return_token_strs:
             spelt = {
@@ -129,18 +120,31 @@ class ServiceEndpoints:
         wire = self._detokenize_decoder.decode(await read_body(request, self._max_body_bytes))
         model = self._model(request, wire.model)
         check_token_ids(wire.tokens, model.card.vocab_size, param="tokens")
-        return _json(DetokenizeResponse(await model.tokenizer.decode_later(wire.tokens)))
+        async with self._gateway.accounts.errand(principal_of(request), model.card.name, "detokenize"):
+            return _json(DetokenizeResponse(await model.tokenizer.decode_later(wire.tokens)))
 
     def _model(self, request: Request, name: str | None) -> ServedModel:
-        model = self._gateway.model(name)
-        if not principal_of(request).may_use(model.card.name):
-            raise PermissionDenied(f"This key may not use the model {model.card.name!r}.", param="model")
-        return model
+        note_model(request, name)
+        return self._gateway.catalogue.permitted(principal_of(request), name)
 
     def _refusal(self) -> PenstockError:
         if self._gateway.is_draining:
             return ShuttingDown("The server is shutting down.", retry_after_s=RETRY_AFTER_S)
         return EngineUnavailable("No engine is ready to serve.", retry_after_s=RETRY_AFTER_S)
+
+
+async def _tokens(wire: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
+    if wire.messages is not None:
+        prompt = ChatPrompt(
+            messages=chat_messages(wire.messages), add_generation_prompt=wire.add_generation_prompt
+        )
+        rendered = await model.template.render_later(prompt)
+    else:
+        rendered = RenderedChat(wire.prompt or "")
+    adds_special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
+    return await model.tokenizer.encode(
+        rendered.text, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
+    )
 
 
 def _json(shape: msgspec.Struct | dict[str, str]) -> Response:

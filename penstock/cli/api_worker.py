@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import BinaryIO
 
 import uvloop
 
+from penstock.cli.control import open_link
 from penstock.cli.front_door import open_front_door, prepare_process
 from penstock.cli.telemetry import configure_server_logging
 from penstock.cli.waiting import until
@@ -18,18 +20,17 @@ from penstock.cli.worker_messages import (
     Begin,
     CutShort,
     Drain,
-    EngineGone,
-    EngineStarting,
+    Members,
     ToWorker,
     WorkerReady,
     decode_to_worker,
     encode_line,
 )
-from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.errors import EngineUnavailable
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.fleet_config import FleetConfig
 from penstock.gateway.metrics_exchange import MetricsExchange
 
-MAX_LINE_BYTES = 1 << 24
+MAX_LINE_BYTES = 1 << 26  # vocabularies are large
 
 
 def main() -> int:
@@ -52,9 +53,9 @@ class Orders:
     """What the parent says, followed from the first moment on: whatever this process waits for, it hears when to
     leave. A parent that has gone is an order to leave at once."""
 
-    def __init__(self, lines: asyncio.StreamReader, engine: ZmqEngineClient) -> None:
+    def __init__(self, lines: asyncio.StreamReader, fleet: Fleet) -> None:
         self._lines = lines
-        self._engine = engine
+        self._fleet = fleet
         self.drain = asyncio.Event()  # set before `cut_short`, at the latest
         self.cut_short = asyncio.Event()
 
@@ -68,10 +69,8 @@ class Orders:
 
     def _obey(self, order: ToWorker) -> None:
         match order:
-            case EngineGone(message=message):
-                self._engine.fail(EngineUnavailable(message, retry_after_s=5.0))
-            case EngineStarting():
-                self._engine.start()
+            case Members(members=members):
+                self._fleet.update(members)
             case Drain():
                 self.drain.set()
             case CutShort():
@@ -83,23 +82,29 @@ async def _run(replies: BinaryIO) -> None:
     begin = decode_to_worker(await lines.readline())
     assert isinstance(begin, Begin)
     configure_server_logging(begin.config.telemetry)
-    engine = ZmqEngineClient(begin.engine_endpoint)
-    engine.start()
-    orders = Orders(lines, engine)
+    fleet = Fleet(FleetConfig(routing_policy=begin.config.cluster.routing_policy))
+    fleet.know(begin.models)
+    fleet.holds_without_replicas = begin.config.scaling.min_replicas == 0
+    fleet.update(begin.members)
+    orders = Orders(lines, fleet)
     following = asyncio.create_task(orders.follow())
     try:
-        if await until(engine.wait_ready(), orders.drain) is not None:
-            await _serve(begin, engine, orders, replies)
+        has_engines = begin.config.runs_engines
+        if not has_engines or await until(fleet.wait_ready(), orders.drain) is not None:
+            await _serve(begin, fleet, orders, replies)
     finally:
         following.cancel()
-        engine.close()
+        fleet.close()
 
 
-async def _serve(begin: Begin, engine: ZmqEngineClient, orders: Orders, replies: BinaryIO) -> None:
+async def _serve(begin: Begin, fleet: Fleet, orders: Orders, replies: BinaryIO) -> None:
     config = prepare_process(begin.config)
     listener = socket.socket(fileno=begin.listener_fd)
     listener.setblocking(False)
-    async with open_front_door(config, engine, listener, is_open=begin.is_open) as door:
+    async with (
+        open_link(Path(begin.control_socket), fleet) as link,
+        open_front_door(config, fleet, listener, is_open=begin.is_open, desk=link) as door,
+    ):
         exchange = MetricsExchange(begin.siblings, begin.number, door.gateway.render_own_metrics)
         door.gateway.metrics_exchange = exchange
         async with exchange.serving():

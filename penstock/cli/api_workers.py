@@ -1,5 +1,5 @@
-"""Several gateway processes on one socket, for machines with cores to spare: started, told of the engine's fate,
-restarted when they die, drained.
+"""Several gateway processes on one socket, for machines with cores to spare: started, told which replicas there
+are, restarted when they die, drained.
 
 The kernel hands each new connection to whichever worker takes it first. Limits without Redis are divided among them;
 everything that must be shared is in the database. A worker knows nothing of the others but where to ask for metrics.
@@ -20,12 +20,13 @@ from penstock.cli.worker_messages import (
     Begin,
     CutShort,
     Drain,
-    EngineGone,
-    EngineStarting,
+    Members,
     ToWorker,
     encode_line,
 )
+from penstock.cluster.replica import Member
 from penstock.core.config import ServeConfig
+from penstock.core.messages import EngineReady
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +38,12 @@ LEAVE_TIMEOUT_S = 5.0  # beyond the drain
 
 class ApiWorkers:
     def __init__(
-        self, config: ServeConfig, engine_endpoint: str, listener: socket.socket, *, is_open: bool
+        self, config: ServeConfig, listener: socket.socket, control_socket: Path, *, is_open: bool
     ) -> None:
         self._config = config
-        self._engine_endpoint = engine_endpoint
+        self._control_socket = control_socket
+        self._members: tuple[Member, ...] = ()
+        self.models: dict[str, EngineReady] = {}  # set where all replicas may leave
         self._listener = listener
         self._is_open = is_open
         # A private folder: metrics may say more than a stranger should see.
@@ -55,9 +58,10 @@ class ApiWorkers:
         self._keepers = [asyncio.create_task(self._keep(number)) for number in numbers]
         return True
 
-    def tell_of_engine(self, gone: str | None) -> None:
-        """The engine process has ended, for the reason given; or, with None, a new one starts."""
-        self._tell_all(EngineStarting() if gone is None else EngineGone(gone))
+    def tell_of_members(self, members: tuple[Member, ...]) -> None:
+        """The replicas that there are now. Whoever starts later hears of them too."""
+        self._members = members
+        self._tell_all(Members(members))
 
     async def drain(self) -> bool:
         """Returns when all have left, or have had the time to."""
@@ -98,7 +102,9 @@ class ApiWorkers:
         )
         begin = Begin(
             self._config,
-            self._engine_endpoint,
+            self._members,
+            self.models,
+            str(self._control_socket),
             self._listener.fileno(),
             self._is_open,
             siblings,

@@ -12,7 +12,9 @@ from penstock.cli.generate import generate
 from penstock.cli.keys import keys
 from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
+from penstock.cli.release import release
 from penstock.cli.serve import serve
+from penstock.cli.top import top
 from penstock.cli.usage import usage
 from penstock.cli.workspaces import audit, organizations, workspaces
 from penstock.version import __version__
@@ -38,6 +40,8 @@ def version() -> None:
 
 for command in (
     serve,
+    top,
+    release,
     pull,
     chat,
     generate,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from penstock.bench.workload import STANDARD_WORKLOADS, ClosedLoop, IntRange, PoissonArrivals, Workload
+from penstock.cli.bench_gpu import bench_gpu
 from penstock.cli.commands import PenstockGroup
 from penstock.cli.console import count_progress, spinner, stdout_console
 from penstock.cli.environment import API_KEY_VARIABLE
@@ -30,6 +31,9 @@ T = TypeVar("T")
 @click.group(cls=PenstockGroup, short_help="Measure speed: of a server, of several, or of the engine alone.")
 def bench() -> None:
     """Measure speed. Prompts are random token ids of exact lengths, and answers have exact lengths too."""
+
+
+bench.add_command(bench_gpu)
 
 
 def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

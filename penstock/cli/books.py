@@ -76,6 +76,8 @@ class Books:
 def _apply(gateway: Gateway, settings: Settings) -> None:
     gateway.guards.apply(settings.guards)  # first: it may refuse
     gateway.tiers = settings.tiers
+    gateway.catalogue.apply(settings.models)
+    gateway.prompt_cache = settings.prompt_cache
 
 
 @contextlib.asynccontextmanager

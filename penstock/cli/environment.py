@@ -9,11 +9,19 @@ from urllib.parse import unquote
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"  # a TOML file, as --config
 DEBUG_VARIABLE = "PENSTOCK_DEBUG"  # as --debug
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"  # as --api-key, without showing it in a list of processes
+URL_VARIABLE = "PENSTOCK_URL"  # as --url: the server that a command speaks to
 
 DATABASE_URL_VARIABLE = "PENSTOCK_DATABASE_URL"  # as --database-url, for one with a password in it
 REDIS_URL_VARIABLE = "PENSTOCK_REDIS_URL"  # as --redis-url, for one with a password in it
 DATA_DIR_VARIABLE = "PENSTOCK_DATA_DIR"  # as --data-dir
+EXTERNAL_API_KEY_VARIABLE = "PENSTOCK_EXTERNAL_API_KEY"  # what servers given with --external want to see
+RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"  # as --ray-address; Ray's own name
 OTLP_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"  # as --otlp-endpoint; OpenTelemetry's own name
+
+
+def secret_in(variable: str) -> str | None:
+    """A key that the operator keeps in a variable of their own choice."""
+    return os.environ.get(variable) or None
 
 
 def state_dir() -> Path:
@@ -53,3 +61,12 @@ def otel_sampled_share() -> float:
     except ValueError:
         return 1.0
     return min(1.0, max(0.0, share))
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """As CUDA_VISIBLE_DEVICES names them; without it, every NVIDIA device of this machine by its number."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(name.strip() for name in chosen.split(",") if name.strip())
+    numbers = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    return tuple(sorted((number for number in numbers if number.isdecimal()), key=int))

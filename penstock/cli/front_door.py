@@ -20,14 +20,22 @@ import msgspec
 import uvicorn
 
 from penstock.api.app import create_app
+from penstock.api.cluster_endpoints import ClusterEndpoints
 from penstock.api.http_protocol import ClientNoise, bounded_protocols
 from penstock.cli.books import open_books
+from penstock.cli.external_pool import open_external_pool
 from penstock.cli.stores import data_dir, open_database
 from penstock.cli.telemetry import build_journal, build_observer
-from penstock.cluster.client import EngineClient
+from penstock.cluster.fleet import Fleet
 from penstock.core.config import ServeConfig, ServerConfig
+from penstock.gateway.adapter_trial import try_given
+from penstock.gateway.adapters import open_adapters
 from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.control_desk import ControlDesk
+from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.pool_metrics import PoolMetrics
+from penstock.gateway.replica_metrics import ReplicaMetrics
 from penstock.gateway.responses.database import DatabaseResponses
 from penstock.gateway.responses.store import MemoryResponses
 from penstock.gateway.tenants.service import Tenants
@@ -95,9 +103,14 @@ def within_file_limit(server: ServerConfig) -> ServerConfig:
 
 @contextlib.asynccontextmanager
 async def open_front_door(
-    config: ServeConfig, engine: EngineClient, listener: socket.socket, *, is_open: bool
+    config: ServeConfig,
+    fleet: Fleet,
+    listener: socket.socket,
+    *,
+    is_open: bool,
+    desk: ControlDesk,
 ) -> AsyncIterator[FrontDoor]:
-    """Serve `engine`, which is ready, until the context ends."""
+    """Serve `fleet`, which is ready, until the context ends; `desk` answers operators."""
     num_processes = config.server.api_workers
     async with contextlib.AsyncExitStack() as stack:
         observer = build_observer(config.telemetry)
@@ -114,13 +127,24 @@ async def open_front_door(
         await limiter.start()
         journal = build_journal(config.telemetry, observer)
         gateway = books.build_gateway(
-            engine, config.gateway, limiter, observer if journal is not None else None
+            fleet, config.gateway, limiter, observer if journal is not None else None
         )
+        gateway.catalogue.adapters = await open_adapters(config.gateway.names, data_dir(config.store))
+        await try_given(gateway.engine, gateway.catalogue)
+        if config.external:
+            pool = await stack.enter_async_context(open_external_pool(config.external))
+            gateway.catalogue.external = ExternalModels(pool)
+            gateway.metrics.register(gateway.catalogue.external)
         # A laptop without a database gets none for the sake of responses that nobody may ever look up.
         is_shared = database.exists or num_processes > 1
         work = StoredWork(database, data_dir(config.store))
         http, websocket, connections = bounded_protocols(config.server)
         gateway.metrics.register(connections)
+        gateway.metrics.register(PoolMetrics(desk))
+        gateway.metrics.register(ReplicaMetrics(fleet))
+        cluster = ClusterEndpoints(
+            desk, database, config.server.max_body_bytes, external=gateway.catalogue.external
+        )
         app = create_app(
             gateway,
             config.server,
@@ -128,7 +152,7 @@ async def open_front_door(
             work=work,
             responses=DatabaseResponses(database) if is_shared else MemoryResponses(),
             journal=journal,
-            more_routes=books.routes(database),
+            more_routes=[*books.routes(database), *cluster.routes()],
         )
         server = _Server(
             uvicorn.Config(

@@ -11,7 +11,6 @@ import functools
 import tomllib
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,60 +19,56 @@ import msgspec
 from msgspec import inspect as types
 
 from penstock.cli.commands import did_you_mean
-from penstock.cli.environment import (
-    API_KEY_VARIABLE,
-    CONFIG_VARIABLE,
-    DATA_DIR_VARIABLE,
-    DATABASE_URL_VARIABLE,
-    OTLP_ENDPOINT_VARIABLE,
-    REDIS_URL_VARIABLE,
+from penstock.cli.environment import CONFIG_VARIABLE
+from penstock.cli.external_servers import external_servers, read_external_tables
+from penstock.cli.served_models import (
+    DescribedModel,
+    ModelTable,
+    also_served,
+    extra_models,
+    names_of,
+    read_model_tables,
 )
+from penstock.cli.setting import Section, Setting, SettingOption, unwrapped
 from penstock.core.config import (
     CacheConfig,
+    ClusterConfig,
     EngineConfig,
     GatewayConfig,
     LedgerConfig,
+    LoRAConfig,
     ModelConfig,
     OidcConfig,
+    ParallelConfig,
+    ScalingConfig,
     SchedulerConfig,
     ServeConfig,
     ServerConfig,
+    ServingConfig,
     StoreConfig,
     TelemetryConfig,
     TenantsConfig,
 )
 from penstock.core.errors import ConfigError
 
-_ENVIRONMENT = {
-    "api_key": API_KEY_VARIABLE,
-    "otlp_endpoint": OTLP_ENDPOINT_VARIABLE,
-    "data_dir": DATA_DIR_VARIABLE,
-    "database_url": DATABASE_URL_VARIABLE,
-    "redis_url": REDIS_URL_VARIABLE,
-}
-
 # Its own name keeps it apart from --model, with which config_options unites it.
 model_argument = click.argument("positional_model", metavar="[MODEL]", required=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One struct of settings: a table in the file, a heading in `--help`."""
-
-    table: str
-    title: str
-    struct: type[msgspec.Struct]
 
 
 ENGINE_SECTIONS = (
     Section("model", "Model", ModelConfig),
     Section("cache", "KV cache", CacheConfig),
     Section("scheduler", "Scheduler", SchedulerConfig),
+    Section("lora", "LoRA adapters", LoRAConfig),
+    Section("parallel", "Parallel ranks", ParallelConfig),
     Section("engine", "Engine", EngineConfig),
 )
 STORE_SECTIONS = (Section("store", "Storage", StoreConfig),)
 SERVE_SECTIONS = (
     *ENGINE_SECTIONS,
+    Section("serving", "More models", ServingConfig),
+    Section("cluster", "Replicas", ClusterConfig),
+    Section("scaling", "Autoscaling", ScalingConfig),
     Section("gateway", "Gateway", GatewayConfig),
     *STORE_SECTIONS,
     Section("ledger", "Usage", LedgerConfig),
@@ -83,55 +78,8 @@ SERVE_SECTIONS = (
 )
 # Tables that only a file can hold, each read as a whole.
 FILE_TABLES: dict[str, type[msgspec.Struct]] = {"oidc": OidcConfig}
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    name: str
-    section: Section
-    annotation: Any  # what msgspec.convert checks a value against
-    value_type: types.Type  # the same without None and metadata
-    description: str
-    default: Any
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def expectation(self) -> str:
-        """What a value must be, as the end of a sentence that begins `--flag must be`."""
-        match self.value_type:
-            case types.LiteralType(values=values):
-                return str(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, values))}"
-            case types.BoolType():
-                return "true or false"
-            case types.IntType() | types.FloatType() as number:
-                noun = "a whole number" if isinstance(number, types.IntType) else "a number"
-                return f"{noun}{_bounds(number)}"
-            case _:
-                return "a text"
-
-    @property
-    def metavar(self) -> str:
-        match self.value_type:
-            case types.LiteralType(values=values):
-                return "|".join(map(str, values))
-            case types.IntType():
-                return "N"
-            case types.FloatType():
-                return "NUMBER"
-            case _:
-                return "TEXT"
-
-    def check(self, value: Any, label: str, *, from_text: bool) -> Any:
-        """`value` in the type of the setting, or a ConfigError that calls it `label`."""
-        try:
-            return msgspec.convert(value, self.annotation, strict=not from_text)
-        except msgspec.ValidationError:
-            raise ConfigError(
-                f"{label} must be {self.expectation}, not {value!r}.", hint=self.description
-            ) from None
+MODEL_TABLES = "models"  # of which a file may have several
+EXTERNAL_TABLES = "[[external]]"  # likewise; the same name without brackets is a setting
 
 
 @functools.cache
@@ -143,7 +91,7 @@ def settings() -> dict[str, Setting]:
         info = types.type_info(section.struct)
         assert isinstance(info, types.StructType)
         for field in info.fields:
-            value_type, description = _unwrap(field.type)
+            value_type, description = unwrapped(field.type)
             if isinstance(value_type, types.StructType):
                 continue
             assert field.name not in found, f"two settings are called {field.name}"
@@ -151,50 +99,6 @@ def settings() -> dict[str, Setting]:
                 field.name, section, hints[field.name], value_type, description, field.default
             )
     return found
-
-
-def _unwrap(declared: types.Type) -> tuple[types.Type, str]:
-    """The type of a value that is not None, and its description."""
-    if isinstance(declared, types.UnionType):
-        declared = next(member for member in declared.types if not isinstance(member, types.NoneType))
-    description = ""
-    while isinstance(declared, types.Metadata):
-        description = (declared.extra_json_schema or {}).get("description", description)
-        declared = declared.type
-    return declared, description
-
-
-def _bounds(number: types.IntType | types.FloatType) -> str:
-    """` from 0 to 1`, ` above 0`, or nothing."""
-    if number.ge is not None and number.le is not None:
-        return f" from {number.ge:,} to {number.le:,}"
-    limits = (("above", number.gt), ("of at least", number.ge), ("below", number.lt), ("at most", number.le))
-    words = [f"{word} {limit:,}" for word, limit in limits if limit is not None]
-    return " " + " and ".join(words) if words else ""
-
-
-class SettingOption(click.Option):
-    """A flag made from a Setting. It stays None unless the user gives it, so that the file can speak."""
-
-    def __init__(self, setting: Setting) -> None:
-        is_switch = isinstance(setting.value_type, types.BoolType)
-        declaration = setting.flag + (f"/--no-{setting.flag[2:]}" if is_switch else "")
-        described_default = "" if setting.default is None else f"  [default: {_shown(setting.default)}]"
-        super().__init__(
-            [declaration, setting.name],
-            default=None,
-            is_flag=is_switch,
-            type=click.BOOL if is_switch else click.STRING,
-            metavar=None if is_switch else setting.metavar,
-            envvar=_ENVIRONMENT.get(setting.name),
-            show_envvar=True,
-            help=setting.description + described_default,
-        )
-        self.section = setting.section.title
-
-
-def _shown(default: Any) -> str:
-    return {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"
 
 
 _SECTIONS: dict[type[msgspec.Struct], tuple[Section, ...]] = {
@@ -252,30 +156,67 @@ def _model_given_once(flag: str | None, positional: str | None) -> str | None:
 
 
 def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeConfig:
-    """Lay checked file values and raw flags over the defaults. A flag that is None was not given."""
+    """Lay checked file values and raw flags over the defaults. A flag that is None, or an empty list, was not
+    given."""
+    given = {
+        name: settings()[name].check(value, settings()[name].flag, from_text=True)
+        for name, value in flags.items()
+        if value not in (None, ())
+    }
     values = dict(file_values)
-    for name, value in flags.items():
-        if value is not None:
-            setting = settings()[name]
-            values[name] = setting.check(value, setting.flag, from_text=True)
+    described: tuple[DescribedModel, ...] = values.pop(MODEL_TABLES, ())
+    elsewhere = values.pop(EXTERNAL_TABLES, ())
+    extra = described
+    if described and "model" not in {**values, **given}:  # all models have tables: the first is the first
+        values = {**values, **described[0].first_settings()}
+        extra = described[1:]
+    values = {**values, **given}
+    external = external_servers(elsewhere, values.get("external", ()))
     whole_tables = {table: values.pop(table, None) for table in FILE_TABLES}
-    tables: dict[str, dict[str, Any]] = {section.table: {} for section in SERVE_SECTIONS}
-    for name, value in values.items():
-        tables[settings()[name].section.table][name] = value
+    also = also_served(values.get("also_serve", ()))
+    tables = _by_table(values)
+    engine = _engine_config(values)
+    names = names_of(
+        engine.model.served_model_name or engine.model.model,
+        [*described, *also],
+        [*extra, *also],
+        values.get("lora_modules", ()),
+    )
     return ServeConfig(
-        engine=EngineConfig(
-            model=ModelConfig(**tables["model"]),
-            cache=CacheConfig(**tables["cache"]),
-            scheduler=SchedulerConfig(**tables["scheduler"]),
-            **tables["engine"],
-        ),
-        gateway=GatewayConfig(**tables["gateway"]),
+        engine=engine,
+        serving=ServingConfig(**tables["serving"]),
+        models=extra_models([*extra, *also], values, _engine_config),
+        external=external,
+        # Whoever names external servers, and no model, wants a gateway to them.
+        runs_engines=not external or "model" in values or bool(also),
+        cluster=ClusterConfig(**tables["cluster"]),
+        scaling=ScalingConfig(**tables["scaling"]),
+        gateway=GatewayConfig(**tables["gateway"], names=names),
         store=StoreConfig(**tables["store"]),
         ledger=LedgerConfig(**tables["ledger"]),
         tenants=TenantsConfig(**tables["tenants"], oidc=whole_tables["oidc"]),
         server=ServerConfig(**tables["server"]),
         telemetry=TelemetryConfig(**tables["telemetry"]),
     )
+
+
+def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    tables = _by_table(values)
+    return EngineConfig(
+        model=ModelConfig(**tables["model"]),
+        cache=CacheConfig(**tables["cache"]),
+        scheduler=SchedulerConfig(**tables["scheduler"]),
+        lora=LoRAConfig(**tables["lora"]),
+        parallel=ParallelConfig(**tables["parallel"]),
+        **tables["engine"],
+    )
+
+
+def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = {section.table: {} for section in SERVE_SECTIONS}
+    for name, value in values.items():
+        tables[settings()[name].section.table][name] = value
+    return tables
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -295,6 +236,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
                 _take(values, path, key, name, nested)
         elif key in FILE_TABLES:
             values[key] = _take_whole(path, key, value)
+        elif key == "external" and isinstance(value, list) and any(isinstance(each, dict) for each in value):
+            values[EXTERNAL_TABLES] = read_external_tables(value, str(path))
+        elif key == MODEL_TABLES:
+            values[key] = read_model_tables(value, str(path), _checked_engine_setting)
         else:
             _take(values, path, None, key, value)
     return values
@@ -307,11 +252,20 @@ def _take_whole(path: Path, table: str, value: Any) -> msgspec.Struct:
         raise ConfigError(f"[{table}] of {path} is wrong: {error}.") from None
 
 
+def _checked_engine_setting(name: str, value: Any, place: str) -> Any:
+    setting = settings().get(name)
+    if setting is None or setting.section not in ENGINE_SECTIONS:
+        known = [name for name, setting in settings().items() if setting.section in ENGINE_SECTIONS]
+        near = did_you_mean(name.replace("-", "_"), [*known, *ModelTable.__struct_fields__]).strip()
+        raise ConfigError(f"A model has no setting '{name}', which {place} has.", hint=near or None)
+    return setting.check(value, f"{name} in {place}", from_text=False)
+
+
 def _take(values: dict[str, Any], path: Path, table: str | None, name: str, value: Any) -> None:
     setting = settings().get(name)
     place = f"[{table}] of {path}" if table else str(path)
     if setting is None:
-        tables = [] if table else [*FILE_TABLES, *(section.table for section in SERVE_SECTIONS)]
+        tables = [] if table else [*FILE_TABLES, MODEL_TABLES, *(section.table for section in SERVE_SECTIONS)]
         near = did_you_mean(name.replace("-", "_"), [*settings(), *tables]).strip()
         raise ConfigError(f"There is no setting '{name}', which {place} has.", hint=near or None)
     if table is not None and setting.section.table != table:

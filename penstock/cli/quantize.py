@@ -16,7 +16,7 @@ from penstock.cli.models import fetch_model
 if TYPE_CHECKING:
     from penstock.models.quantization.job import Report
 
-_METHODS = ("fp8", "int8", "int4", "int4-awq")
+_METHODS = ("fp8", "int8", "w8a8", "int4", "int4-awq")
 _GROUPS = ("16", "32", "64", "128")
 
 
@@ -34,7 +34,7 @@ _GROUPS = ("16", "32", "64", "128")
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Text that int4-awq chooses its scales by. Default: half of Python's own reference.",
+    help="Text that int4-awq and w8a8 choose scales by. Default: half of Python's own reference.",
 )
 @click.option(
     "--evaluation",
@@ -64,6 +64,7 @@ def quantize(
     \b
       fp8       eight bits as floats, a scale for each row
       int8      eight bits, a scale for each group
+      w8a8      eight bits, a scale for each row, smoothed so that activations can be eight bits too
       int4      four bits, a scale and a zero point for each group
       int4-awq  likewise, after scaling inputs by how much they matter on a calibration text
 

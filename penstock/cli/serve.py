@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -41,21 +41,31 @@ def serve(config: ServeConfig) -> None:
       penstock serve
       penstock serve qwen2.5-coder-1.5b --port 9000
       penstock serve ./my-model.gguf --max-model-len 4096
+      penstock serve --external http://gpu-1:8000
     """
     is_open = check_exposure(config.server, config.tenants, has_keys=_has_keys(config))
-    path = fetch_model(config.engine.model.model)
+    models = [config.engine, *(more.engine for more in config.models)] if config.runs_engines else []
+    paths = [fetch_model(engine.model.model) for engine in models]
 
     from penstock.cli import serve_app
+    from penstock.cli.replicas import planned_replicas
+
+    specs = planned_replicas(config, paths[0], paths[1:]) if paths else []
 
     with _load_progress(config.engine.model.model) as (on_progress, stop_progress):
 
-        def on_ready(ready: EngineReady, url: str) -> None:
+        def on_ready(ready: EngineReady | None, url: str) -> None:
             stop_progress()
-            print_banner(ready, url, is_open=is_open)
+            if ready is None:
+                print_gateway_banner([server.url for server in config.external], url, is_open=is_open)
+                return
+            num_replicas = sum(spec.model == ready.model.name for spec in specs)
+            others = sorted({spec.model for spec in specs} - {ready.model.name})
+            print_banner(ready, url, is_open=is_open, num_replicas=num_replicas, others=others)
 
         level = logging.getLevelName(logging.getLogger().level)
         serve_app.run(
-            config, path, is_open=is_open, on_progress=on_progress, on_ready=on_ready, log_level=level
+            config, specs, is_open=is_open, on_progress=on_progress, on_ready=on_ready, log_level=level
         )
     logger.info("stopped")
 
@@ -103,7 +113,10 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def print_banner(ready: EngineReady, url: str, *, is_open: bool) -> None:
+def print_banner(
+    ready: EngineReady, url: str, *, is_open: bool, num_replicas: int = 1, others: Sequence[str] = ()
+) -> None:
+    """`others` are the models that are served beside it."""
     card = ready.model
     weights = (
         "none"
@@ -114,13 +127,30 @@ def print_banner(ready: EngineReady, url: str, *, is_open: bool) -> None:
     console.print(
         f"\n[bold]Penstock {__version__}[/bold] serves [bold]{card.name}[/bold] at {url}", soft_wrap=True
     )
+    each = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
     rows = (
         ("API", f"{url}/v1"),
         ("Chat page", f"{url}/"),
         ("Model", weights),
+        *([("Also", ", ".join(others))] if others else []),
         ("Context", f"{card.max_model_len:,} tokens"),
         ("Keys", "none are asked for" if is_open else "every caller needs one; see penstock keys"),
-        ("KV cache", f"{ready.num_kv_blocks * ready.block_size:,} tokens"),
+        ("KV cache", f"{ready.num_kv_blocks * ready.block_size:,} tokens{each}"),
+        ("Stop", "Ctrl-C lets running answers finish; twice cuts them short"),
+    )
+    for name, value in rows:
+        console.print(f"  [dim]{name:<10}[/dim] {value}", soft_wrap=True)
+    console.print()
+
+
+def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> None:
+    """Of a server without engines of its own."""
+    console = stderr_console()
+    console.print(f"\n[bold]Penstock {__version__}[/bold] at {url} passes requests on", soft_wrap=True)
+    rows = (
+        ("API", f"{url}/v1"),
+        ("Servers", ", ".join(servers)),
+        ("Keys", "none are asked for" if is_open else "every caller needs one; see penstock keys"),
         ("Stop", "Ctrl-C lets running answers finish; twice cuts them short"),
     )
     for name, value in rows:

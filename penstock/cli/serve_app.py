@@ -1,4 +1,5 @@
-"""The composition root of `penstock serve`: the engine process, and one or several gateways before it.
+"""The composition root of `penstock serve`: the engine processes, and one or several gateways before
+them.
 
 Nothing here decides anything; it builds the parts, connects them and takes them down in order.
 """
@@ -10,16 +11,23 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import uvloop
 
 from penstock.cli.api_workers import ApiWorkers
+from penstock.cli.control import Control, open_control, open_link
+from penstock.cli.environment import visible_gpus
 from penstock.cli.front_door import open_front_door, prepare_process
 from penstock.cli.telemetry import configure_server_logging
 from penstock.cli.waiting import until
-from penstock.cluster.local import LocalReplica
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.fleet_config import FleetConfig
+from penstock.cluster.local import LocalLauncher
+from penstock.cluster.ray_launcher import RayLauncher
+from penstock.cluster.replica import Launcher, ReplicaSpec
+from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ServeConfig, ServerConfig
 from penstock.core.errors import UsageError
 from penstock.core.messages import EngineReady, LoadProgress
@@ -27,36 +35,64 @@ from penstock.core.messages import EngineReady, LoadProgress
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Those that are planned, and who keeps them alive."""
+
+    supervisor: Supervisor
+    specs: Sequence[ReplicaSpec]
+
+    async def launch(self, control: Control) -> list[EngineReady]:
+        """All at once, as releases have changed them; returns what they serve, the first one first. None where only
+        external servers answer."""
+        launched = await asyncio.gather(*map(self.supervisor.launch, control.specs))
+        ready = map(self.supervisor.ready, launched)
+        return [description for description in ready if description is not None]
+
+    def models(self) -> dict[str, EngineReady]:
+        """What is served, by name."""
+        ready = {member.spec.model: self.supervisor.ready(member.id) for member in self.supervisor.members()}
+        return {name: description for name, description in ready.items() if description is not None}
+
+
 def run(
     config: ServeConfig,
-    model_path: Path,
+    specs: Sequence[ReplicaSpec],
     *,
     is_open: bool,
     on_progress: Callable[[LoadProgress], None] | None = None,
-    on_ready: Callable[[EngineReady, str], None] | None = None,
+    on_ready: Callable[[EngineReady | None, str], None] | None = None,
     log_level: str = "INFO",
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `on_ready` is called with the model and the URL once both are there."""
+    """Serve until SIGTERM or SIGINT. `on_ready` is called with the model, where there is one, and the URL once both
+    are there."""
     # Before the model loads: a port in use should not cost a minute to find out.
     listener = bind(config.server)
     configure_server_logging(config.telemetry)
     config = prepare_process(config)
-    replica = LocalReplica(
-        config.engine,
-        model_path,
-        log_level=log_level,
-        log_format=config.telemetry.log_format,
+    supervisor = Supervisor(
+        launchers(config, log_level),
+        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         on_progress=on_progress,
     )
 
-    def announce(ready: EngineReady) -> None:
+    def announce(ready: EngineReady | None) -> None:
         if on_ready is not None:
             host, port = listener.getsockname()[:2]
             on_ready(ready, f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     serve = _serve_here if config.server.api_workers == 1 else _serve_by_workers
     with contextlib.closing(listener):
-        uvloop.run(serve(config, replica, listener, is_open, announce))
+        uvloop.run(serve(config, Replicas(supervisor, specs), listener, is_open, announce))
+
+
+def launchers(config: ServeConfig, log_level: str) -> dict[str, Launcher]:
+    """By the names that specs have for them. None does anything before it is asked to."""
+    log_format = config.telemetry.log_format
+    return {
+        "local": LocalLauncher(gpus=visible_gpus(), log_level=log_level, log_format=log_format),
+        "ray": RayLauncher(config.cluster.ray_address, log_level=log_level, log_format=log_format),
+    }
 
 
 def bind(server: ServerConfig) -> socket.socket:
@@ -78,52 +114,64 @@ def bind(server: ServerConfig) -> socket.socket:
 
 async def _serve_here(
     config: ServeConfig,
-    replica: LocalReplica,
+    replicas: Replicas,
     listener: socket.socket,
     is_open: bool,
-    announce: Callable[[EngineReady], None],
+    announce: Callable[[EngineReady | None], None],
 ) -> None:
     stop = _stop_event()
-    try:
-        ready = await until(replica.start(), stop)
-        if ready is None:
+    fleet = Fleet(FleetConfig(routing_policy=config.cluster.routing_policy))
+    fleet.holds_without_replicas = config.scaling.min_replicas == 0
+    replicas.supervisor.on_change.append(fleet.update)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(fleet.close)
+        stack.push_async_callback(replicas.supervisor.close)
+        control = await stack.enter_async_context(open_control(config, replicas.supervisor, replicas.specs))
+        launched = await until(replicas.launch(control), stop)
+        if launched is None:
             return
-        async with open_front_door(config, replica.client, listener, is_open=is_open) as door:
+        ready = await fleet.wait_ready() if launched else None
+        await stack.enter_async_context(control.plane.running(control.socket))
+        link = await stack.enter_async_context(open_link(control.socket, fleet))
+        async with open_front_door(config, fleet, listener, is_open=is_open, desk=link) as door:
             announce(ready)
             await stop.wait()
             _announce_drain(config.server)
             stop.clear()  # a second signal cuts the drain short
             await until(door.drain(config.server.drain_timeout), stop)
             await door.close()
-    finally:
-        await replica.stop()
 
 
 async def _serve_by_workers(
     config: ServeConfig,
-    replica: LocalReplica,
+    replicas: Replicas,
     listener: socket.socket,
     is_open: bool,
-    announce: Callable[[EngineReady], None],
+    announce: Callable[[EngineReady | None], None],
 ) -> None:
     stop = _stop_event()
     # Workers watch the settings file themselves; here the signal would be fatal.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    workers = ApiWorkers(config, replica.endpoint, listener, is_open=is_open)
-    replica.on_change = workers.tell_of_engine
-    try:
-        ready = await until(replica.start(), stop)
-        if ready is None or not await until(workers.start(), stop):
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(replicas.supervisor.close)
+        control = await stack.enter_async_context(open_control(config, replicas.supervisor, replicas.specs))
+        workers = ApiWorkers(config, listener, control.socket, is_open=is_open)
+        stack.push_async_callback(workers.stop)
+        replicas.supervisor.on_change.append(workers.tell_of_members)
+        launched = await until(replicas.launch(control), stop)
+        if launched is None:
             return
-        announce(ready)
+        if config.scaling.min_replicas == 0:
+            workers.models = replicas.models()
+        await stack.enter_async_context(control.plane.running(control.socket))
+        if not await until(workers.start(), stop):
+            return
+        announce(launched[0] if launched else None)
         await stop.wait()
         _announce_drain(config.server)
         stop.clear()
         if await until(workers.drain(), stop) is None:
             await workers.cut_short()
-    finally:
-        await workers.stop()
-        await replica.stop()
 
 
 def _announce_drain(server: ServerConfig) -> None:

@@ -7,26 +7,28 @@ from typing import TypeAlias
 
 import msgspec
 
+from penstock.cluster.replica import Member
 from penstock.core.config import ServeConfig
+from penstock.core.messages import EngineReady
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """The first line to a worker. The listening socket is the inherited descriptor."""
 
     config: ServeConfig
-    engine_endpoint: str
+    members: tuple[Member, ...]
+    models: dict[str, EngineReady]  # what is served, where there may be no replica to tell
+    control_socket: str
     listener_fd: int
     is_open: bool
     siblings: tuple[str, ...]  # sockets where each worker, this one included, tells its own metrics
     number: int  # of this worker among them
 
 
-class EngineGone(msgspec.Struct, frozen=True, tag="engine_gone"):
-    message: str
+class Members(msgspec.Struct, frozen=True, tag="members"):
+    """The replicas that there are now, all of them."""
 
-
-class EngineStarting(msgspec.Struct, frozen=True, tag="engine_starting"):
-    """A new engine process listens at the old endpoint."""
+    members: tuple[Member, ...]
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
@@ -37,7 +39,7 @@ class CutShort(msgspec.Struct, frozen=True, tag="cut_short"):
     """Leave now."""
 
 
-ToWorker: TypeAlias = Begin | EngineGone | EngineStarting | Drain | CutShort
+ToWorker: TypeAlias = Begin | Members | Drain | CutShort
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag="ready"):

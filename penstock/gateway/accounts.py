@@ -7,7 +7,8 @@ answer is in the books.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Literal, Protocol
 
 import msgspec
@@ -64,6 +65,10 @@ class Lease(Protocol):
 class Limiter(Protocol):
     async def reserve(self, claim: Claim) -> Lease:
         """Raises RateLimited, with the seconds to wait, or QuotaExceeded; then nothing is reserved."""
+        ...
+
+    async def peek(self, principal: Principal, model: str | None) -> RateLimits:
+        """What is left now, of which nothing is used. Without a model, of the limits that hold for all models."""
         ...
 
 
@@ -133,6 +138,9 @@ class NoLimits:
     async def reserve(self, claim: Claim) -> Lease:
         return self
 
+    async def peek(self, principal: Principal, model: str | None) -> RateLimits:
+        return self.rate_limits
+
     def give_back_cached(self, num_tokens: int) -> None:
         pass
 
@@ -170,3 +178,26 @@ class Accounts:
             raise
         on_settled = self._observer.begin(claim) if self._observer is not None else None
         return Account(claim, lease, self._ledger, on_settled)
+
+    @asynccontextmanager
+    async def errand(self, principal: Principal, model: str, endpoint: str) -> AsyncIterator[None]:
+        """Work for which no engine is needed, such as counting tokens: a request like any other to the limits, but
+        nothing that a ledger would have to know."""
+        claim = Claim(
+            request_id="",
+            principal=principal,
+            model=model,
+            endpoint=endpoint,
+            tier=principal.best_tier,
+            input_tokens=0,
+            max_output_tokens=0,
+        )
+        lease = await self._limiter.reserve(claim)
+        try:
+            yield
+        finally:
+            lease.settle(Outcome(usage=Usage(0, 0, 0), status="completed"))
+
+    async def peek(self, principal: Principal, model: str | None) -> RateLimits:
+        """A caller's limits as they stand, for answers that opened no account."""
+        return await self._limiter.peek(principal, model)

@@ -16,9 +16,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.plan import CacheUse
@@ -36,6 +37,14 @@ _SIGN = re.compile("[\U00100000-\U0010fffd]")
 _CHANGE = chr(_FIRST_SIGN + _MAX_SIGNS)
 
 Render = Callable[[ChatPrompt], str]
+
+
+class PromptCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table `[prompt_cache]` of the settings file, which may change while a server runs."""
+
+    min_tokens: Annotated[int, Meta(ge=1)] | None = (
+        None  # of a prefix to be kept; None: as the engine was started
+    )
 
 
 class Piece(msgspec.Struct, frozen=True):

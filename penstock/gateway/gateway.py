@@ -18,102 +18,34 @@ import msgspec
 from penstock.cluster.client import EngineClient
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.config import GatewayConfig
-from penstock.core.errors import (
-    DeadlineExceeded,
-    EngineUnavailable,
-    InvalidRequest,
-    ModelNotFound,
-    PenstockError,
-    PermissionDenied,
-    ShuttingDown,
-)
-from penstock.core.grammar_text import token_ids_by_number
-from penstock.core.messages import EngineReady
-from penstock.core.request import CacheBreakpoint, Grammar, Request, SamplingParams, Tier
+from penstock.core.errors import DeadlineExceeded, InvalidRequest, PenstockError, ShuttingDown
+from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Accounts, Claim
-from penstock.gateway.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
-from penstock.gateway.checks import check_request, check_token_ids, resolve_max_tokens
+from penstock.gateway.auto import AutoModel
+from penstock.gateway.caching import PromptCacheSettings
+from penstock.gateway.catalogue import RETRY_AFTER_S, AnsweringModel, Catalogue
+from penstock.gateway.checks import check_request, resolve_max_tokens
 from penstock.gateway.choice import Choice
-from penstock.gateway.dialect import Dialect, PreparedPrompt
-from penstock.gateway.grammars import GrammarChecker
+from penstock.gateway.dialect import PreparedPrompt
+from penstock.gateway.external.answer import ExternalAnswer
+from penstock.gateway.external.calls import calls_for
+from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.keeper import GuardKeeper
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.metrics_exchange import MetricsExchange
-from penstock.gateway.plain_text import RenderedChat
-from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt
+from penstock.gateway.prompts import ChatPrompt, GenerationRequest
 from penstock.gateway.queue_times import QueueTimes
 from penstock.gateway.replies.desk import ReplyDesk
 from penstock.gateway.replies.source import AnswerSource
+from penstock.gateway.served_model import ServedModel
 from penstock.gateway.stream import AnswerStream, Generation
 from penstock.gateway.telemetry.record import current_record
-from penstock.gateway.template import ChatTemplate
 from penstock.gateway.tiers import TierSettings
-from penstock.gateway.tokenizer import TextTokenizer
 
-# For an engine that starts or a server that drains: neither has a queue whose pace could tell.
-RETRY_AFTER_S = 5.0
+# Of a request to an external server that names no limit: what is reserved for its answer.
+ASSUMED_MAX_TOKENS = 1024
+MAX_VOCAB_SIZE = 1 << 31  # of a model whose vocabulary is not known here
 _MOST_URGENT_FIRST = tuple(Tier)
-
-
-class ServedModel:
-    """What the gateway built from an engine's model card. Lives as long as that engine serves."""
-
-    def __init__(self, engine: EngineReady, config: GatewayConfig) -> None:
-        self.engine = engine
-        self.card = engine.model
-        self.tokenizer = TextTokenizer(engine.model)
-        self.dialect = Dialect(engine.model, self.tokenizer, config)
-        self.template = ChatTemplate(engine.model, self.dialect.tool_format)
-        self._grammars = GrammarChecker()
-        self._special_token_ids = token_ids_by_number(engine.model.tokenizer_json)
-
-    async def prepare(self, prompt: Prompt, grammar: Grammar | None = None) -> PreparedPrompt:
-        """`grammar` is what the request itself demands of its answers."""
-        if isinstance(prompt, TextPrompt):
-            return PreparedPrompt(await self.tokenizer.encode(prompt.text, add_special_tokens=True))
-        if isinstance(prompt, ChatPrompt):
-            prompt = self.dialect.without_thinking_where_held(prompt, grammar)
-            rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
-            form = self.dialect.answer_form(prompt, rendered, grammar)
-            pieces = marked_pieces(prompt)
-            if pieces:
-                token_ids, breakpoints = await self._with_breakpoints(prompt, pieces, rendered)
-                return PreparedPrompt(token_ids, form, breakpoints, tools_salt(prompt))
-            # A template writes the special tokens itself.
-            token_ids = await self.tokenizer.encode(
-                rendered.text, add_special_tokens=False, plain_ranges=rendered.plain_ranges
-            )
-            return PreparedPrompt(token_ids, form)
-        check_token_ids(prompt.token_ids, self.card.vocab_size, param="prompt")
-        return PreparedPrompt(prompt.token_ids)
-
-    async def _with_breakpoints(
-        self, prompt: ChatPrompt, pieces: Sequence[Piece], rendered: RenderedChat
-    ) -> tuple[tuple[int, ...], tuple[CacheBreakpoint, ...]]:
-        def render(variant: ChatPrompt) -> str:
-            return self.dialect.close_thinking(variant, self.template.render(variant)).text
-
-        kept = locate(prompt, pieces, rendered.text, render)
-        ends = sorted({end for prefix in kept for end in (prefix.end, *prefix.earlier)})
-        token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
-        return token_ids, breakpoints_at(kept, positions)
-
-    async def with_checked_grammar(self, request: Request) -> Request:
-        """Raises InvalidRequest when no engine could compile it."""
-        grammar = request.sampling.grammar
-        if grammar is None:
-            return request
-        grammar = await self._grammars.check(grammar, self._special_token_ids)
-        sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
-        return msgspec.structs.replace(request, sampling=sampling)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """A prompt of token ids as text, for guards."""
-        check_token_ids(token_ids, self.card.vocab_size, param="prompt")
-        return self.tokenizer.decode(token_ids)
-
-    async def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        return (await self.prepare(prompt)).token_ids
 
 
 class LiveWork(Protocol):
@@ -142,11 +74,14 @@ class Gateway:
         self.guards = GuardKeeper(self.submit)
         self.metrics.register(self.guards.metrics)
         self.tiers = TierSettings()
+        self.prompt_cache = PromptCacheSettings()
         self.replies = replies or ReplyDesk(clock=self.clock)
         self.metrics.register(self.replies)
         self.max_buffer_bytes = config.max_stream_buffer_bytes
+        self.catalogue = Catalogue(engine, config)
+        self.auto = AutoModel(self.submit, self.catalogue, self.clock)
+        self.metrics.register(self.auto)
         self._queue_times = QueueTimes()
-        self._served: ServedModel | None = None
         self._live: set[LiveWork] = set()
         self._is_draining = False
         self._nothing_live = asyncio.Event()
@@ -166,33 +101,28 @@ class Gateway:
     @property
     def is_ready(self) -> bool:
         """Whether a request would be accepted now."""
-        return not self._is_draining and self.engine.ready is not None
+        return not self._is_draining and self.catalogue.is_ready
 
     @property
     def is_healthy(self) -> bool:
         """False while draining and after the engine has gone; an engine that still starts is no illness."""
-        return not self._is_draining and (self.engine.ready is not None or self._served is None)
+        return not self._is_draining and (self.catalogue.is_ready or not self.catalogue.has_served)
 
     def model(self, name: str | None = None) -> ServedModel:
-        """The model that serves requests for `name`; None stands for the only one there is."""
-        ready = self.engine.ready
-        if ready is None:
-            raise EngineUnavailable("No engine is ready to serve.", retry_after_s=RETRY_AFTER_S)
-        if self._served is None or self._served.engine is not ready:
-            self._served = ServedModel(ready, self.config)
-            self.metrics.model_name = ready.model.name
-        if name is not None and name != ready.model.name:
-            raise ModelNotFound(
-                f"The model {name!r} is not served here; {ready.model.name!r} is.", param="model"
-            )
-        return self._served
+        """The model that serves requests for `name`; None stands for the first there is."""
+        return self.catalogue.find(name)
+
+    def _permitted_model(self, wish: GenerationRequest) -> AnsweringModel:
+        return self.catalogue.answering(wish.model, None if wish.model_is_given else wish.principal)
 
     async def submit(self, wish: GenerationRequest) -> AnswerStream:
         """Raises the PenstockError that keeps the request from running."""
         self.check_accepting()
-        model = self.model(wish.model)
-        _check_permission(wish, model.card.name)
-        _check_generates(model)
+        if self.catalogue.is_auto(wish.model):
+            return await self.auto.answer(wish)
+        model = self._permitted_model(wish)
+        if isinstance(model, ServedModel):
+            _check_generates(model)
         wish = self.tiers.capped(wish)
         if (record := current_record.get()) is not None:
             record.note(wish)
@@ -212,45 +142,81 @@ class Gateway:
         """By what was answered before, where the caller wants that, else by an engine."""
         if not self.replies.may_know(wish):
             return await self._start(wish)
-        model = self.model(wish.model)
-        _check_permission(wish, model.card.name)
+        model = self._permitted_model(wish)
         source = AnswerSource(
-            model.engine, partial(self._start, wish), partial(self._open_replay, wish, model.card.name)
+            model.fingerprint, partial(self._start, wish), partial(self._open_replay, wish, model.name)
         )
         return await self.replies.answer(wish, source)
 
     async def _open_replay(self, wish: GenerationRequest, model_name: str) -> Account:
         """An account for a request that costs no tokens."""
-        return await self.accounts.open(_claim(wish.request_id or uuid.uuid4().hex, wish, model_name, (), ()))
+        return await self.accounts.open(_claim(wish.request_id or uuid.uuid4().hex, wish, model_name))
 
-    async def _start(self, wish: GenerationRequest) -> Generation:
+    async def _start(self, wish: GenerationRequest) -> AnswerStream:
         arrived_at = self.clock.now()
         self._queue_times.observe(self.engine.stats, arrived_at)
         self.check_accepting()
-        model = self.model(wish.model)
-        _check_permission(wish, model.card.name)
+        model = self._permitted_model(wish)
+        if isinstance(model, ExternalModel):
+            return await self._start_elsewhere(wish, model, arrived_at)
         check_request(wish, model.card.vocab_size)
         prompts = [await model.prepare(prompt, wish.sampling.grammar) for prompt in wish.prompts]
         self.check_accepting()  # a drain may have begun while a long prompt was tokenized
         request_id = wish.request_id or uuid.uuid4().hex
-        requests = self._engine_requests(request_id, wish, prompts, model.engine)
+        requests = self._engine_requests(request_id, wish, prompts, model)
         requests = [await model.with_checked_grammar(request) for request in requests]
         self._time_left_s(wish, arrived_at)
         choices = [
             Choice(index, request, model.tokenizer, model.card.eos_token_ids, prompts[index // wish.n].form)
             for index, request in enumerate(requests)
         ]
-        account = await self.accounts.open(_claim(request_id, wish, model.card.name, prompts, requests))
+        claim = _claim(
+            request_id,
+            wish,
+            model.name,
+            input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            max_output_tokens=sum(request.sampling.max_tokens for request in requests),
+        )
+        account = await self.accounts.open(claim)
         generation = Generation(account, choices, wish.n, self, self._forget)
-        self._live.add(generation)
+        with self._beginning(generation):
+            generation.start(requests, self._time_left_s(wish, arrived_at))
+        return generation
+
+    async def _start_elsewhere(
+        self, wish: GenerationRequest, model: ExternalModel, arrived_at: float
+    ) -> ExternalAnswer:
+        """By an external server, which tokenizes: until it tells what a request used, that is estimated."""
+        assert self.catalogue.external is not None
+        check_request(wish, MAX_VOCAB_SIZE)
+        request_id = wish.request_id or uuid.uuid4().hex
+        max_tokens = wish.sampling.max_tokens or wish.default_max_tokens or self.config.default_max_tokens
+        region = wish.region or self.catalogue.settings.region_of(wish.principal)
+        calls = calls_for(request_id, wish, model=model.name, max_tokens=max_tokens, region=region)
+        claim = _claim(
+            request_id,
+            wish,
+            model.name,
+            input_tokens=sum(call.estimated_tokens for call in calls[:: wish.n]),
+            max_output_tokens=len(calls) * (max_tokens or ASSUMED_MAX_TOKENS),
+        )
+        account = await self.accounts.open(claim)
+        answer = ExternalAnswer(account, calls, wish.n, self, self._forget)
+        with self._beginning(answer):
+            answer.start(self.catalogue.external.pool, self._time_left_s(wish, arrived_at))
+        return answer
+
+    @contextmanager
+    def _beginning(self, answer: Generation | ExternalAnswer) -> Iterator[None]:
+        """An answer is started here, and lives from then on."""
+        self._live.add(answer)
         self._nothing_live.clear()
         try:
             self.check_accepting()
-            generation.start(requests, self._time_left_s(wish, arrived_at))
+            yield
         except BaseException:
-            generation.cancel()
+            answer.cancel()
             raise
-        return generation
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and let live ones finish. After `timeout_s`, or when this is cancelled, those left
@@ -271,7 +237,7 @@ class Gateway:
         """How long the engine will need for those who wait for it now."""
         stats = self.engine.stats
         self._queue_times.observe(stats, self.clock.now())
-        return self._queue_times.drain_s(stats, self.metrics.request_generation_tokens.mean)
+        return self._queue_times.drain_s(stats, self.metrics.mean_answer_tokens)
 
     async def metrics_page(self) -> bytes:
         """Of all gateway processes of this server."""
@@ -280,9 +246,7 @@ class Gateway:
         return self.render_own_metrics()
 
     def render_own_metrics(self) -> bytes:
-        if self.engine.ready is not None:
-            self.model()
-        self.metrics.observe_stats(self.engine.stats)
+        self.metrics.observe_engines(self.engine)
         return self.metrics.render()
 
     @contextmanager
@@ -320,16 +284,19 @@ class Gateway:
         request_id: str,
         wish: GenerationRequest,
         prompts: Sequence[PreparedPrompt],
-        engine: EngineReady,
+        model: ServedModel,
     ) -> list[Request]:
         """One request per answer: the n answers of a prompt follow each other, with consecutive seeds."""
         default = wish.default_max_tokens or self.config.default_max_tokens
+        region = wish.region or self.catalogue.settings.region_of(wish.principal)
+        # Without a better reason, where the adapter is likely loaded already.
+        affinity_key = wish.prompt_cache_key or (model.adapter.digest if model.adapter else "")
         requests: list[Request] = []
         for prompt, prepared in zip(wish.prompts, prompts, strict=True):
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             token_ids = prepared.token_ids
             max_tokens = resolve_max_tokens(
-                wish.sampling.max_tokens, default, len(token_ids), engine, prompt_param=param
+                wish.sampling.max_tokens, default, len(token_ids), model.engine, prompt_param=param
             )
             for sibling in range(wish.n):
                 requests.append(
@@ -339,8 +306,13 @@ class Gateway:
                         sampling=_sampling_params(wish, prepared, max_tokens, sibling),
                         tenant=wish.principal.workspace_id,
                         tier=granted_tier(wish),
+                        model=model.base_name,
+                        adapter=model.adapter,
+                        region=region,
+                        affinity_key=affinity_key,
                         cache_salt=prepared.cache_salt,
                         cache_breakpoints=prepared.breakpoints,
+                        min_cacheable_tokens=self.prompt_cache.min_tokens if prepared.breakpoints else None,
                     )
                 )
         return requests
@@ -350,11 +322,6 @@ def granted_tier(wish: GenerationRequest) -> Tier:
     """The tier asked for, or the best that the caller's key allows."""
     best = wish.principal.best_tier
     return wish.tier if wish.tier is best else max(wish.tier, best, key=_MOST_URGENT_FIRST.index)
-
-
-def _check_permission(wish: GenerationRequest, model_name: str) -> None:
-    if not wish.principal.may_use(model_name):
-        raise PermissionDenied(f"This key may not use the model {model_name!r}.", param="model")
 
 
 def _check_generates(model: ServedModel) -> None:
@@ -370,8 +337,9 @@ def _claim(
     request_id: str,
     wish: GenerationRequest,
     model_name: str,
-    prompts: Sequence[PreparedPrompt],
-    requests: Sequence[Request],
+    *,
+    input_tokens: int = 0,
+    max_output_tokens: int = 0,
 ) -> Claim:
     return Claim(
         request_id=request_id,
@@ -379,8 +347,8 @@ def _claim(
         model=model_name,
         endpoint=wish.endpoint,
         tier=granted_tier(wish),
-        input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
-        max_output_tokens=sum(request.sampling.max_tokens for request in requests),
+        input_tokens=input_tokens,
+        max_output_tokens=max_output_tokens,
         user=wish.user,
     )
 

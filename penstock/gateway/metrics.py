@@ -6,16 +6,19 @@ work of labels and names. Every metric appears under `penstock_` and under the `
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.cluster.client import EngineClient
 from penstock.core.messages import EngineStats
-from penstock.core.request import FinishReason
 from penstock.gateway.cache_metrics import CACHE_METRICS, cache_metrics
+from penstock.gateway.external.models import EXTERNAL_METRICS
+from penstock.gateway.model_metrics import Histogram, ModelMetrics
+from penstock.gateway.pool_metrics import POOL_METRICS
+from penstock.gateway.replica_metrics import REPLICA_METRICS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("penstock_", "vllm:")
@@ -30,10 +33,16 @@ ENGINE_METRICS = frozenset(
         "prefix_cache_queries",
         "prefix_cache_hits",
         "num_preemptions",
+        "num_swapped",
+        "nan_logits",
+        "out_of_memory",
         "spec_decode_num_draft_tokens",
         "spec_decode_num_accepted_tokens",
         "iteration_tokens_total",
         *CACHE_METRICS,
+        *POOL_METRICS,
+        *EXTERNAL_METRICS,
+        *REPLICA_METRICS,
     }
 )
 
@@ -42,80 +51,73 @@ def is_of_engine(family_name: str) -> bool:
     return any(family_name.removeprefix(prefix) in ENGINE_METRICS for prefix in PREFIXES)
 
 
-def _bounds(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split()))
-
-
-FIRST_TOKEN_BOUNDS_S = _bounds(
-    ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
+# Name, help, and the attribute that has the value: first of EngineStats, then of ModelMetrics.
+_ENGINE_GAUGES = (
+    ("num_requests_running", "Requests in the running batch.", "num_running"),
+    ("num_requests_waiting", "Requests waiting to be scheduled.", "num_waiting"),
 )
-INTER_TOKEN_BOUNDS_S = _bounds(
-    ".001 .0025 .005 .01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
+_ENGINE_COUNTERS = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    ("num_preemptions", "Running requests sent back to the queue.", "num_preemptions"),
+    ("num_swapped", "Preempted requests whose KV may go to host memory.", "num_swapped"),
+    ("nan_logits", "Requests ended because the model produced no numbers.", "num_nan_logits"),
+    ("out_of_memory", "Requests ended because a step had no memory for them.", "num_out_of_memory"),
 )
-REQUEST_BOUNDS_S = _bounds(".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
-STEP_TOKENS_BOUNDS = tuple(float(1 << power) for power in (0, *range(3, 15)))
-REQUEST_TOKENS_BOUNDS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-
-
-class Histogram:
-    """Counts per bucket; the last bucket is above every bound."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    @property
-    def mean(self) -> float:
-        """0 when nothing was observed."""
-        return self.total / count if (count := sum(self.counts)) else 0.0
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        pairs: list[tuple[str, float]] = []
-        running = 0
-        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
-            running += count
-            pairs.append((bound, running))
-        return pairs
+_COUNTERS = (
+    ("prompt_tokens", "Prompt tokens of requests whose answer has begun.", "prompt_tokens"),
+    ("generation_tokens", "Tokens generated.", "generation_tokens"),
+)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", "first_token_s"),
+    ("inter_token_latency_seconds", "Between tokens of one answer.", "inter_token_s"),
+    ("e2e_request_latency_seconds", "From arrival to the last token.", "end_to_end_s"),
+    ("request_queue_time_seconds", "From arrival to the first computation.", "queue_s"),
+    ("request_prefill_time_seconds", "From first computation to first token.", "prefill_s"),
+    ("request_decode_time_seconds", "From the first token to the last.", "decode_s"),
+    ("request_prompt_tokens", "Prompt tokens per request.", "request_prompt_tokens"),
+    ("request_generation_tokens", "Tokens generated per request.", "request_generation_tokens"),
+    ("iteration_tokens_total", "Tokens computed per engine step.", "step_tokens"),
+)
+# There is no speculation yet, and dashboards expect them.
+_ALWAYS_ZERO = (
+    ("spec_decode_num_draft_tokens", "Tokens drafted by speculation."),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
+)
 
 
 class GatewayMetrics(Collector):
-    """Written by output streams as things happen, read by `render`."""
+    """Counts by model, read by `render`."""
 
     def __init__(self) -> None:
-        self.model_name = ""  # until an engine has said what it serves
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.finished = dict.fromkeys(FinishReason, 0)
-        self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
-        self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
-        self.end_to_end_s = Histogram(REQUEST_BOUNDS_S)
-        self.queue_s = Histogram(REQUEST_BOUNDS_S)
-        self.prefill_s = Histogram(REQUEST_BOUNDS_S)
-        self.decode_s = Histogram(REQUEST_BOUNDS_S)
-        self.request_prompt_tokens = Histogram(REQUEST_TOKENS_BOUNDS)
-        self.request_generation_tokens = Histogram(REQUEST_TOKENS_BOUNDS)
-        self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
-        self._stats = EngineStats()
+        self._models: dict[str, ModelMetrics] = {}
+        self._engine_models: tuple[str, ...] = ()  # those that engines report on
+        self._stats: EngineStats | None = None  # of all engines, when they were last looked at
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def observe_stats(self, stats: EngineStats) -> None:
-        """Take over the engine's latest figures. Steps that were reported together count with their mean size."""
+    def of(self, model_name: str) -> ModelMetrics:
+        found = self._models.get(model_name)
+        if found is None:
+            found = self._models[model_name] = ModelMetrics()
+        return found
+
+    @property
+    def mean_answer_tokens(self) -> float:
+        """0 when nothing was answered."""
+        answers = [model.request_generation_tokens for model in self._models.values()]
+        count = sum(sum(histogram.counts) for histogram in answers)
+        return sum(histogram.total for histogram in answers) / count if count else 0.0
+
+    def observe_engines(self, engine: EngineClient) -> None:
+        """Take over the engines' latest figures. Cheap when there are none."""
+        stats = engine.stats
         if stats is self._stats:
             return
-        before, self._stats = self._stats, stats
-        num_steps = stats.num_steps - before.num_steps
-        if num_steps > 0:
-            mean_tokens = (stats.tokens_computed - before.tokens_computed) / num_steps
-            self.step_tokens.counts[bisect_left(self.step_tokens.bounds, mean_tokens)] += num_steps
-            self.step_tokens.total += mean_tokens * num_steps
+        self._stats = stats
+        names = self._engine_models = tuple(engine.models) or self._engine_models
+        for name in names:
+            self.of(name).observe_stats(stats if len(names) == 1 else engine.stats_of(name))
 
     def register(self, collector: Collector) -> None:
         """Show another part's metrics beside these."""
@@ -125,68 +127,58 @@ class GatewayMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
+        stats_of = {name: self.of(name).stats for name in self._engine_models}
         for prefix in PREFIXES:
-            yield from self._gauges(prefix)
-            yield from self._counters(prefix)
+            yield from _gauges(prefix, stats_of)
+            yield from self._counters(prefix, stats_of)
             yield from self._histograms(prefix)
-        fragmentation = GaugeMetricFamily(
-            "penstock_kv_fragmentation",
-            "Share of running requests' KV slots that hold nothing.",
-            labels=LABELS,
+        fragmentation = {name: stats.kv_fragmentation for name, stats in stats_of.items()}
+        help_text = "Share of running requests' KV slots that hold nothing."
+        yield _labelled(
+            GaugeMetricFamily("penstock_kv_fragmentation", help_text, labels=LABELS), fragmentation
         )
-        fragmentation.add_metric([self.model_name], self._stats.kv_fragmentation)
-        yield fragmentation
-        yield from cache_metrics(self._stats, self.model_name)
+        yield from cache_metrics(stats_of)
 
-    def _gauges(self, prefix: str) -> Iterator[Metric]:
-        stats = self._stats
-        usage = stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
-        for name, help_text, value in (
-            ("num_requests_running", "Requests in the running batch.", stats.num_running),
-            ("num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting),
-            ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.", usage),
+    def _counters(self, prefix: str, stats_of: Mapping[str, EngineStats]) -> Iterator[Metric]:
+        for (name, help_text, attribute), sources in (
+            *((row, stats_of) for row in _ENGINE_COUNTERS),
+            *((row, self._models) for row in _COUNTERS),
         ):
-            gauge = GaugeMetricFamily(prefix + name, help_text, labels=LABELS)
-            gauge.add_metric([self.model_name], value)
-            yield gauge
-
-    def _counters(self, prefix: str) -> Iterator[Metric]:
-        stats = self._stats
-        for name, help_text, value in (
-            (
-                "prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_cache_queries,
-            ),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("num_preemptions", "Running requests sent back to the queue.", stats.num_preemptions),
-            ("prompt_tokens", "Prompt tokens of requests whose answer has begun.", self.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", self.generation_tokens),
-            ("spec_decode_num_draft_tokens", "Tokens drafted by speculation.", 0),
-            ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", 0),
-        ):
-            counter = CounterMetricFamily(prefix + name, help_text, labels=LABELS)
-            counter.add_metric([self.model_name], value)
-            yield counter
+            values = {model: getattr(source, attribute) for model, source in sources.items()}
+            yield _labelled(CounterMetricFamily(prefix + name, help_text, labels=LABELS), values)
+        for name, help_text in _ALWAYS_ZERO:
+            family = CounterMetricFamily(prefix + name, help_text, labels=LABELS)
+            yield _labelled(family, dict.fromkeys(stats_of, 0))
         success = CounterMetricFamily(
             prefix + "request_success", "Finished requests by reason.", labels=(*LABELS, "finished_reason")
         )
-        for reason, count in self.finished.items():
-            success.add_metric([self.model_name, reason.value], count)
+        for model_name, model in self._models.items():
+            for reason, count in model.finished.items():
+                success.add_metric([model_name, reason.value], count)
         yield success
 
     def _histograms(self, prefix: str) -> Iterator[Metric]:
-        for name, help_text, histogram in (
-            ("time_to_first_token_seconds", "From arrival to the first token.", self.first_token_s),
-            ("inter_token_latency_seconds", "Between tokens of one answer.", self.inter_token_s),
-            ("e2e_request_latency_seconds", "From arrival to the last token.", self.end_to_end_s),
-            ("request_queue_time_seconds", "From arrival to the first computation.", self.queue_s),
-            ("request_prefill_time_seconds", "From first computation to first token.", self.prefill_s),
-            ("request_decode_time_seconds", "From the first token to the last.", self.decode_s),
-            ("request_prompt_tokens", "Prompt tokens per request.", self.request_prompt_tokens),
-            ("request_generation_tokens", "Tokens generated per request.", self.request_generation_tokens),
-            ("iteration_tokens_total", "Tokens computed per engine step.", self.step_tokens),
-        ):
+        for name, help_text, attribute in _HISTOGRAMS:
             family = HistogramMetricFamily(prefix + name, help_text, labels=LABELS)
-            family.add_metric([self.model_name], histogram.cumulative(), histogram.total)
+            for model_name, model in self._models.items():
+                histogram: Histogram = getattr(model, attribute)
+                family.add_metric([model_name], histogram.cumulative(), histogram.total)
             yield family
+
+
+def _gauges(prefix: str, stats_of: Mapping[str, EngineStats]) -> Iterator[Metric]:
+    for name, help_text, attribute in _ENGINE_GAUGES:
+        values = {model: getattr(stats, attribute) for model, stats in stats_of.items()}
+        yield _labelled(GaugeMetricFamily(prefix + name, help_text, labels=LABELS), values)
+    usage = {
+        model: stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
+        for model, stats in stats_of.items()
+    }
+    help_text = "Share of KV blocks in use; 1 is all of them."
+    yield _labelled(GaugeMetricFamily(prefix + "kv_cache_usage_perc", help_text, labels=LABELS), usage)
+
+
+def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
+    for model_name, value in values.items():
+        family.add_metric([model_name], value)
+    return family

@@ -113,6 +113,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingOptions
     n: int = 1
     model: str | None = None
+    model_is_given: bool = False  # by the operator: the caller's own list of models does not matter for it
     default_max_tokens: int | None = None
     tier: Tier = Tier.DEFAULT  # a wish; the principal's best tier bounds it
     principal: Principal = OPEN_PRINCIPAL
@@ -120,6 +121,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = "chat"  # what the usage ledger calls it: chat, completions, messages, responses, …
     user: str | None = None  # the client's own name for its end user
     prompt_cache_key: str | None = None  # steers routing to where similar prompts went
+    region: str = ""  # where it should be served; empty: as the caller's settings say
     idempotency_key: str | None = None
     cache_response_s: float | None = None  # reuse, and keep, an identical request's answer for so long
     timeout_s: float | None = None

@@ -16,9 +16,11 @@ import msgspec
 from msgspec import inspect as types
 
 from penstock.core.errors import ConfigError
+from penstock.gateway.caching import PromptCacheSettings
 from penstock.gateway.guards.keeper import GuardKeeper
 from penstock.gateway.guards.settings import GuardSettings
 from penstock.gateway.ledger.prices import PriceSettings
+from penstock.gateway.model_settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.replies.settings import IdempotencySettings, ResponseCacheSettings
@@ -38,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prices: PriceSettings = PriceSettings()
     guards: GuardSettings = GuardSettings()
     tiers: TierSettings = TierSettings()
+    models: ModelSettings = ModelSettings()
+    prompt_cache: PromptCacheSettings = PromptCacheSettings()
     response_cache: ResponseCacheSettings = ResponseCacheSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
 
@@ -45,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Raise ConfigError for what types cannot say."""
         self.limits.check()
         self.prices.check()
+        self.models.check()
         GuardKeeper(_ask_nobody).apply(self.guards)  # also compiles patterns, and forgets the result
 
 

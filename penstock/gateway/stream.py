@@ -103,6 +103,7 @@ class Generation:
         self._choices = choices
         self._n = n
         self._context = context
+        self._metrics = context.metrics.of(account.claim.model)
         self._on_end = on_end
         self._arrived_at = context.clock.now()
         self._num_open = len(choices)
@@ -194,7 +195,7 @@ class Generation:
     def _on_event(self, choice: Choice, event: TokenEvent) -> None:
         if self._error is not None or choice.finish_reason is not None:
             return
-        self._context.metrics.observe_stats(self._context.engine.stats)
+        self._context.metrics.observe_engines(self._context.engine)
         if event.num_cached_tokens is not None:
             choice.num_cached_tokens = event.num_cached_tokens
             if choice.index % self._n == 0:  # siblings share the prompt
@@ -224,7 +225,7 @@ class Generation:
 
     def _time_tokens(self, choice: Choice, event: TokenEvent) -> None:
         now = self._context.clock.now()
-        metrics = self._context.metrics
+        metrics = self._metrics
         num_tokens = len(event.token_ids)
         metrics.generation_tokens += num_tokens
         if choice.first_token_at is None:
@@ -242,7 +243,7 @@ class Generation:
         choice.last_token_at = now
 
     def _close(self, choice: Choice, reason: FinishReason) -> None:
-        metrics = self._context.metrics
+        metrics = self._metrics
         metrics.finished[reason] += 1
         if choice.first_token_at is not None:
             metrics.end_to_end_s.observe(self._context.clock.now() - self._arrived_at)

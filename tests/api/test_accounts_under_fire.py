@@ -18,6 +18,8 @@ import sqlalchemy as sa
 from penstock.api.app import create_app
 from penstock.core.clock import VirtualClock
 from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.identity import Principal
+from penstock.core.limits import RateLimits
 from penstock.gateway.accounts import Accounts, Claim, Lease, Outcome
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.settings import guard_settings
@@ -84,6 +86,9 @@ class CountingLimiter:
         lease = await self._limiter.reserve(claim)
         self.num_lent += 1
         return _CountedLease(lease, claim, self.settled)
+
+    async def peek(self, principal: Principal, model: str | None) -> RateLimits:
+        return await self._limiter.peek(principal, model)
 
 
 class _CountedLease:

@@ -276,6 +276,8 @@ NEEDED = {
     Scope.ADMIN: {
         *(f"/admin/{kind}" for kind in ("organizations", "workspaces", "keys", "audit", "settings/reload")),
         *(f"/admin/{kind}/{{id}}" for kind in ("organizations", "workspaces", "keys")),
+        *("/admin/adapters", "/admin/adapters/{name:path}"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     },
     Scope.METRICS: {"/metrics"},
     Scope.USAGE: {"/v1/usage"},

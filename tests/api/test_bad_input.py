@@ -132,7 +132,7 @@ async def test_malformed_json(body: bytes) -> None:
         (COMPLETION, text(stream="yes"), "stream"),
         (COMPLETION, text(stream_options={"include_usage": True}), "stream_options"),
         (COMPLETION, text(service_tier="gold"), "service_tier"),
-        (COMPLETION, text(echo=True), "echo"),
+        (COMPLETION, text(echo=True, logprobs=1), "echo"),
         (COMPLETION, text(suffix="x"), "suffix"),
         (COMPLETION, text(best_of=4), "best_of"),
         (CHAT, chat(messages="hi"), "messages"),

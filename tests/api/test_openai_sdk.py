@@ -113,6 +113,15 @@ def test_completion_of_every_kind_of_prompt(serve: Serve) -> None:
         assert answer.object == "text_completion"
 
 
+def test_completion_that_echoes_its_prompt(serve: Serve) -> None:
+    sdk = serve(FakeEngine(script_text(" and on"))).sdk()
+    answer = sdk.completions.create(model="bytes", prompt=["on", "off"], n=2, echo=True)
+    assert [choice.text for choice in answer.choices] == ["on and on"] * 2 + ["off and on"] * 2
+    assert sdk.completions.create(model="bytes", prompt=[111, 110], echo=True).choices[0].text == "on and on"
+    chunks = list(sdk.completions.create(model="bytes", prompt="on", echo=True, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "on and on"
+
+
 def test_completion_defaults_to_sixteen_tokens(serve: Serve) -> None:
     answer = serve(FakeEngine(script_text("x" * 50))).sdk().completions.create(model="bytes", prompt="a")
     assert answer.choices[0].text == "x" * 16

@@ -28,7 +28,14 @@ def worker_without_engine(folder: Path) -> subprocess.Popen[bytes]:
             [sys.executable, "-m", "penstock.cli.api_worker"], stdin=subprocess.PIPE, pass_fds=(descriptor,)
         )
         begin = Begin(
-            ServeConfig(), f"ipc://{folder}/none.sock", descriptor, True, (str(folder / "0.sock"),), 0
+            config=ServeConfig(),
+            members=(),
+            models={},
+            control_socket=str(folder / "control.sock"),
+            listener_fd=descriptor,
+            is_open=True,
+            siblings=(str(folder / "0.sock"),),
+            number=0,
         )
         assert process.stdin is not None
         process.stdin.write(encode_line(begin))

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli.app import penstock
 from tests.bench.fake_server import FakeServer
+from tests.engine.tiny import write_tiny_model
 
 
 @contextmanager
@@ -107,3 +108,28 @@ def test_offline_measures_the_engine_in_this_process(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["num_prompts"], report["num_output_tokens"]) == (4, 12)
+
+
+def test_gpu_measures_a_folder_of_settings(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", max_position_embeddings=4096)
+    out = tmp_path / "figures.json"
+    result = run(
+        *("gpu", str(folder), "--part", "decode", "--batch", "1", "--batch", "2", "--device", "cpu"),
+        *("--json", str(out)),
+    )
+    assert result.exit_code == 0, result.output
+    assert "vLLM 0.26" in result.stdout
+    figures = json.loads(out.read_text())
+    assert [figure["what"] for figure in figures] == [
+        "load to first token, s",
+        "decode, batch 1, ms",
+        "decode, batch 2, ms",
+    ]
+    assert all(figure["value"] > 0 and figure["peer"] is None for figure in figures)
+
+
+def test_gpu_needs_settings_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = run("gpu", str(tmp_path))
+    assert result.exit_code == 1
+    assert "does not describe a model" in result.output

@@ -81,6 +81,7 @@ async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -
         assert books.ledger is not None
         (tmp_path / "settings.toml").write_text(
             PRICES.replace("1", "5")
+            + "[prompt_cache]\nmin_tokens = 64\n"
             + '[tiers]\nbest = "batch"\n[response_cache]\nenabled = false\n'
             + '[guards]\ndefault_policy = "p"\n[guards.policies.p]\nrules = [{ guard = "pii" }]\n'
         )
@@ -89,6 +90,7 @@ async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -
             await asyncio.sleep(0.001)
         assert books.ledger.book.prices.rates("any", Tier.DEFAULT).input == 5_000_000
         assert gateway.tiers.best is Tier.BATCH
+        assert gateway.prompt_cache.min_tokens == 64
         assert gateway.guards.policy_for(Principal()) is not None
         assert not books.replies._settings.enabled
         await limiter.close()

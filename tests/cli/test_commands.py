@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from penstock.cli.app import penstock
 from penstock.cli.commands import PenstockCommand
+from penstock.cluster.replica import ReplicaSpec
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError, ModelLoadError, UsageError
 from penstock.version import __version__
@@ -102,16 +103,16 @@ def test_the_entry_point_runs_as_a_process() -> None:
     assert done.stderr.startswith("Error: There is no model, file or folder called './no-such.gguf'.\nHint: ")
 
 
-def test_serve_hands_over_the_config_and_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_hands_over_the_config_and_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.cli import serve_app
 
-    handed_over: list[tuple[ServeConfig, Path]] = []
-    monkeypatch.setattr(serve_app, "run", lambda config, path, **_: handed_over.append((config, path)))
+    handed_over: list[tuple[ServeConfig, list[ReplicaSpec]]] = []
+    monkeypatch.setattr(serve_app, "run", lambda config, specs, **_: handed_over.append((config, specs)))
     (tmp_path / "m.gguf").touch()
     result = CliRunner().invoke(penstock, ["serve", str(tmp_path / "m.gguf"), "--port", "9"])
     assert result.exit_code == 0, result.output
-    ((config, path),) = handed_over
-    assert (config.server.port, path) == (9, tmp_path / "m.gguf")
+    ((config, [spec]),) = handed_over
+    assert (config.server.port, spec.model_path) == (9, str(tmp_path / "m.gguf"))
     assert config.engine.model.model == str(tmp_path / "m.gguf")
 
 

@@ -72,18 +72,11 @@ def test_a_killed_worker_comes_back_and_the_others_serve_on(server: RunningServe
     assert len(children(server, "penstock.cli.api_worker")) == NUM_WORKERS
 
 
-def test_every_worker_hears_of_the_engines_death_and_return(server: RunningServer) -> None:
+def test_no_worker_refuses_anybody_while_the_only_engine_starts_again(server: RunningServer) -> None:
     (engine,) = children(server, "penstock.cluster.worker")
     engine.kill()
-    deadline = time.monotonic() + 60
-    statuses: list[int] = []
-    while time.monotonic() < deadline:
-        statuses = asyncio.run(ask_often(server.url, 12))
-        assert set(statuses) <= {200, 503}
-        if statuses == [200] * 12:
-            break
-        time.sleep(0.2)
-    assert statuses == [200] * 12
+    for _ in range(5):
+        assert asyncio.run(ask_often(server.url, 12)) == [200] * 12
 
 
 def test_sigterm_lets_answers_finish(server: RunningServer) -> None:

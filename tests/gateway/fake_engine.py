@@ -121,12 +121,21 @@ class FakeEngine:
     calls `emit` itself."""
 
     def __init__(self, script: Script | None = None, ready: EngineReady | None = None) -> None:
-        self.ready = ready or engine_ready()
+        self.ready: EngineReady | None = ready or engine_ready()
+        self.more: list[EngineReady] = []  # that are served beside it
         self.stats = EngineStats()
         self.script = script
         self.streams: dict[str, FakeStream] = {}
         self.added: list[Request] = []
         self.aborted: list[str] = []
+
+    @property
+    def models(self) -> dict[str, EngineReady]:
+        served = [self.ready, *self.more] if self.ready else self.more
+        return {ready.model.name: ready for ready in served}
+
+    def stats_of(self, model: str) -> EngineStats:
+        return self.stats
 
     def add(
         self,

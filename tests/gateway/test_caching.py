@@ -13,9 +13,9 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.messages import EngineStats
 from penstock.core.plan import CacheUse, TokenEvent
 from penstock.core.request import CacheBreakpoint, FinishReason, Request
-from penstock.gateway.caching import MAX_PIECES_BACK, locate, marked_pieces
+from penstock.gateway.caching import MAX_PIECES_BACK, PromptCacheSettings, locate, marked_pieces
 from penstock.gateway.dialect import PreparedPrompt
-from penstock.gateway.gateway import Gateway, ServedModel
+from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import (
     CacheMark,
     ChatMessage,
@@ -26,6 +26,7 @@ from penstock.gateway.prompts import (
     Tool,
     ToolCall,
 )
+from penstock.gateway.served_model import ServedModel
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card
 
 SHORT, LONG = CacheMark(300.0), CacheMark(3600.0)
@@ -284,6 +285,22 @@ async def test_usage_tells_what_the_engine_said(make_gateway: Callable[..., Gate
     usage = answer.usage
     assert (usage.cached_tokens, usage.cache_read_tokens) == (48, 32)
     assert (usage.cache_write_1h_tokens, usage.cache_write_5m_tokens) == (16, 64)
+
+
+async def test_the_minimum_goes_with_requests_that_have_marks(make_gateway: Callable[..., Gateway]) -> None:
+    minimums: list[int | None] = []
+
+    def script(request: Request) -> list[TokenEvent]:
+        minimums.append(request.min_cacheable_tokens)
+        return [TokenEvent(request.id, (65,), finish_reason=FinishReason.LENGTH)]
+
+    gateway = make_gateway(script)
+    for prompt in (chat(ChatMessage("user", marked("y" * 60))), chat(USER)):
+        for min_tokens in (None, 32):
+            gateway.prompt_cache = PromptCacheSettings(min_tokens=min_tokens)
+            wish = GenerationRequest(prompts=(prompt,), sampling=SamplingOptions(max_tokens=1))
+            await (await gateway.submit(wish)).collect()
+    assert minimums == [None, 32, None, None]
 
 
 async def test_usage_without_marks_has_no_cache_reads(make_gateway: Callable[..., Gateway]) -> None:

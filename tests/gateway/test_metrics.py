@@ -9,7 +9,7 @@ from penstock.core.messages import EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.metrics import Histogram
+from penstock.gateway.model_metrics import Histogram
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from tests.gateway.fake_engine import FakeEngine
 
@@ -125,3 +125,13 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
     assert histogram.cumulative() == [("1.0", 2), ("2.0", 3), ("+Inf", 4)]
+
+
+def test_requests_that_faults_ended_are_counted() -> None:
+    engine = FakeEngine()
+    gateway = Gateway(engine, GatewayConfig())
+    engine.stats = EngineStats(num_nan_logits=2, num_out_of_memory=3, num_swapped=4)
+    found = samples(gateway)
+    assert found["penstock_nan_logits_total"] == 2
+    assert found["penstock_out_of_memory_total"] == 3
+    assert found["penstock_num_swapped_total"] == 4

@@ -25,22 +25,25 @@ class CachedVector(msgspec.Struct, frozen=True):
 
 
 class EmbeddingCache(Collector):
-    """For the vectors of one model at a time: `begin` forgets those of another."""
+    """`begin` tells models, and lives of one model, apart; what nobody asks for any more ages out."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._entries: OrderedDict[bytes, CachedVector] = OrderedDict()  # least recently used first
-        self._model: object = None
+        self._models: dict[str, tuple[object, int]] = {}
+        self._num_generations = 0
         self.num_hits = 0
         self.num_misses = 0
 
-    def begin(self, model: object) -> None:
-        """Whatever stands for the model; another object, such as after a restart, stands for another model."""
-        if model is not self._model:
-            self._model = model
-            self._entries.clear()
-            self._num_bytes = 0
+    def begin(self, name: str, model: object) -> int:
+        """A number for the keys of a model's vectors. `model` is whatever stands for it; another object, such as
+        after a restart, stands for other weights."""
+        known, generation = self._models.get(name, (None, 0))
+        if known is not model:
+            generation = self._num_generations = self._num_generations + 1
+            self._models[name] = model, generation
+        return generation
 
     def get(self, key: bytes) -> CachedVector | None:
         found = self._entries.get(key)
@@ -70,9 +73,9 @@ class EmbeddingCache(Collector):
         yield GaugeMetricFamily("penstock_embedding_cache_bytes", "Memory in use.", value=self._num_bytes)
 
 
-def cache_key(workspace_id: str, pooling: Pooling, text: str | tuple[int, ...]) -> bytes:
+def cache_key(workspace_id: str, generation: int, pooling: Pooling, text: str | tuple[int, ...]) -> bytes:
     digest = hashlib.blake2b(digest_size=24)
-    content = msgspec.msgpack.encode((workspace_id, pooling, text))
+    content = msgspec.msgpack.encode((workspace_id, generation, pooling, text))
     digest.update(content)
     return digest.digest()
 

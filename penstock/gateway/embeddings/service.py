@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from penstock.core.errors import ContextLengthExceeded, InvalidRequest, PenstockError, PermissionDenied
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest, PenstockError
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.limits import RateLimits
 from penstock.core.request import Pooling, Request, SamplingParams, Tier
@@ -22,8 +22,9 @@ from penstock.gateway.checks import check_token_ids
 from penstock.gateway.embeddings.cache import CachedVector, EmbeddingCache, cache_key
 from penstock.gateway.embeddings.run import EmbeddingRun
 from penstock.gateway.embeddings.vectors import shortened
-from penstock.gateway.gateway import Gateway, ServedModel, granted_tier
+from penstock.gateway.gateway import Gateway, granted_tier
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
+from penstock.gateway.served_model import ServedModel
 from penstock.gateway.telemetry.record import current_record
 from penstock.gateway.tokenizer import DIRECT_ENCODE_CHARS
 
@@ -79,9 +80,7 @@ class Embeddings:
         """Everything that can be refused is refused here. The job must be run or cancelled."""
         gateway = self._gateway
         gateway.check_accepting()
-        model = gateway.model(wish.model)
-        if not wish.principal.may_use(model.card.name):
-            raise PermissionDenied(f"This key may not use the model {model.card.name!r}.", param="model")
+        model = gateway.catalogue.permitted(wish.principal, wish.model)
         pooling = _checked_pooling(wish, model)
         signed = gateway.tiers.capped(_as_generation(wish))
         if (record := current_record.get()) is not None:
@@ -107,6 +106,9 @@ class Embeddings:
                 sampling=SamplingParams(max_tokens=1),
                 tenant=wish.principal.workspace_id,
                 tier=claim.tier,
+                model=model.base_name,
+                adapter=model.adapter,
+                region=gateway.catalogue.settings.region_of(wish.principal),
                 pooling=pooling,
             )
             for index, text in enumerate(missing)
@@ -116,7 +118,7 @@ class Embeddings:
         return EmbeddingJob(gateway, account, run, texts, cache, wish.dimensions)
 
     async def _texts(self, wish: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[_Text]:
-        self._cache.begin(model.engine)
+        generation = self._cache.begin(model.card.name, model)
         texts = []
         num_characters = 0
         for index, given in enumerate(wish.inputs):
@@ -126,7 +128,7 @@ class Embeddings:
                 await asyncio.sleep(0)
             if not given:
                 raise InvalidRequest(f"input[{index}] is empty.", param="input")
-            key = cache_key(wish.principal.workspace_id, pooling, given)
+            key = cache_key(wish.principal.workspace_id, generation, pooling, given)
             known = self._cache.get(key) if wish.uses_cache else None
             text = _Text(key, known)
             if known is None:
@@ -173,7 +175,7 @@ class EmbeddingJob:
             self._settle("cancelled", self._usage_so_far())
             raise
         self._take(vectors)
-        self._gateway.metrics.prompt_tokens += self._run.num_embedded_tokens
+        self._gateway.metrics.of(self._account.claim.model).prompt_tokens += self._run.num_embedded_tokens
         usage = Usage(
             prompt_tokens=sum(text.num_tokens for text in self._texts),
             completion_tokens=0,

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.core.request import FinishReason, Tier
-from penstock.gateway.accounts import RateLimits
+from penstock.core.request import FinishReason
 from penstock.gateway.choice import Delta, ToolCallDelta
 from penstock.gateway.guards.guard import Subject
 from penstock.gateway.guards.inputs import RunLater, reviewed, watch
 from penstock.gateway.guards.reports import Case
 from penstock.gateway.guards.scanner import Scanner
-from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import AnswerStream, CacheStatus
+from penstock.gateway.stream import AnswerStream
+from penstock.gateway.wrapped_answer import WrappedAnswer
 
 
 class GuardedChoice:
@@ -108,14 +107,14 @@ class GuardedChoice:
         scanner.spans.clear()
 
 
-class GuardedAnswer:
-    """An AnswerStream. `run_later` takes reviews that nobody waits for."""
+class GuardedAnswer(WrappedAnswer):
+    """`run_later` takes reviews that nobody waits for."""
 
-    def __init__(self, inner: AnswerStream, case: Case, run_later: RunLater) -> None:
-        self._inner = inner
+    def __init__(self, answer: AnswerStream, case: Case, run_later: RunLater) -> None:
+        super().__init__(answer)
         self._case = case
         self._run_later = run_later
-        self._choices = [GuardedChoice(index, case) for index in range(inner.num_choices)]
+        self._choices = [GuardedChoice(index, case) for index in range(answer.num_choices)]
         self._seen: list[list[Delta]] = [[] for _ in self._choices]  # for reviews
         reviews = case.policy.output.reviews
         self._deciding = tuple(rule for rule in reviews if rule.decides)
@@ -123,37 +122,6 @@ class GuardedAnswer:
         self._has_begun = False
         self._has_reviewed = False
         case.begins("output")
-
-    @property
-    def id(self) -> str:
-        return self._inner.id
-
-    @property
-    def model(self) -> str:
-        return self._inner.model
-
-    @property
-    def tier(self) -> Tier:
-        return self._inner.tier
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        return self._inner.rate_limits
-
-    @property
-    def num_choices(self) -> int:
-        return self._inner.num_choices
-
-    @property
-    def usage(self) -> Usage:
-        return self._inner.usage
-
-    @property
-    def cache_status(self) -> CacheStatus | None:
-        return self._inner.cache_status
-
-    def __aiter__(self) -> GuardedAnswer:
-        return self
 
     async def __anext__(self) -> list[Delta]:
         if self._deciding and not self._has_reviewed:
@@ -164,18 +132,15 @@ class GuardedAnswer:
             if self._is_over:
                 self._finish()
                 raise StopAsyncIteration
-            if deltas := self._push(await anext(self._inner)):
+            if deltas := self._push(await anext(self._answer)):
                 return deltas
 
     async def collect(self) -> list[Delta]:
-        deltas = self._push(await self._inner.collect())
+        deltas = self._push(await self._answer.collect())
         if self._deciding:
             deltas = await self._decided(deltas)
         self._finish()
         return deltas
-
-    def cancel(self) -> None:
-        self._inner.cancel()
 
     @property
     def _is_over(self) -> bool:
@@ -187,19 +152,19 @@ class GuardedAnswer:
             for delta in shown:
                 self._seen[delta.index].append(delta)
         if self._is_over:
-            self._inner.cancel()  # frees what the engine still holds for an answer that was cut short
+            self._answer.cancel()  # frees what the engine still holds for an answer that was cut short
         return shown
 
     async def _first_sign(self) -> list[Delta]:
         """Says that answers have begun, and no more: whoever reads them can be kept from giving up."""
         self._has_begun = True
-        deltas = await anext(self._inner)
+        deltas = await anext(self._answer)
         self._push(deltas)
         return [Delta(delta.index, "") for delta in deltas]
 
     async def _read_all(self) -> list[Delta]:
         while not self._is_over:
-            self._push(await anext(self._inner))
+            self._push(await anext(self._answer))
         return [_merged(deltas) for deltas in self._seen]
 
     async def _decided(self, deltas: list[Delta]) -> list[Delta]:

@@ -80,9 +80,7 @@ async def check_input(
             routes.append(rule.route_to)
     if not routes:
         return wish
-    # The operator chose this model, so the caller's own list of models does not matter for it.
-    principal = msgspec.structs.replace(wish.principal, allowed_models=None)
-    return msgspec.structs.replace(wish, model=routes[0], principal=principal)
+    return msgspec.structs.replace(wish, model=routes[0], model_is_given=True)
 
 
 async def watch(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import RateLimited
+from penstock.core.identity import Principal
+from penstock.core.limits import RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
 from penstock.gateway.ratelimits.demand import Demand, demand_of, used_by
 from penstock.gateway.ratelimits.meters import CallerMeters, Meters
@@ -93,6 +95,12 @@ class LocalLimiter:
         meters.take(demand, now)
         self.metrics.admitted += 1
         return LocalLease(self, claim, meters, demand)
+
+    async def peek(self, principal: Principal, model: str | None) -> RateLimits:
+        now = self.now()
+        meters = self._meters.of_caller(principal, model, now)
+        meters.refill(now)
+        return meters.rate_limits()
 
     async def _spends(self, limits: CallerLimits) -> dict[Subject, Spend]:
         budgeted = [subject for subject, resolved in limits.applying if resolved.has_budget]

@@ -135,8 +135,12 @@ class CallerMeters:
                     )
         return found
 
+    def refill(self, now: float) -> None:
+        for bucket in (*self._requests, *self._inputs, *self._outputs):
+            bucket.refill(now)
+
     def rate_limits(self) -> RateLimits:
-        """At the moment of the last decision."""
+        """At the moment of the last decision, or `refill`."""
         return RateLimits(_tightest(self._requests), _tightest(self._inputs), _tightest(self._outputs))
 
 
@@ -147,7 +151,7 @@ class Meters:
         self._share = share
         self._resolver = LimitResolver(settings)
         self._meters: dict[Subject, Meter] = {}
-        self._callers: dict[tuple[str, str, str], CallerMeters] = {}
+        self._callers: dict[tuple[str, str, str | None], CallerMeters] = {}
         self._sweep_size = _MIN_SWEEP_SIZE
 
     def __len__(self) -> int:
@@ -160,7 +164,7 @@ class Meters:
         for meter in self._meters.values():
             meter.limit_to(self._resolver.limits_of(meter.subject), now, self._share)
 
-    def of_caller(self, principal: Principal, model: str, now: float) -> CallerMeters:
+    def of_caller(self, principal: Principal, model: str | None, now: float) -> CallerMeters:
         caller = (principal.key_id, principal.workspace_id, model)
         found = self._callers.get(caller)
         if found is None:

@@ -123,8 +123,10 @@ class LimitResolver:
         self._settings = settings
         self._scopes = tuple(scope for scope in LimitScope if settings.scope(scope) != ScopeLimits())
 
-    def limits_of_caller(self, principal: Principal, model: str) -> CallerLimits:
-        subjects = (Subject(scope, _name(scope, principal, model)) for scope in self._scopes)
+    def limits_of_caller(self, principal: Principal, model: str | None) -> CallerLimits:
+        """Without a model, only what holds for all of them."""
+        names = ((scope, _name(scope, principal, model)) for scope in self._scopes)
+        subjects = (Subject(scope, name) for scope, name in names if name is not None)
         pairs = (Applying(subject, self.limits_of(subject)) for subject in subjects)
         applying = tuple(pair for pair in pairs if pair.limits != NO_LIMITS)
         max_reserved = self._settings.max_reserved_output_tokens
@@ -141,7 +143,9 @@ class LimitResolver:
         return ResolvedLimits(**{figure: _first_stated(figure, sources) for figure in figures})
 
 
-def _name(scope: LimitScope, principal: Principal, model: str) -> str:
+def _name(scope: LimitScope, principal: Principal, model: str | None) -> str | None:
+    if model is None and scope not in (LimitScope.KEY, LimitScope.WORKSPACE):
+        return None
     match scope:
         case LimitScope.KEY:
             return principal.key_id

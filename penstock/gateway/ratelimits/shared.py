@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 
 from penstock.core.config import RedisPolicy
 from penstock.core.errors import ConfigError, LimitsUnavailable, RateLimited
+from penstock.core.identity import Principal
 from penstock.core.limits import LimitState, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
 from penstock.gateway.ratelimits.buckets import SECONDS_PER_LIMIT, TOLERANCE
@@ -140,7 +141,7 @@ class RedisLimiter:
         self._lease_ttl_s = lease_ttl_s
         self._wall_clock = wall_clock
         self._resolver = LimitResolver(settings)
-        self._callers: dict[tuple[str, str, str], _Caller] = {}
+        self._callers: dict[tuple[str, str, str | None], _Caller] = {}
         self._live: dict[str, RedisLease] = {}
         self._pipe = ScriptPipe(client, read_scripts(), REDIS_TIMEOUT_S, local.metrics)
         self._renewing: asyncio.Task[None] | None = None
@@ -179,7 +180,7 @@ class RedisLimiter:
         self.local.apply(settings)
 
     async def reserve(self, claim: Claim) -> Lease:
-        caller = self._caller(claim)
+        caller = self._caller(claim.principal, claim.model)
         if not caller.limits.applying:
             self.metrics.admitted += 1
             return _NO_LIMITS
@@ -202,6 +203,16 @@ class RedisLimiter:
         self.metrics.admitted += 1
         return lease
 
+    async def peek(self, principal: Principal, model: str | None) -> RateLimits:
+        caller = self._caller(principal, model)
+        if not caller.limits.applying:
+            return RateLimits()
+        try:
+            answer = await self._pipe.call("peek", caller.keys, (self._encode(caller.asks),))
+        except RedisGone:
+            return await self.local.peek(principal, model) if self._policy == "open" else RateLimits()
+        return _rate_limits(caller, self._decode(answer))
+
     def give_back_input(self, lease: RedisLease, num_tokens: int) -> None:
         """At most once: should it be lost, the refill makes up for it within a minute."""
         self._pipe.try_post("give_back", lease.keys, (lease.name, num_tokens))
@@ -219,13 +230,13 @@ class RedisLimiter:
         )
         self._pipe.post("settle", lease.keys, (lease.name, self._encode(correction)))
 
-    def _caller(self, claim: Claim) -> _Caller:
-        name = (claim.principal.key_id, claim.principal.workspace_id, claim.model)
+    def _caller(self, principal: Principal, model: str | None) -> _Caller:
+        name = (principal.key_id, principal.workspace_id, model)
         caller = self._callers.get(name)
         if caller is None:
             if len(self._callers) >= _MAX_CACHED_CALLERS:
                 self._callers.clear()
-            limits = self._resolver.limits_of_caller(claim.principal, claim.model)
+            limits = self._resolver.limits_of_caller(principal, model)
             caller = self._callers[name] = _Caller(limits)
         return caller
 
@@ -337,5 +348,5 @@ def read_scripts() -> dict[str, str]:
     common = (folder / "common.lua").read_text("utf-8")
     return {
         name: common + (folder / f"{name}.lua").read_text("utf-8")
-        for name in ("reserve", "give_back", "settle", "renew")
+        for name in ("reserve", "give_back", "settle", "renew", "peek")
     }

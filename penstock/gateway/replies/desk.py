@@ -15,10 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock, SystemClock
-from penstock.core.messages import EngineReady
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.replies.cache import AnswerCache
-from penstock.gateway.replies.fingerprint import model_fingerprint, request_fingerprint
+from penstock.gateway.replies.fingerprint import request_fingerprint
 from penstock.gateway.replies.idempotency import IdempotentAnswers
 from penstock.gateway.replies.recording import decode_answer
 from penstock.gateway.replies.replay import RecordingAnswer, ReplayedAnswer
@@ -40,8 +39,6 @@ class ReplyDesk(Collector):
         self._cache = AnswerCache(self._settings.max_bytes)
         self.idempotency = idempotency or IdempotentAnswers(IdempotencySettings())
         self._clock = clock or SystemClock()
-        self._engine: EngineReady | None = None
-        self._model_fingerprint = b""
         self.num_hits = 0
         self.num_misses = 0
 
@@ -57,7 +54,7 @@ class ReplyDesk(Collector):
 
     async def answer(self, wish: GenerationRequest, source: AnswerSource) -> AnswerStream:
         ttl_s = self._ttl_s(wish)
-        fingerprint = request_fingerprint(wish, self._fingerprint_of(source.engine))
+        fingerprint = request_fingerprint(wish, source.model_fingerprint)
         if ttl_s > 0:
             source = replace(source, generate=partial(self._cached, wish, fingerprint, ttl_s, source))
         if self._is_idempotent(wish):
@@ -90,12 +87,6 @@ class ReplyDesk(Collector):
         if wish.cache_response_s is not None:
             return min(wish.cache_response_s, self._settings.max_ttl_s)
         return self._settings.ttl_s if wish.principal.caches_responses else 0.0
-
-    def _fingerprint_of(self, engine: EngineReady) -> bytes:
-        if engine is not self._engine:
-            self._engine = engine
-            self._model_fingerprint = model_fingerprint(engine.model)
-        return self._model_fingerprint
 
     def collect(self) -> Iterator[Metric]:
         for name, help_text, value in (

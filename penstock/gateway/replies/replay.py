@@ -11,6 +11,7 @@ from penstock.gateway.choice import Delta
 from penstock.gateway.prompts import Usage
 from penstock.gateway.replies.recording import RecordedAnswer, encode_answer, is_repeatable, merged
 from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
+from penstock.gateway.wrapped_answer import WrappedAnswer
 
 NOTHING_USED = Usage(0, 0, 0)
 
@@ -83,62 +84,29 @@ class ReplayedAnswer:
         self._account.settle(Outcome(usage=NOTHING_USED, status=status, is_cached=True))
 
 
-class RecordingAnswer:
-    """A live answer whose batches are kept while they pass, and handed on as a whole after the last one."""
+class RecordingAnswer(WrappedAnswer):
+    """A live answer whose batches are kept while they pass, and handed on as a whole with the last one: its reader
+    may look no further once every answer has ended."""
 
     cache_status: CacheStatus | None = "miss"
 
     def __init__(self, answer: AnswerStream, max_bytes: int, on_recorded: Callable[[bytes], None]) -> None:
-        self._answer = answer
+        super().__init__(answer)
         self._max_bytes = max_bytes
         self._on_recorded = on_recorded
-        self._batches: list[list[Delta]] | None = []  # None once it has grown too large
+        self._batches: list[list[Delta]] | None = []  # None once it has grown too large, or was handed on
         self._num_bytes = 0
-
-    @property
-    def id(self) -> str:
-        return self._answer.id
-
-    @property
-    def model(self) -> str:
-        return self._answer.model
-
-    @property
-    def tier(self) -> Tier:
-        return self._answer.tier
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        return self._answer.rate_limits
-
-    @property
-    def num_choices(self) -> int:
-        return self._answer.num_choices
-
-    @property
-    def usage(self) -> Usage:
-        return self._answer.usage
-
-    def __aiter__(self) -> RecordingAnswer:
-        return self
+        self._num_open = answer.num_choices
 
     async def __anext__(self) -> list[Delta]:
-        try:
-            deltas = await anext(self._answer)
-        except StopAsyncIteration:
-            self._hand_on()
-            raise
+        deltas = await anext(self._answer)
         self._keep(deltas)
         return deltas
 
     async def collect(self) -> list[Delta]:
         deltas = await self._answer.collect()
         self._keep(deltas)
-        self._hand_on()
         return deltas
-
-    def cancel(self) -> None:
-        self._answer.cancel()
 
     def _keep(self, deltas: list[Delta]) -> None:
         if self._batches is None:
@@ -147,13 +115,13 @@ class RecordingAnswer:
         self._num_bytes += sum(_weight(delta) for delta in deltas)
         if self._num_bytes > self._max_bytes:
             self._batches = None
-        else:
-            self._batches.append(deltas)
-
-    def _hand_on(self) -> None:
-        batches, self._batches = self._batches, None
-        if batches and is_repeatable(batches):
-            self._on_recorded(encode_answer(self._answer, batches))
+            return
+        self._batches.append(deltas)
+        self._num_open -= sum(delta.finish_reason is not None for delta in deltas)
+        if not self._num_open:
+            batches, self._batches = self._batches, None
+            if is_repeatable(batches):
+                self._on_recorded(encode_answer(self._answer, batches))
 
 
 def _weight(delta: Delta) -> int:

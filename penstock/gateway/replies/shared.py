@@ -10,13 +10,12 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from penstock.core.errors import PenstockError
-from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
 from penstock.gateway.choice import Delta
-from penstock.gateway.prompts import Usage
 from penstock.gateway.replies.recording import encode_answer, is_repeatable, merged
 from penstock.gateway.replies.replay import NOTHING_USED
 from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
+from penstock.gateway.wrapped_answer import WrappedAnswer
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +85,11 @@ class SharedAnswer:
         news.set()
 
 
-class SharedReader:
-    """An AnswerStream. A reader that came later is settled as cached: the engine did not work for it."""
+class SharedReader(WrappedAnswer):
+    """A reader that came later is settled as cached: the engine did not work for it."""
 
     def __init__(self, shared: SharedAnswer, account: Account | None) -> None:
+        super().__init__(shared.answer)
         self._shared = shared
         self._account = account
         self._position = 0
@@ -97,34 +97,11 @@ class SharedReader:
 
     @property
     def cache_status(self) -> CacheStatus | None:
-        return self._shared.answer.cache_status if self._account is None else "hit"
-
-    @property
-    def id(self) -> str:
-        return self._shared.answer.id
-
-    @property
-    def model(self) -> str:
-        return self._shared.answer.model
-
-    @property
-    def tier(self) -> Tier:
-        return self._shared.answer.tier
+        return self._answer.cache_status if self._account is None else "hit"
 
     @property
     def rate_limits(self) -> RateLimits:
-        return self._shared.answer.rate_limits if self._account is None else self._account.rate_limits
-
-    @property
-    def num_choices(self) -> int:
-        return self._shared.answer.num_choices
-
-    @property
-    def usage(self) -> Usage:
-        return self._shared.answer.usage
-
-    def __aiter__(self) -> SharedReader:
-        return self
+        return self._answer.rate_limits if self._account is None else self._account.rate_limits
 
     async def __anext__(self) -> list[Delta]:
         shared = self._shared

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from penstock.core.messages import EngineReady
 from penstock.gateway.accounts import Account
 from penstock.gateway.stream import AnswerStream
 
@@ -14,6 +13,6 @@ from penstock.gateway.stream import AnswerStream
 class AnswerSource:
     """How to have a request answered, or accounted for without an engine."""
 
-    engine: EngineReady
+    model_fingerprint: bytes  # what answers depend on besides the request
     generate: Callable[[], Awaitable[AnswerStream]]
     open_account: Callable[[], Awaitable[Account]]  # of a request that uses no tokens; limits still apply

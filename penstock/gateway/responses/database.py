@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from sqlalchemy import Connection
@@ -27,6 +27,9 @@ class DatabaseResponses:
 
     async def replace(self, response: StoredResponse) -> bool:
         return await self._database.run(lambda connection: self._replace(connection, response))
+
+    async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
+        await self._database.run(lambda connection: self._renew(connection, response_ids, lease_until))
 
     async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None:
         if not self._could_exist(response_id):
@@ -74,6 +77,10 @@ class DatabaseResponses:
             .values(_row(response))
         )
         return replaced.rowcount == 1
+
+    def _renew(self, connection: Connection, response_ids: Collection[str], lease_until: float) -> None:
+        is_running = responses.c.id.in_(response_ids), responses.c.is_final.is_(False)
+        connection.execute(responses.update().where(*is_running).values(lease_until=lease_until))
 
     def _find(self, connection: Connection, workspace_id: str, response_id: str) -> StoredResponse | None:
         row = connection.execute(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -26,6 +26,11 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     input_items: bytes
     previous_id: str | None = None
+    lease_until: float | None = None  # of one that is not final: its gateway is alive until then at least
+
+    def is_lost(self, now: float) -> bool:
+        """Whether the gateway that should finish it has gone."""
+        return not self.is_final and (self.lease_until is None or self.lease_until <= now)
 
 
 class ResponseStore(Protocol):
@@ -38,6 +43,10 @@ class ResponseStore(Protocol):
     async def replace(self, response: StoredResponse) -> bool:
         """Put the outcome in place of a response that ran in the background. False when it has been deleted, or was
         final already."""
+        ...
+
+    async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
+        """Say that responses are still being made."""
         ...
 
     async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None: ...
@@ -78,6 +87,11 @@ class MemoryResponses:
             return False
         self._put(response)
         return True
+
+    async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
+        for key, response in self._responses.items():
+            if response.id in response_ids:
+                self._responses[key] = msgspec.structs.replace(response, lease_until=lease_until)
 
     async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None:
         response = self._responses.get((workspace_id, response_id))

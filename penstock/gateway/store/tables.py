@@ -223,4 +223,17 @@ responses = Table(
     Column("body", LargeBinary, nullable=False),
     Column("input_items", LargeBinary, nullable=False),
     Column("previous_id", String(64)),  # no foreign key: what it continues may be deleted
+    Column("lease_until", Double),  # of one that is not final: renewed by the gateway that makes it
+)
+
+# Owner: gateway/releases. `body` is all that is known of a release, as JSON; the other columns are for people.
+releases = Table(
+    "releases",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("model", String(256), nullable=False),
+    Column("stage", String(32), nullable=False),
+    Column("created_at", Double, nullable=False, index=True),
+    Column("updated_at", Double, nullable=False),
+    Column("body", LargeBinary, nullable=False),
 )

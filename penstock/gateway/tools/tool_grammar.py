@@ -13,6 +13,8 @@ from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatPrompt, Tool
 from penstock.gateway.tools.formats import ToolFormat
 
+# A model that must call, and may call again, would otherwise go on until its tokens run out.
+MAX_FORCED_CALLS = 16
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -63,6 +65,7 @@ def _only_calls(
             triggers=(),
             at_least_one=True,
             stop_after_first=not parallel,
+            max_structures=MAX_FORCED_CALLS,
             prefix=tool_format.list_start,
             separator=tool_format.separator,
             suffix=tool_format.list_end,

@@ -76,6 +76,26 @@ async def test_input_is_redacted_before_the_model_sees_it() -> None:
     assert prompt_text(engine.added[0]) == "my card is [CREDIT_CARD], mail [EMAIL]"
 
 
+async def test_a_guarded_stream_fills_the_response_cache_and_is_guarded_again() -> None:
+    gateway, engine = gateway_with(f"pay {CARD} now", {"guard": "pii", "stage": "output"})
+    request = wish("how?", cache_response_s=60.0)
+    first = await read(gateway, request)
+    second = await read(gateway, request)
+    assert first[0] == second[0] == "pay [CREDIT_CARD] now"
+    assert len(engine.added) == 1
+    gateway.guards.apply(GuardSettings())  # what was kept is what the model wrote
+    assert (await read(gateway, request))[0] == f"pay {CARD} now"
+
+
+async def test_an_answer_that_a_guard_cut_short_is_not_kept() -> None:
+    rule = {"guard": "blocklist", "stage": "output", "terms": ["stop"], "action": "refuse"}
+    gateway, engine = gateway_with("go on stop here", rule)
+    for _ in range(2):
+        _, reason, _ = await read(gateway, wish("how?", cache_response_s=60.0))
+        assert reason is FinishReason.CONTENT_FILTER
+    assert len(engine.added) == 2
+
+
 async def test_a_message_cut_into_parts_is_redacted_across_them() -> None:
     gateway, engine = gateway_with("ok", {"guard": "pii", "stage": "input"})
     parts = (TextPart("card 4111 1111 "), TextPart("1111 1111 and a@exa"), TextPart("mple.com."))

@@ -150,6 +150,14 @@ class LimiterMachine(RuleBasedStateMachine):
         for subject in request.subjects:
             self.note(subject, "input_tokens", -given)
 
+    @rule(asked=CLAIMS, choice=st.integers(0, 9), knows_model=st.booleans())
+    def look(self, asked: Claim, choice: int, knows_model: bool) -> None:
+        """Which changes nothing: whatever is checked elsewhere still holds."""
+        limiter = self.limiters[choice % len(self.limiters)]
+        shown = self.do(limiter.peek(asked.principal, asked.model if knows_model else None))
+        for state in (shown.requests, shown.input_tokens, shown.output_tokens):
+            assert state is None or 0 <= state.remaining <= state.limit
+
     @rule(seconds=st.sampled_from([0.01, 1.0, 7.3, 60.0, 5000.0]))
     def wait(self, seconds: float) -> None:
         self.pass_time(seconds)

@@ -92,6 +92,35 @@ async def test_two_gateways_share_every_limit(gateway: Make) -> None:
     assert refused.value.rate_limits.requests.remaining == 0
 
 
+async def test_looking_at_limits_uses_none_of_them(gateway: Make) -> None:
+    settings = LimitSettings(
+        key=ScopeLimits(requests_per_minute=3), model=ScopeLimits(input_tokens_per_minute=60_000_000)
+    )
+    one, other = await gateway(settings), await gateway(settings)
+    asked = claim(input_tokens=1_000_000)
+    lease = await one.reserve(asked)
+    for limiter in (one, other, one):
+        shown = await limiter.peek(asked.principal, asked.model)
+        assert shown.requests is not None
+        assert (shown.requests.limit, shown.requests.remaining) == (3, remaining(lease, "requests"))
+        assert shown.input_tokens is not None
+        assert remaining(lease, "input_tokens") <= shown.input_tokens.remaining < 60_000_000
+    without_model = await one.peek(asked.principal, None)
+    assert without_model.requests is not None
+    assert without_model.input_tokens is None
+
+
+@pytest.mark.parametrize("policy", ["open", "closed"])
+async def test_without_redis_one_sees_what_local_limits_say(
+    gateway: Make, own_server: RedisServer, policy: str
+) -> None:
+    settings = LimitSettings(key=ScopeLimits(requests_per_minute=3))
+    limiter = await gateway(settings, url=own_server.url, policy=policy)
+    own_server.stop()
+    shown = await limiter.peek(claim().principal, None)
+    assert (shown.requests is not None) == (policy == "open")
+
+
 async def test_many_at_once_are_never_admitted_beyond_the_limit(gateway: Make) -> None:
     settings = LimitSettings(workspace=ScopeLimits(requests_per_minute=50, concurrent_requests=20))
     limiters = [await gateway(settings) for _ in range(2)]

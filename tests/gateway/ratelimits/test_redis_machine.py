@@ -10,6 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from redis import Redis as SyncRedis
 
 from penstock.core.errors import RateLimited
+from penstock.core.identity import Principal
 from penstock.core.limits import RateLimits
 from penstock.gateway.accounts import Claim, Lease, Outcome
 from penstock.gateway.ratelimits import shared
@@ -96,6 +97,16 @@ class Compared:
     def apply(self, settings: LimitSettings) -> None:
         self.redis.apply(settings)
         self.local.apply(settings)
+
+    async def peek(self, principal: Principal, model: str | None) -> RateLimits:
+        ours, theirs = [await limiter.peek(principal, model) for limiter in (self.redis, self.local)]
+        for kind in ("requests", "input_tokens", "output_tokens"):
+            state, other = getattr(ours, kind), getattr(theirs, kind)
+            assert (state is None) == (other is None)
+            if state is not None:
+                assert state.limit == other.limit
+                assert abs(state.remaining - other.remaining) <= 1  # a fraction of one, rounded
+        return ours
 
     async def reserve(self, claim: Claim) -> Lease:
         leases: list[Lease] = []

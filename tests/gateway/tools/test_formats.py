@@ -11,8 +11,8 @@ from penstock.core.config import GatewayConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import grammar_text
 from penstock.core.request import Grammar
-from penstock.gateway.gateway import ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart, Tool, ToolCall, ToolChoice
+from penstock.gateway.served_model import ServedModel
 from penstock.gateway.template import ChatTemplate
 from penstock.gateway.tools.described import described_in_words, with_single_calls
 from penstock.gateway.tools.formats import (
@@ -26,7 +26,7 @@ from penstock.gateway.tools.formats import (
     reasons,
     tool_format_of,
 )
-from penstock.gateway.tools.tool_grammar import leaves_room_for_calls, tool_grammar
+from penstock.gateway.tools.tool_grammar import MAX_FORCED_CALLS, leaves_room_for_calls, tool_grammar
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer, engine_ready, model_card
 
 WEATHER = Tool(
@@ -202,6 +202,15 @@ def test_the_grammar_of_a_format_is_what_it_writes(tool_format: ToolFormat) -> N
     assert not accepts(named, tool_format.written((rome,)))
     assert accepts(single, tool_format.written((rome,)))
     assert not accepts(single, tool_format.written((rome, time)))
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values())
+def test_forced_calls_come_to_an_end(tool_format: ToolFormat) -> None:
+    required = tool_grammar(choosing("required", WEATHER, TIME), tool_format)
+    assert required is not None
+    calls = [ToolCall(str(index), "get_time", "{}") for index in range(MAX_FORCED_CALLS + 1)]
+    assert accepts(required, tool_format.written(tuple(calls[:-1])))
+    assert not accepts(required, tool_format.written(tuple(calls)))
 
 
 def test_strict_tools_leave_the_rest_of_an_answer_free() -> None:

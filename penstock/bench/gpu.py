@@ -1,0 +1,171 @@
+"""The workloads that GPU engines are held against each other with, and one table of the outcome.
+
+Decode: milliseconds per step of a batch, at 512 tokens of context and more. Prefill: milliseconds until prompts of
+512 tokens have a first token. Offline: 256 prompts of 100–1024 tokens with answers of 100–1024, all at once. Served:
+over HTTP, with streams that come and go. The engine and the server come in from outside; this room imports neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+
+from penstock.bench.gpu_peers import PeerFigures
+from penstock.bench.load import Target, run_load
+from penstock.bench.summary import Summary, summarize
+from penstock.bench.workload import ClosedLoop, IntRange, Workload
+from penstock.core.clock import Clock
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request, SamplingParams
+
+PROMPT_TOKENS = 512
+DECODE_STEPS = 64
+SETTLING_TOKENS = 8  # of every answer, before steps are timed
+DECODE_BATCHES = (1, 8, 32, 128, 256)
+PREFILL_COUNTS = (1, 256)
+OFFLINE_WORKLOAD = Workload(
+    arrivals=ClosedLoop(256),
+    num_requests=256,
+    input_len=IntRange(100, 1024),
+    output_len=IntRange(100, 1024),
+)
+LONG_PROMPTS = Workload(
+    arrivals=ClosedLoop(2),
+    num_requests=60,
+    input_len=IntRange(16_000, 16_000),
+    output_len=IntRange(128, 128),
+)
+BESIDE_DELAY_S = 1.0  # from the first long prompt to the first short one
+BESIDE_LONG_PROMPTS = "32 streams beside 16,000-token prompts"
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    what: str
+    value: float
+    peer: float | None = None
+    more_is_better: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times better than the peer."""
+        if not self.peer or not self.value:
+            return None
+        return self.value / self.peer if self.more_is_better else self.peer / self.value
+
+
+class StepLoop(Protocol):
+    """What is driven here of an engine: its loop."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[TokenEvent]: ...
+
+
+def decode_step_ms(loop: StepLoop, batch: int, vocabulary: IntRange, seed: int, clock: Clock) -> float:
+    rng = random.Random(seed)
+    sampling = SamplingParams(
+        max_tokens=SETTLING_TOKENS + DECODE_STEPS + 32, temperature=0.6, ignore_eos=True
+    )
+    requests = [
+        Request(
+            id=f"decode-{seed}-{index}",
+            prompt_token_ids=tuple(vocabulary.draw(rng) for _ in range(PROMPT_TOKENS)),
+            sampling=sampling,
+        )
+        for index in range(batch)
+    ]
+    for request in requests:
+        loop.add(request)
+    counts = dict.fromkeys((request.id for request in requests), 0)
+    while min(counts.values()) < SETTLING_TOKENS:
+        for event in loop.step():
+            counts[event.request_id] += len(event.token_ids)
+    start = clock.now()
+    for _ in range(DECODE_STEPS):
+        loop.step()
+    elapsed_s = clock.now() - start
+    for request in requests:
+        loop.abort(request.id)
+    while loop.has_work:
+        loop.step()
+    return elapsed_s / DECODE_STEPS * 1000
+
+
+def prefill_ms(
+    first_tokens: Callable[[Sequence[Sequence[int]]], None],
+    count: int,
+    vocabulary: IntRange,
+    seed: int,
+    clock: Clock,
+) -> float:
+    """`first_tokens` computes one token for each prompt."""
+    rng = random.Random(seed)
+    prompts = [[vocabulary.draw(rng) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    start = clock.now()
+    first_tokens(prompts)
+    return (clock.now() - start) * 1000
+
+
+def served_workloads(vocabulary: IntRange) -> dict[str, Workload]:
+    def streams(count: int, num_requests: int, seed: int) -> Workload:
+        return Workload(
+            arrivals=ClosedLoop(count),
+            num_requests=num_requests,
+            input_len=IntRange(512, 512),
+            output_len=IntRange(128, 128),
+            vocabulary=vocabulary,
+            seed=seed,
+        )
+
+    return {
+        "1 stream": streams(1, 4, 1),
+        "32 streams": streams(32, 128, 2),
+        "128 streams": streams(128, 512, 3),
+        "256 streams": streams(256, 1024, 4),
+        "64 streams, 2,048 shared": replace(
+            streams(64, 256, 5),
+            shared_prefix_len=2048,
+            input_len=IntRange(64, 64),
+            output_len=IntRange(64, 64),
+        ),
+        BESIDE_LONG_PROMPTS: replace(
+            streams(32, 96, 6), input_len=IntRange(128, 128), output_len=IntRange(512, 512)
+        ),
+    }
+
+
+async def measure_served(target: Target, name: str, workload: Workload) -> Summary:
+    assert isinstance(workload.arrivals, ClosedLoop)
+    # A first round of the same shape: a GPU prepares for each size of batch when it first meets it.
+    await run_load(target, workload.warm_up(2 * workload.arrivals.concurrency))
+    if name != BESIDE_LONG_PROMPTS:
+        return summarize(target, workload, await run_load(target, workload))
+    beside = asyncio.create_task(run_load(target, replace(LONG_PROMPTS, vocabulary=workload.vocabulary)))
+    try:
+        await asyncio.sleep(BESIDE_DELAY_S)
+        return summarize(target, workload, await run_load(target, workload))
+    finally:
+        beside.cancel()
+
+
+def served_figures(name: str, summary: Summary, peer: PeerFigures | None) -> list[Figure]:
+    theirs = peer.served.get(name) if peer else None
+    ttft, itl = summary.ttft_ms, summary.itl_ms
+    rows = [
+        ("output tokens/s", summary.output_tokens_per_s, theirs.output_tokens_per_s if theirs else None),
+        ("first token p50, ms", ttft.p50 if ttft else None, theirs.ttft_p50_ms if theirs else None),
+        ("between tokens p50, ms", itl.p50 if itl else None, theirs.itl_p50_ms if theirs else None),
+        ("between tokens p99, ms", itl.p99 if itl else None, theirs.itl_p99_ms if theirs else None),
+    ]
+    return [
+        Figure(what=f"{name}: {what}", value=value, peer=peer_value, more_is_better=what == "output tokens/s")
+        for what, value, peer_value in rows
+        if value is not None
+    ]

@@ -1,0 +1,270 @@
+"""`penstock bench gpu`: an engine and a server with random weights, held against published figures of a peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+import msgspec
+
+from penstock.bench.gpu_peers import PEER_FIGURES, PEER_NAME, PeerFigures, Shape
+from penstock.bench.workload import IntRange
+from penstock.cli.commands import PenstockCommand
+from penstock.cli.console import spinner, stdout_console
+from penstock.core.config import CacheConfig, Device, EngineConfig, ModelConfig, Quantization, SchedulerConfig
+from penstock.core.errors import EngineUnavailable, UsageError
+
+if TYPE_CHECKING:
+    from penstock.bench.gpu import Figure
+    from penstock.engine.offline import OfflineEngine
+
+KVType = Literal["auto", "fp8", "int8"]
+PARTS = ("decode", "prefill", "offline", "served")
+_OFFLINE_CONTEXT = 4096
+_SERVED_CONTEXT = 20_000
+_BATCHED_TOKENS = 8192
+_ITL_TARGET_MS = 30.0
+_START_TIMEOUT_S = 600.0
+_PORT = 8801
+
+
+@click.command("gpu", cls=PenstockCommand, short_help="One table: this GPU against a peer's figures.")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS),
+              help="What to measure; may be given several times. Default: everything.")  # fmt: skip
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1),
+              help="Sizes of decode batches; may be given several times. Default: 1, 8, 32, 128, 256.")  # fmt: skip
+@click.option(
+    "--quantization", type=click.Choice(("int8", "int4", "fp8")), help="Round weights while loading."
+)
+@click.option("--kv-cache-dtype", type=click.Choice(("auto", "fp8", "int8")), default="auto", show_default=True,
+              help="Type of cached keys and values.")  # fmt: skip
+@click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True,
+              help="Where to run.")  # fmt: skip
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write figures here."
+)
+def bench_gpu(
+    folder: Path,
+    parts: tuple[str, ...],
+    batches: tuple[int, ...],
+    quantization: Quantization | None,
+    kv_cache_dtype: KVType,
+    device: Device,
+    json_file: Path | None,
+) -> None:
+    """Measure a model of which only the config.json in FOLDER is needed: weights are random.
+
+    For the shapes that the peer was measured with (Qwen3-0.6B, Llama-3.1-8B and Qwen3-30B-A3B on an H200) the table
+    holds its figures too. They mean something on the same GPU only.
+
+    \b
+      penstock bench gpu models/llama-8b --part decode --part offline
+    """
+    config = EngineConfig(
+        model=ModelConfig(
+            model=str(folder),
+            load_format="random",
+            device=device,
+            quantization=quantization,
+            max_model_len=_OFFLINE_CONTEXT,
+        ),
+        cache=CacheConfig(kv_cache_dtype=kv_cache_dtype),
+        scheduler=SchedulerConfig(max_num_batched_tokens=_BATCHED_TOKENS, itl_target_ms=None),
+    )
+    chosen = parts or PARTS
+    settings = read_settings(folder)
+    peer = PEER_FIGURES.get(shape_of(settings))
+    vocabulary = IntRange(min(1000, settings["vocab_size"] - 1), min(39_999, settings["vocab_size"] - 1))
+    figures: list[Figure] = []
+    if set(chosen) - {"served"}:
+        figures += _measure_engine(config, folder, chosen, batches, vocabulary, peer)
+    if "served" in chosen:
+        figures += _measure_server(config, folder, vocabulary, peer)
+    if json_file:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+    _print(folder.name, figures)
+
+
+def read_settings(folder: Path) -> dict[str, int]:
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return {
+            "hidden_size": int(settings["hidden_size"]),
+            "num_layers": int(settings["num_hidden_layers"]),
+            "num_experts": int(settings.get("num_experts") or settings.get("num_local_experts") or 0),
+            "vocab_size": int(settings["vocab_size"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{folder}/config.json does not describe a model: {error}.") from error
+
+
+def shape_of(settings: dict[str, int]) -> Shape:
+    return Shape(settings["hidden_size"], settings["num_layers"], settings["num_experts"])
+
+
+def _measure_engine(
+    config: EngineConfig,
+    folder: Path,
+    parts: Sequence[str],
+    batches: Sequence[int],
+    vocabulary: IntRange,
+    peer: PeerFigures | None,
+) -> list[Figure]:
+    from penstock.bench.gpu import DECODE_BATCHES, PREFILL_COUNTS, Figure, decode_step_ms
+    from penstock.core.clock import SystemClock
+    from penstock.core.request import SamplingParams
+
+    clock = SystemClock()
+    started_s = clock.now()
+    with spinner(f"Loading {folder.name}"):
+        from penstock.engine.offline import OfflineEngine
+
+        engine = OfflineEngine(config, folder)
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+    figures = [
+        Figure(
+            what="load to first token, s", value=clock.now() - started_s, peer=peer.start_s if peer else None
+        )
+    ]
+    try:
+        for batch in batches or DECODE_BATCHES if "decode" in parts else ():
+            with spinner(f"Decoding, batch {batch}"):
+                decode_step_ms(engine.loop, batch, vocabulary, 2 * batch, clock)
+                taken_ms = decode_step_ms(engine.loop, batch, vocabulary, 2 * batch + 1, clock)
+            theirs = peer.decode_ms.get(batch) if peer else None
+            figures.append(Figure(what=f"decode, batch {batch}, ms", value=taken_ms, peer=theirs))
+        for count in PREFILL_COUNTS if "prefill" in parts else ():
+            with spinner(f"Prefilling {count} prompts"):
+                taken_ms = _prefill(engine, count, vocabulary)
+            theirs = peer.prefill_ms.get(count) if peer else None
+            figures.append(Figure(what=f"prefill {count} × 512 tokens, ms", value=taken_ms, peer=theirs))
+        if "offline" in parts:
+            with spinner("Answering 256 prompts"):
+                rate = _offline(engine, vocabulary)
+            theirs = peer.offline_tokens_per_s if peer else None
+            figures.append(
+                Figure(what="offline, output tokens/s", value=rate, peer=theirs, more_is_better=True)
+            )
+    finally:
+        engine.close()
+    return figures
+
+
+def _prefill(engine: OfflineEngine, count: int, vocabulary: IntRange) -> float:
+    from penstock.bench.gpu import prefill_ms
+    from penstock.core.clock import SystemClock
+    from penstock.core.request import SamplingParams
+
+    def first_tokens(prompts: Sequence[Sequence[int]]) -> None:
+        engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))
+
+    prefill_ms(first_tokens, count, vocabulary, -count, SystemClock())
+    return prefill_ms(first_tokens, count, vocabulary, -count - 1000, SystemClock())
+
+
+def _offline(engine: OfflineEngine, vocabulary: IntRange) -> float:
+    from dataclasses import replace
+
+    from penstock.bench.gpu import OFFLINE_WORKLOAD
+    from penstock.bench.offline import measure_offline
+    from penstock.core.clock import SystemClock
+    from penstock.core.request import SamplingParams
+
+    def generate(prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[int]:
+        return [len(completion.token_ids) for completion in engine.generate(prompts, sampling)]
+
+    rates = [
+        measure_offline(
+            engine.card.name,
+            replace(OFFLINE_WORKLOAD, vocabulary=vocabulary, seed=seed).prompts(),
+            0.6,
+            generate,
+            SystemClock(),
+        ).output_tokens_per_s
+        for seed in (1, 0)  # the first round meets every size of batch for the first time
+    ]
+    return rates[-1]
+
+
+def _measure_server(
+    config: EngineConfig, folder: Path, vocabulary: IntRange, peer: PeerFigures | None
+) -> list[Figure]:
+    started_s = time.monotonic()
+    with _server(config, folder) as url:
+        with spinner("Starting the server"):
+            _wait_until_ready(url)
+        return asyncio.run(_load(url, vocabulary, peer, started_s))
+
+
+async def _load(url: str, vocabulary: IntRange, peer: PeerFigures | None, started_s: float) -> list[Figure]:
+    from penstock.bench.gpu import Figure, measure_served, served_figures, served_workloads
+    from penstock.bench.load import find_target, run_load
+
+    target = await find_target("penstock", url, None, None)
+    workloads = served_workloads(vocabulary)
+    await run_load(target, workloads["1 stream"].warm_up(1))
+    start_s = time.monotonic() - started_s
+    figures = [Figure(what="serve to first answer, s", value=start_s, peer=peer.start_s if peer else None)]
+    for name, workload in workloads.items():
+        with spinner(f"Serving {name}"):
+            summary = await measure_served(target, name, workload)
+        figures += served_figures(name, summary, peer)
+    return figures
+
+
+@contextlib.contextmanager
+def _server(config: EngineConfig, folder: Path) -> Iterator[str]:
+    model = config.model
+    command = [sys.executable, "-m", "penstock.main", "serve", str(folder), "--load-format", "random"]
+    command += ["--device", model.device, "--port", str(_PORT), "--max-model-len", str(_SERVED_CONTEXT)]
+    command += ["--max-num-batched-tokens", str(_BATCHED_TOKENS), "--itl-target-ms", str(_ITL_TARGET_MS)]
+    command += ["--kv-cache-dtype", config.cache.kv_cache_dtype]
+    if model.quantization is not None:
+        command += ["--quantization", model.quantization]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{_PORT}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_until_ready(url: str) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            urllib.request.urlopen(f"{url}/ready", timeout=1).close()
+            return
+        time.sleep(0.05)
+    raise EngineUnavailable(f"The server was not ready after {_START_TIMEOUT_S:.0f} s.")
+
+
+def _print(name: str, figures: Sequence[Figure]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
+    table.add_column(name)
+    for heading in ("Penstock", PEER_NAME, "times better"):
+        table.add_column(heading, justify="right")
+    for figure in figures:
+        ratio = "" if figure.ratio is None else f"{figure.ratio:.2f} ×"
+        table.add_row(figure.what, _shown(figure.value), _shown(figure.peer), ratio)
+    stdout_console().print(table)
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

@@ -1,0 +1,80 @@
+"""Builds the control plane of a server, and a gateway's end of the wire to it. Part of the composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from penstock.cli.models import model_hub
+from penstock.cli.stores import open_database
+from penstock.cluster.control_link import ControlLink
+from penstock.cluster.control_plane import ControlPlane
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.scaling import autoscaling
+from penstock.cluster.supervisor import Supervisor
+from penstock.core.config import ServeConfig
+from penstock.core.errors import InvalidRequest, UsageError
+from penstock.gateway.releases import DatabaseReleases
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """`specs` are the replicas to start, one entry each, in the order of those that were planned."""
+
+    plane: ControlPlane
+    specs: Sequence[ReplicaSpec]
+    socket: Path  # where gateways reach the plane, once it runs
+
+
+@contextlib.asynccontextmanager
+async def open_control(
+    config: ServeConfig, supervisor: Supervisor, planned: Sequence[ReplicaSpec]
+) -> AsyncIterator[Control]:
+    """What releases have made of the planned replicas, before any is started."""
+    counts = Counter((spec.model, spec.role) for spec in planned)
+    first = {(spec.model, spec.role): spec for spec in reversed(planned)}
+    pools = [(first[key], autoscaling(config.scaling, count)) for key, count in counts.items()]
+    database = open_database(config.store)
+    # A private folder: whoever reaches the socket can order releases.
+    folder = Path(tempfile.mkdtemp(prefix="penstock-control-"))
+    try:
+        plane = ControlPlane(
+            supervisor,
+            pools,
+            DatabaseReleases(database),
+            _resolve_weights,
+            drain_timeout_s=config.server.drain_timeout,
+        )
+        serving = dict(zip(counts, await plane.prepare(), strict=True))
+        specs = [replace(serving[spec.model, spec.role], region=spec.region) for spec in planned]
+        yield Control(plane, specs, folder / "control.sock")
+    finally:
+        database.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def open_link(socket: Path, fleet: Fleet) -> AsyncIterator[ControlLink]:
+    """Let a gateway's fleet follow the control plane."""
+    link = ControlLink(socket, fleet)
+    fleet.observers.append(link.traffic)
+    fleet.choose_revision = link.traffic.choose_revision
+    async with link.running():
+        yield link
+
+
+async def _resolve_weights(name: str) -> str:
+    """Where weights are, after they were fetched if need be."""
+    try:
+        return str(await asyncio.to_thread(model_hub().ensure, name))
+    except UsageError as error:
+        raise InvalidRequest(error.message, param="weights", hint=error.hint) from error

@@ -1,0 +1,250 @@
+"""`penstock release`: bring a new revision of a served model into service, watch it, or take it back."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.commands import PenstockCommand, PenstockGroup
+from penstock.cli.server_options import server_options
+from penstock.cli.tenants import json_option, print_facts, print_json, shown_time
+from penstock.core.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from penstock.cli.admin_client import AdminClient
+    from penstock.core.cluster_view import ReleaseView
+
+WATCH_INTERVAL_S = 1.0
+# Flags of `start` that are fields of the policy: each, and the part of the policy that holds it.
+_GATE_FLAGS = ("min_requests", "min_compared", "max_divergence", "max_ttft_ratio", "max_itl_ratio")
+
+_model_option = click.option("--model", metavar="NAME", help="Which model, where several are served.")
+_watch_option = click.option("--watch", is_flag=True, help="Follow it until it is over.")
+
+
+@click.group(cls=PenstockGroup, short_help="Release new revisions of a model, with a way back.")
+def release() -> None:
+    """Releases on a running server.
+
+    A new revision (other weights, other engine settings) warms up, gets mirrored requests whose answers are compared
+    and dropped, then a growing share of real ones. It is promoted, or rolled back, by how it does beside the revision
+    in service.
+
+    \b
+      penstock release start --weights ./finetuned.gguf --watch
+      penstock release start --set max_num_seqs=64
+      penstock release status
+      penstock release rollback
+    """
+
+
+@release.command(cls=PenstockCommand, short_help="Begin a release.")
+@_model_option
+@click.option("--weights", metavar="MODEL", help="New weights, as `penstock serve MODEL` takes them.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An engine setting that changes, such as max_num_seqs=64; may be given several times.",
+)
+@click.option(
+    "--revision", metavar="NAME", help="A name for the revision.  [default: made from what differs]"
+)
+@click.option(
+    "--steps",
+    metavar="SHARES",
+    help="Growing shares of requests that it gets, with commas between them.  [default: 0.01,0.05,0.25,0.5]",
+)
+@click.option(
+    "--mirror",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Share of requests to mirror at first.  [default: 0.1]",
+)
+@click.option(
+    "--stage-s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Shortest time for each step.  [default: 60]",
+)
+@click.option(
+    "--min-requests",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Requests of each revision that a step needs.  [default: 200]",
+)
+@click.option(
+    "--min-compared",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Mirrored answers that must have been compared.  [default: 50]",
+)
+@click.option(
+    "--max-divergence",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Compared answers that may differ.  [default: 0.2]",
+)
+@click.option(
+    "--max-ttft-ratio",
+    type=click.FloatRange(0),
+    metavar="RATIO",
+    help="Time to first token (p95) beside the old one's.  [default: 1.25]",
+)
+@click.option(
+    "--max-itl-ratio",
+    type=click.FloatRange(0),
+    metavar="RATIO",
+    help="Time between tokens (p95) beside the old one's.  [default: 1.25]",
+)
+@_watch_option
+@json_option
+@server_options
+def start(
+    model: str | None,
+    weights: str | None,
+    settings: tuple[str, ...],
+    revision: str | None,
+    watch: bool,
+    as_json: bool,
+    url: str,
+    api_key: str | None,
+    **policy: Any,
+) -> None:
+    """Begin a release. The server goes on by itself: it promotes the new revision, or rolls it back."""
+    if weights is None and not settings:
+        raise ConfigError("Nothing would change.", hint="Give --weights, or --set NAME=VALUE, or both.")
+    order = {
+        "model": model,
+        "revision": revision,
+        "weights": weights,
+        "settings": _settings(settings),
+        "policy": _policy(**policy),
+    }
+    with closing(_connect(url, api_key)) as client:
+        _show(client.start_release(order), as_json=as_json)
+        if watch:
+            _watch(client, model)
+
+
+@release.command(cls=PenstockCommand, short_help="Show the release that is underway, or the last.")
+@_model_option
+@_watch_option
+@json_option
+@server_options
+def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str | None) -> None:
+    """Show the release that is underway, or the last one, with what its gates say."""
+    with closing(_connect(url, api_key)) as client:
+        found = _find(client, model)
+        if not found:
+            click.echo("There was no release.", err=True)
+        for number, view in enumerate(found):
+            if number and not as_json:
+                click.echo()
+            _show(view, as_json=as_json)
+        if watch and found:
+            _watch(client, model)
+
+
+@release.command(cls=PenstockCommand, short_help="Let the new revision serve everything now.")
+@_model_option
+@json_option
+@server_options
+def promote(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
+    """Let the new revision serve everything now, whatever its gates say. The old one finishes what it has."""
+    with closing(_connect(url, api_key)) as client:
+        _show(client.promote_release(model), as_json=as_json)
+
+
+@release.command(cls=PenstockCommand, short_help="Take the new revision out of service.")
+@_model_option
+@json_option
+@server_options
+def rollback(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
+    """Take the new revision out of service. It finishes what it has."""
+    with closing(_connect(url, api_key)) as client:
+        _show(client.roll_back_release(model), as_json=as_json)
+
+
+def _connect(url: str, api_key: str | None) -> AdminClient:
+    from penstock.cli.admin_client import AdminClient
+
+    return AdminClient(url, api_key)
+
+
+def _settings(pairs: tuple[str, ...]) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"--set wants NAME=VALUE, not '{pair}'.")
+        settings[name.strip().replace("-", "_")] = value.strip()
+    return settings
+
+
+def _policy(
+    *, steps: str | None, mirror: float | None, stage_s: float | None, **gates: Any
+) -> dict[str, Any]:
+    policy: dict[str, Any] = {}
+    if steps is not None:
+        try:
+            policy["canary_shares"] = [float(share) for share in steps.split(",")]
+        except ValueError:
+            raise ConfigError(f"--steps wants numbers such as 0.05,0.5, not '{steps}'.") from None
+    if mirror is not None:
+        policy["mirrored_share"] = mirror
+    if stage_s is not None:
+        policy["min_stage_s"] = stage_s
+    given = {name: gates[name] for name in _GATE_FLAGS if gates[name] is not None}
+    return policy | ({"gates": given} if given else {})
+
+
+def _find(client: AdminClient, model: str | None) -> list[ReleaseView]:
+    return [view for view in client.cluster().releases if model in (None, view.model)]
+
+
+def _watch(client: AdminClient, model: str | None) -> None:
+    """One line for every change, until all are over. Fails when one was rolled back."""
+    seen: dict[str, tuple[str, int]] = {}
+    while True:
+        views = _find(client, model)
+        for view in views:
+            stage = (view.stage, view.step)
+            if seen.get(view.id) != stage:
+                seen[view.id] = stage
+                click.echo(f"{shown_time(view.since)}  {_stage(view)}: {view.reason.replace('_', ' ')}")
+        if all(view.is_over for view in views):
+            break
+        time.sleep(WATCH_INTERVAL_S)
+    for view in views:
+        if view.stage == "rolled_back":
+            raise UsageError(f"The release {view.id} was rolled back.")
+
+
+def _show(view: ReleaseView, *, as_json: bool) -> None:
+    if as_json:
+        print_json(view)
+        return
+    facts = [
+        ("release", f"{view.id} of {view.model}"),
+        ("revisions", f"{view.stable} → {view.candidate}"),
+        ("stage", _stage(view)),
+        ("since", shown_time(view.since)),
+    ]
+    if view.reason:
+        facts.append(("reason", view.reason.replace("_", " ")))
+    facts += [(f"gate {gate.gate}", f"{gate.result}: {gate.sentence}") for gate in view.gates]
+    print_facts(facts)
+
+
+def _stage(view: ReleaseView) -> str:
+    name = view.stage.replace("_", " ")
+    if view.stage == "canary":
+        return f"canary, {view.candidate_share:.0%} of requests"
+    if view.stage == "shadow":
+        return f"shadow, {view.mirrored_share:.0%} of requests mirrored"
+    return name

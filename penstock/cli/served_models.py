@@ -1,0 +1,135 @@
+"""Models beside the first: `[[models]]` of the config file, `--also-serve`, and adapters by `--lora-modules`.
+
+    [[models]]
+    name = "coder"
+    path = "qwen2.5-coder-1.5b"
+    aliases = ["gpt-4o-mini"]
+    adapters = { sql = "/models/sql-lora" }
+    max_num_seqs = 64
+
+Each is served by engines of its own. Whatever engine setting a table does not have is that of the file and the flags,
+except for those that belong to one model. Knows what the settings are only through `Lay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from penstock.core.config import EngineConfig, ExtraModelConfig, NamesConfig
+from penstock.core.errors import ConfigError
+
+# Of one model, and not inherited by another.
+_OWN_SETTINGS = frozenset({"model", "served_model_name", "max_model_len", "quantization", "load_format"})
+
+# Engine settings by name, laid over the defaults.
+Lay: TypeAlias = Callable[[Mapping[str, Any]], EngineConfig]
+
+
+class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[models]]`, without the engine settings in it."""
+
+    path: str
+    name: str | None = None  # None: as in `path`
+    replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    region: str = ""
+    aliases: tuple[str, ...] = ()
+    adapters: dict[str, str] = {}  # LoRA: folders by name
+
+
+class DescribedModel(msgspec.Struct, frozen=True):
+    table: ModelTable
+    settings: Mapping[str, Any]  # of its engines, checked
+
+    @property
+    def name(self) -> str:
+        return self.table.name or self.table.path
+
+    def first_settings(self) -> dict[str, Any]:
+        """Of a server whose first model it is."""
+        own = {"model": self.table.path, "served_model_name": self.name, "replicas": self.table.replicas}
+        return {**self.settings, **own, **({"region": self.table.region} if self.table.region else {})}
+
+    def engine_settings(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """`shared` may hold settings of other parts too."""
+        inherited = {name: value for name, value in shared.items() if name not in _OWN_SETTINGS}
+        return {**inherited, **self.settings, "model": self.table.path, "served_model_name": self.name}
+
+
+def read_model_tables(
+    value: Any, place: str, check_setting: Callable[[str, Any, str], Any]
+) -> tuple[DescribedModel, ...]:
+    """`check_setting(name, value, place)` gives an engine setting's value, or raises ConfigError."""
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        raise ConfigError(f"models in {place} must be tables, each begun with [[models]].")
+    described = []
+    for number, table in enumerate(value, start=1):
+        where = f"[[models]] number {number} of {place}"
+        own = {name: given for name, given in table.items() if name in ModelTable.__struct_fields__}
+        rest = {name: given for name, given in table.items() if name not in own}
+        try:
+            known = msgspec.convert(own, ModelTable)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where} is wrong: {error}.") from None
+        checked = {name: check_setting(name, given, where) for name, given in rest.items()}
+        if _OWN_SETTINGS & {"model", "served_model_name"} & checked.keys():
+            raise ConfigError(f"{where} is wrong: a model's path is called 'path' here, and its name 'name'.")
+        described.append(DescribedModel(known, checked))
+    return tuple(described)
+
+
+def also_served(models: Sequence[str]) -> list[DescribedModel]:
+    """As flags name them: a model, or NAME=MODEL."""
+    described = []
+    for given in models:
+        name, separator, path = given.partition("=")
+        table = ModelTable(path=path, name=name) if separator else ModelTable(path=given)
+        described.append(DescribedModel(table, {}))
+    return described
+
+
+def extra_models(
+    models: Sequence[DescribedModel], shared: Mapping[str, Any], lay: Lay
+) -> tuple[ExtraModelConfig, ...]:
+    return tuple(
+        ExtraModelConfig(
+            engine=lay(model.engine_settings(shared)),
+            replicas=model.table.replicas,
+            region=model.table.region,
+        )
+        for model in models
+    )
+
+
+def names_of(
+    first: str,
+    models: Sequence[DescribedModel],
+    extra: Sequence[DescribedModel],
+    lora_modules: Sequence[str],
+) -> NamesConfig:
+    """All that clients may call models; those in `extra` are served beside the first. Raises ConfigError for a name
+    that stands for two things."""
+    aliases: dict[str, str] = {}
+    adapters: list[tuple[str, str, str | None]] = [(*_adapter(given), None) for given in lora_modules]
+    taken = [first, *(model.name for model in extra), *(name for name, _, _ in adapters)]
+    for model in models:
+        for alias in model.table.aliases:
+            aliases[alias] = model.name
+            taken.append(alias)
+        for name, folder in model.table.adapters.items():
+            adapters.append((name, folder, model.name))
+            taken.append(name)
+    for name in taken:
+        if taken.count(name) > 1:
+            raise ConfigError(f"Two models, aliases or adapters are called '{name}'.")
+    return NamesConfig(first=first if models else "", aliases=aliases, adapters=tuple(adapters))
+
+
+def _adapter(given: str) -> tuple[str, str]:
+    name, separator, folder = given.partition("=")
+    if not (name and separator and folder):
+        raise ConfigError(f"--lora-modules must be NAME=FOLDER, not '{given}'.")
+    return name, folder

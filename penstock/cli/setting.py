@@ -1,0 +1,149 @@
+"""One setting as a flag and as a key of the config file: its type, its help, and how a wrong value is explained.
+
+Knows no setting by name, but for what the environment and other servers call it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import msgspec
+from msgspec import inspect as types
+
+from penstock.cli.environment import (
+    API_KEY_VARIABLE,
+    DATA_DIR_VARIABLE,
+    DATABASE_URL_VARIABLE,
+    OTLP_ENDPOINT_VARIABLE,
+    RAY_ADDRESS_VARIABLE,
+    REDIS_URL_VARIABLE,
+)
+from penstock.core.errors import ConfigError
+
+_ENVIRONMENT = {
+    "api_key": API_KEY_VARIABLE,
+    "otlp_endpoint": OTLP_ENDPOINT_VARIABLE,
+    "data_dir": DATA_DIR_VARIABLE,
+    "database_url": DATABASE_URL_VARIABLE,
+    "redis_url": REDIS_URL_VARIABLE,
+    "ray_address": RAY_ADDRESS_VARIABLE,
+}
+# What other servers call the same thing.
+_ALIASES = {"replicas": "--data-parallel-size"}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One struct of settings: a table in the file, a heading in `--help`."""
+
+    table: str
+    title: str
+    struct: type[msgspec.Struct]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    section: Section
+    annotation: Any  # what msgspec.convert checks a value against
+    value_type: types.Type  # the same without None and metadata
+    description: str
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def has_default(self) -> bool:
+        """One worth telling."""
+        return self.default not in (None, ())
+
+    @property
+    def is_list(self) -> bool:
+        """Its flag can be repeated."""
+        return isinstance(self.value_type, types.VarTupleType)
+
+    @property
+    def expectation(self) -> str:
+        """What a value must be, as the end of a sentence that begins `--flag must be`."""
+        match self.value_type:
+            case types.LiteralType(values=values):
+                return str(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, values))}"
+            case types.BoolType():
+                return "true or false"
+            case types.IntType() | types.FloatType() as number:
+                noun = "a whole number" if isinstance(number, types.IntType) else "a number"
+                return f"{noun}{_bounds(number)}"
+            case types.VarTupleType():
+                return "a list of texts"
+            case _:
+                return "a text"
+
+    @property
+    def metavar(self) -> str:
+        match self.value_type:
+            case types.LiteralType(values=values):
+                return "|".join(map(str, values))
+            case types.IntType():
+                return "N"
+            case types.FloatType():
+                return "NUMBER"
+            case _:
+                return "TEXT"
+
+    def check(self, value: Any, label: str, *, from_text: bool) -> Any:
+        """`value` in the type of the setting, or a ConfigError that calls it `label`."""
+        try:
+            return msgspec.convert(value, self.annotation, strict=not from_text)
+        except msgspec.ValidationError:
+            raise ConfigError(
+                f"{label} must be {self.expectation}, not {value!r}.", hint=self.description
+            ) from None
+
+
+def unwrapped(declared: types.Type) -> tuple[types.Type, str]:
+    """The type of a value that is not None, and its description."""
+    if isinstance(declared, types.UnionType):
+        declared = next(member for member in declared.types if not isinstance(member, types.NoneType))
+    description = ""
+    while isinstance(declared, types.Metadata):
+        description = (declared.extra_json_schema or {}).get("description", description)
+        declared = declared.type
+    return declared, description
+
+
+def _bounds(number: types.IntType | types.FloatType) -> str:
+    """` from 0 to 1`, ` above 0`, or nothing."""
+    if number.ge is not None and number.le is not None:
+        return f" from {number.ge:,} to {number.le:,}"
+    limits = (("above", number.gt), ("of at least", number.ge), ("below", number.lt), ("at most", number.le))
+    words = [f"{word} {limit:,}" for word, limit in limits if limit is not None]
+    return " " + " and ".join(words) if words else ""
+
+
+class SettingOption(click.Option):
+    """A flag made from a Setting. It stays None unless the user gives it, so that the file can speak."""
+
+    def __init__(self, setting: Setting) -> None:
+        is_switch = isinstance(setting.value_type, types.BoolType)
+        declaration = setting.flag + (f"/--no-{setting.flag[2:]}" if is_switch else "")
+        described_default = f"  [default: {_shown(setting.default)}]" if setting.has_default else ""
+        super().__init__(
+            [declaration, *_ALIASES.get(setting.name, "").split(), setting.name],
+            default=None,
+            is_flag=is_switch,
+            multiple=setting.is_list,
+            type=click.BOOL if is_switch else click.STRING,
+            metavar=None if is_switch else setting.metavar,
+            envvar=_ENVIRONMENT.get(setting.name),
+            show_envvar=True,
+            help=setting.description + described_default,
+        )
+        self.section = setting.section.title
+
+
+def _shown(default: Any) -> str:
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"

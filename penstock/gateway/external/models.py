@@ -1,0 +1,121 @@
+"""Models that external servers serve, as the catalogue knows them: by name, without a tokenizer or a template."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.cluster.external.load import ServerLoad
+from penstock.cluster.external.pool import ExternalPool
+from penstock.control.breaker import Circuit
+from penstock.core.cluster_view import ReplicaView
+from penstock.core.errors import InvalidRequest
+from penstock.router import ReplicaState
+
+# Of the servers themselves: every gateway process tells the same.
+EXTERNAL_METRICS = frozenset({"external_up", "external_load"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalModel:
+    name: str
+    max_model_len: int | None  # None where no server tells
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return self.max_model_len
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Servers do not tell when they change their weights; the name is all there is."""
+        return hashlib.blake2b(f"external\0{self.name}".encode(), digest_size=32).digest()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """For guards, which read text."""
+        raise InvalidRequest(
+            f"A safety policy must read the prompt, and {self.name!r} has no tokenizer here.",
+            param="prompt",
+            hint="Send the prompt as text.",
+        )
+
+    def refuse(self) -> InvalidRequest:
+        """For what takes more than a name."""
+        return InvalidRequest(
+            f"The model {self.name!r} runs on another server, which is only asked for answers.", param="model"
+        )
+
+
+class ExternalModels(Collector):
+    """Also a collector of metrics: the servers, and what became of requests to them."""
+
+    def __init__(self, pool: ExternalPool) -> None:
+        self.pool = pool
+
+    @property
+    def is_ready(self) -> bool:
+        return self.pool.is_ready
+
+    def find(self, name: str) -> ExternalModel | None:
+        models = self.pool.models
+        return ExternalModel(name, models[name]) if name in models else None
+
+    def first(self) -> ExternalModel | None:
+        return next(iter(self.all()), None)
+
+    def all(self) -> list[ExternalModel]:
+        return [ExternalModel(name, length) for name, length in self.pool.models.items()]
+
+    def replica_views(self) -> list[ReplicaView]:
+        """The servers as people see replicas; the load is everybody's where a server tells it."""
+        views = []
+        for server in self.pool.views():
+            load = server.load or ServerLoad(server.num_running, 0)
+            views.append(
+                ReplicaView(
+                    id=server.name,
+                    model=", ".join(server.models),
+                    revision="",
+                    state=server.state if server.circuit is Circuit.CLOSED else ReplicaState.UNHEALTHY,
+                    role="external",
+                    region=server.region,
+                    num_running=load.num_running,
+                    num_waiting=load.num_waiting,
+                    kv_usage=load.kv_usage or 0.0,
+                )
+            )
+        return views
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("server",)
+        up = GaugeMetricFamily("penstock_external_up", "Whether a server answers.", labels=labels)
+        opened = GaugeMetricFamily(
+            "penstock_external_circuit_open", "Whether requests avoid a server that failed.", labels=labels
+        )
+        running = GaugeMetricFamily(
+            "penstock_external_requests_running", "Requests sent from here and not answered.", labels=labels
+        )
+        told = GaugeMetricFamily(
+            "penstock_external_load", "Requests at a server, as it tells.", labels=(*labels, "state")
+        )
+        attempts = CounterMetricFamily(
+            "penstock_external_attempts",
+            "Requests to a server, by how they ended.",
+            labels=(*labels, "outcome"),
+        )
+        for view in self.pool.views():
+            up.add_metric([view.name], view.state is ReplicaState.READY)
+            opened.add_metric([view.name], view.circuit is not Circuit.CLOSED)
+            running.add_metric([view.name], view.num_running)
+            for outcome, count in view.outcomes.items():
+                attempts.add_metric([view.name, outcome], count)
+            if view.load is not None:
+                told.add_metric([view.name, "running"], view.load.num_running)
+                told.add_metric([view.name, "waiting"], view.load.num_waiting)
+        yield from (up, opened, running, told, attempts)
+        yield CounterMetricFamily(
+            "penstock_external_retries", "Requests sent to another server.", value=self.pool.num_retries
+        )

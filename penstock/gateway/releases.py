@@ -1,0 +1,56 @@
+"""Releases in the gateway's database, so that they survive a restart. Implements `cluster/release_record`'s store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from penstock.cluster.release_record import ReleaseRecord
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import releases
+
+logger = logging.getLogger(__name__)
+
+MAX_LOADED = 1000  # the latest ones; whoever has made more releases of one model needs no older
+
+
+class DatabaseReleases:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def load(self) -> tuple[ReleaseRecord, ...]:
+        if not self._database.exists:
+            return ()
+        return await self._database.run(_load, reads_only=True)
+
+    async def save(self, record: ReleaseRecord) -> None:
+        await self._database.run(lambda connection: _save(connection, record))
+
+
+def _load(connection: Connection) -> tuple[ReleaseRecord, ...]:
+    newest = select(releases.c.id, releases.c.body).order_by(releases.c.created_at.desc()).limit(MAX_LOADED)
+    found = []
+    for name, body in connection.execute(newest):
+        try:
+            found.append(msgspec.json.decode(body, type=ReleaseRecord))
+        except msgspec.ValidationError as error:
+            # Its settings are of another Penstock's making: what it promoted cannot be started by this one.
+            logger.warning("the release %s of an earlier version is passed over: %s", name, error)
+    return tuple(reversed(found))
+
+
+def _save(connection: Connection, record: ReleaseRecord) -> None:
+    values: dict[str, Any] = {
+        "model": record.model,
+        "stage": record.state.stage,
+        "updated_at": time.time(),
+        "body": msgspec.json.encode(record),
+    }
+    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    statement = insert(releases).values(id=record.id, created_at=record.created_at, **values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))

@@ -1,0 +1,118 @@
+"""A model as clients see it: its names, and how prompts for it are rendered, tokenized and checked. Knows no request
+that runs, and no other model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from penstock.core.config import GatewayConfig
+from penstock.core.grammar_text import token_ids_by_number
+from penstock.core.messages import EngineReady
+from penstock.core.request import Adapter, CacheBreakpoint, Grammar, Request
+from penstock.gateway.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
+from penstock.gateway.checks import check_token_ids
+from penstock.gateway.dialect import Dialect, PreparedPrompt
+from penstock.gateway.grammars import GrammarChecker
+from penstock.gateway.plain_text import RenderedChat
+from penstock.gateway.prompts import ChatPrompt, Prompt, TextPrompt
+from penstock.gateway.replies.fingerprint import model_fingerprint
+from penstock.gateway.template import ChatTemplate
+from penstock.gateway.tokenizer import TextTokenizer
+
+
+class ServedModel:
+    """What the gateway built from an engine's model card. Lives as long as engines serve that very model.
+
+    An adapter is a model of its own, which shares all but its name with the one that it adapts."""
+
+    def __init__(self, engine: EngineReady, config: GatewayConfig) -> None:
+        self.engine = engine
+        self.card = engine.model  # under the name that clients know it by
+        self.adapter: Adapter | None = None
+        self.tokenizer = TextTokenizer(engine.model)
+        self.dialect = Dialect(engine.model, self.tokenizer, config)
+        self.template = ChatTemplate(engine.model, self.dialect.tool_format)
+        self._grammars = GrammarChecker()
+        self._special_token_ids = token_ids_by_number(engine.model.tokenizer_json)
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self.card.max_model_len
+
+    @property
+    def max_output_tokens(self) -> int:
+        return self.engine.max_output_tokens
+
+    @property
+    def base_name(self) -> str:
+        """Of the model whose engines serve requests for this one."""
+        return self.engine.model.name
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """What answers depend on besides the request."""
+        weights = b"" if self.adapter is None else self.adapter.digest.encode()
+        return model_fingerprint(self.card) + weights
+
+    def adapted(self, adapter: Adapter) -> ServedModel:
+        twin = copy.copy(self)
+        twin.__dict__.pop("fingerprint", None)
+        twin.adapter = adapter
+        twin.card = msgspec.structs.replace(self.card, name=adapter.name)
+        return twin
+
+    async def prepare(self, prompt: Prompt, grammar: Grammar | None = None) -> PreparedPrompt:
+        """`grammar` is what the request itself demands of its answers."""
+        if isinstance(prompt, TextPrompt):
+            return PreparedPrompt(await self.tokenizer.encode(prompt.text, add_special_tokens=True))
+        if isinstance(prompt, ChatPrompt):
+            prompt = self.dialect.without_thinking_where_held(prompt, grammar)
+            rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
+            form = self.dialect.answer_form(prompt, rendered, grammar)
+            pieces = marked_pieces(prompt)
+            if pieces:
+                token_ids, breakpoints = await self._with_breakpoints(prompt, pieces, rendered)
+                return PreparedPrompt(token_ids, form, breakpoints, tools_salt(prompt))
+            # A template writes the special tokens itself.
+            token_ids = await self.tokenizer.encode(
+                rendered.text, add_special_tokens=False, plain_ranges=rendered.plain_ranges
+            )
+            return PreparedPrompt(token_ids, form)
+        check_token_ids(prompt.token_ids, self.card.vocab_size, param="prompt")
+        return PreparedPrompt(prompt.token_ids)
+
+    async def _with_breakpoints(
+        self, prompt: ChatPrompt, pieces: Sequence[Piece], rendered: RenderedChat
+    ) -> tuple[tuple[int, ...], tuple[CacheBreakpoint, ...]]:
+        def render(variant: ChatPrompt) -> str:
+            return self.dialect.close_thinking(variant, self.template.render(variant)).text
+
+        kept = locate(prompt, pieces, rendered.text, render)
+        ends = sorted({end for prefix in kept for end in (prefix.end, *prefix.earlier)})
+        token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
+        return token_ids, breakpoints_at(kept, positions)
+
+    async def with_checked_grammar(self, request: Request) -> Request:
+        """Raises InvalidRequest when no engine could compile it."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return request
+        grammar = await self._grammars.check(grammar, self._special_token_ids)
+        sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
+        return msgspec.structs.replace(request, sampling=sampling)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """A prompt of token ids as text, for guards."""
+        check_token_ids(token_ids, self.card.vocab_size, param="prompt")
+        return self.tokenizer.decode(token_ids)
+
+    async def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return (await self.prepare(prompt)).token_ids

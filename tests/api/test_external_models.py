@@ -1,0 +1,330 @@
+"""Models of other people's servers through both of our APIs, with all that a gateway does for its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+from starlette.responses import JSONResponse
+
+from penstock.api.app import create_app
+from penstock.cluster.external.pool import ExternalPool
+from penstock.cluster.external.server import ExternalServer
+from penstock.core.config import ExternalServerConfig, GatewayConfig, ServerConfig
+from penstock.core.errors import Overloaded
+from penstock.core.identity import OPEN_PRINCIPAL
+from penstock.gateway.accounts import Accounts, Claim, Outcome
+from penstock.gateway.external.models import ExternalModels
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.guards.settings import guard_settings
+from penstock.gateway.model_settings import ModelSettings
+from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
+from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
+from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+USER: Any = {"role": "user", "content": "Hello there"}
+CHAT = {"model": "theirs", "messages": [USER]}
+USAGE = {
+    "prompt_tokens": 40,
+    "completion_tokens": 2,
+    "total_tokens": 42,
+    "prompt_tokens_details": {"cached_tokens": 32},
+}
+
+
+class Book:
+    """A ledger that remembers."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Claim, Outcome]] = []
+
+    def begin(self, claim: Claim) -> None:
+        pass
+
+    def settle(self, claim: Claim, outcome: Outcome) -> None:
+        self.rows.append((claim, outcome))
+
+
+class Platform:
+    def __init__(self, gateway: Gateway, limiter: LocalLimiter, book: Book) -> None:
+        assert gateway.catalogue.external is not None
+        self.gateway = gateway
+        self.external = gateway.catalogue.external
+        self.limiter = limiter
+        self.book = book
+        app = create_app(gateway, ServerConfig())
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test"
+        )
+        self.openai = openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="k", max_retries=0, http_client=self.http
+        )
+        self.anthropic = anthropic.AsyncAnthropic(
+            base_url="http://test",
+            api_key="k",
+            max_retries=0,
+            http_client=httpx2.AsyncClient(transport=httpx2.ASGITransport(app)),
+        )
+
+
+@asynccontextmanager
+async def platform(
+    server: OpenAIServer, *, engine: FakeEngine | None = None, **config: Any
+) -> AsyncIterator[Platform]:
+    """Our gateway before `server`, and before an engine of its own with the model `bytes`."""
+    async with serving(server):
+        pool = ExternalPool([ExternalServer(ExternalServerConfig(url=server.url))])
+        await pool.probe()
+        limits = ScopeLimits(requests_per_minute=100, input_tokens_per_minute=6_000)
+        limiter, book = LocalLimiter(LimitSettings(key=limits)), Book()
+        gateway = Gateway(
+            engine or FakeEngine(script_text("ours")),
+            GatewayConfig(**config),
+            accounts=Accounts(limiter, book),
+        )
+        gateway.catalogue.external = ExternalModels(pool)
+        gateway.metrics.register(gateway.catalogue.external)
+        yield Platform(gateway, limiter, book)
+        assert gateway.num_live == 0
+        await pool.close()
+
+
+def script(*pieces: str, **fields: Any) -> Any:
+    return lambda body: text_chunks(*pieces, usage=USAGE, **fields)
+
+
+async def test_openai_whole_and_streamed() -> None:
+    server = OpenAIServer(script=script("Hel", "lo"))
+    async with platform(server) as ours:
+        whole = await ours.openai.chat.completions.create(**CHAT, n=2, max_tokens=9)  # type: ignore[call-overload]
+        assert [choice.message.content for choice in whole.choices] == ["Hello", "Hello"]
+        assert whole.model == "theirs"
+        assert whole.choices[0].finish_reason == "stop"
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (40, 4)
+        assert whole.usage.prompt_tokens_details.cached_tokens == 32
+        chunks = [
+            chunk
+            async for chunk in await ours.openai.chat.completions.create(
+                **CHAT, stream=True, stream_options={"include_usage": True}
+            )  # type: ignore[call-overload]
+        ]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
+        assert chunks[-1].usage.prompt_tokens == 40
+        assert (await ours.openai.completions.create(model="theirs", prompt="x")).usage is not None
+        own = await ours.openai.chat.completions.create(model="bytes", messages=[USER])
+        assert own.choices[0].message.content == "ours"
+    assert len(server.bodies) == 4
+    assert server.paths == ["/v1/chat/completions"] * 3 + ["/v1/completions"]
+    assert server.bodies[0]["max_tokens"] == 9
+
+
+async def test_the_ledger_and_the_limits_know_what_was_used() -> None:
+    async with platform(OpenAIServer(script=script("Hel", "lo"))) as ours:
+        answer = await ours.http.post("/v1/chat/completions", json=CHAT)
+        assert answer.headers["x-ratelimit-remaining-requests"] == "99"
+        (claim, outcome), *_ = ours.book.rows
+        assert (claim.model, outcome.status) == ("theirs", "completed")
+        assert (outcome.usage.prompt_tokens, outcome.usage.cached_tokens) == (40, 32)
+        shown = await ours.limiter.peek(OPEN_PRINCIPAL, None)
+        assert shown.input_tokens is not None
+        assert 6_000 - 8 <= shown.input_tokens.remaining < 6_000, "without those read from the cache"
+        (shown,) = ours.external.replica_views()
+        assert (shown.model, shown.state, shown.role, shown.num_running) == ("theirs", "ready", "external", 0)
+        page = (await ours.http.get("/metrics")).text
+        assert 'penstock_generation_tokens_total{model_name="theirs"} 2.0' in page
+        assert 'outcome="served"' in page
+
+
+async def test_anthropic_whole_and_streamed() -> None:
+    server = OpenAIServer(script=script("Hel", "lo", stop_reason="!"))
+    async with platform(server) as ours:
+        ask: Any = {"model": "theirs", "max_tokens": 5, "system": "Be kind.", "messages": [USER]}
+        message = await ours.anthropic.messages.create(**ask, stop_sequences=["!"])
+        assert message.content[0].text == "Hello"
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "!")
+        assert (message.usage.input_tokens, message.usage.output_tokens) == (40, 2)
+        events = [event async for event in await ours.anthropic.messages.create(**ask, stream=True)]
+        assert events[0].type == "message_start"
+        assert events[-1].type == "message_stop"
+        assert events[-2].usage.input_tokens == 40
+    assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert server.bodies[0]["stop"] == ["!"]
+
+
+async def test_tools_and_structure_are_passed_on() -> None:
+    def call(body: dict[str, Any]) -> list[dict[str, Any]]:
+        calls = [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+        return [
+            {"choices": [{"delta": {"tool_calls": calls}}]},
+            {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]},
+        ]
+
+    server = OpenAIServer(script=call)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    async with platform(server) as ours:
+        answer = await ours.openai.chat.completions.create(
+            **CHAT, tools=[tool], tool_choice="required", response_format={"type": "json_object"}
+        )  # type: ignore[call-overload]
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert answer.choices[0].message.tool_calls[0].function.arguments == '{"a": 1}'
+        message = await ours.anthropic.messages.create(
+            model="theirs",
+            max_tokens=9,
+            messages=[USER],
+            tools=[{"name": "f", "input_schema": {"type": "object"}}],
+        )
+        assert (message.stop_reason, message.content[0].input) == ("tool_use", {"a": 1})
+        response = await ours.openai.responses.create(model="theirs", input="x")
+        assert response.output[0].type == "function_call"
+    assert server.bodies[0]["tool_choice"] == "required"
+    assert server.bodies[0]["response_format"] == {"type": "json_object"}
+
+
+async def test_guards_and_the_response_cache_work_for_them_too() -> None:
+    server = OpenAIServer(script=script("card 4111 1111", " 1111 1111 ok"))
+    async with platform(server) as ours:
+        rules = {"rules": [{"guard": "pii"}]}
+        ours.gateway.guards.apply(guard_settings({"policies": {"p": rules}, "default_policy": "p"}))
+        body = {**CHAT, "messages": [{"role": "user", "content": "mail a@example.com"}]}
+        headers = {"x-penstock-cache": "60"}
+        answers = [await ours.http.post("/v1/chat/completions", json=body, headers=headers) for _ in range(2)]
+        texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+        assert texts == ["card [CREDIT_CARD] ok"] * 2
+        assert [answer.headers["x-penstock-cache"] for answer in answers] == ["miss", "hit"]
+        tokens = await ours.http.post("/v1/completions", json={"model": "theirs", "prompt": [1, 2]})
+        assert tokens.status_code == 400
+        assert "Send the prompt as text" in tokens.text
+    (asked,) = server.bodies
+    assert asked["messages"][0]["content"] == "mail [EMAIL]"
+
+
+async def test_models_are_listed_and_may_have_aliases() -> None:
+    async with platform(OpenAIServer("theirs", "bytes")) as ours:
+        ours.gateway.catalogue.apply(ModelSettings(aliases={"gpt": "theirs"}))
+        listed = {model["id"]: model for model in (await ours.http.get("/v1/models")).json()["data"]}
+        assert listed.keys() == {"bytes", "theirs", "gpt"}
+        assert listed["theirs"]["max_model_len"] is None
+        assert listed["bytes"]["max_model_len"] is not None, "a model of our own goes first"
+        answer = await ours.openai.chat.completions.create(model="gpt", messages=[USER])
+        assert (answer.model, answer.choices[0].message.content) == ("theirs", "Hello")
+        async for model in ours.anthropic.models.list():
+            assert model.id in listed
+
+
+async def test_what_takes_a_tokenizer_is_refused() -> None:
+    async with platform(OpenAIServer()) as ours:
+        for path, body in (
+            ("/tokenize", {"model": "theirs", "prompt": "x"}),
+            ("/v1/messages/count_tokens", CHAT),
+            ("/v1/embeddings", {"model": "theirs", "input": "x"}),
+        ):
+            answer = await ours.http.post(path, json=body)
+            assert answer.status_code == 400, answer.text
+            assert "runs on another server" in answer.text
+        unknown = await ours.http.post("/v1/chat/completions", json=CHAT | {"model": "nobodys"})
+        assert unknown.status_code == 404
+
+
+async def test_a_server_that_refuses_says_why_and_one_that_fails_is_a_503() -> None:
+    server = OpenAIServer(script=lambda body: [JSONResponse({"error": {"message": "too hot"}}, 400)])
+    async with platform(server) as ours:
+        refused = await ours.http.post("/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 400
+        assert "too hot" in refused.json()["error"]["message"]
+        assert refused.headers["x-ratelimit-remaining-requests"]
+        server.script = lambda body: [JSONResponse({}, 500)]
+        failed = await ours.http.post("/v1/messages", json=CHAT | {"max_tokens": 5})
+        assert failed.status_code == 503
+        assert failed.json()["error"]["type"] == "api_error"
+        server.script = lambda body: text_chunks("half", "way")[:2]
+        broken = await ours.http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+        assert "broke off" in broken.text
+        assert "[DONE]" not in broken.text
+        statuses = [outcome.status for _, outcome in ours.book.rows]
+        assert statuses == ["failed"] * 3
+
+
+async def test_a_deadline_ends_an_answer_where_it_is() -> None:
+    server = OpenAIServer(script=lambda body: [*text_chunks("begun")[:2], 30.0])
+    async with platform(server) as ours:
+        headers = {"x-request-timeout-ms": "300"}
+        late = await ours.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert late.json()["choices"][0]["message"]["content"] == "begun"
+        assert late.json()["choices"][0]["finish_reason"] == "length"
+        server.script = lambda body: [30.0]
+        never = await ours.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert never.status_code == 504
+        async with asyncio.timeout(10):
+            while server.num_abandoned < 2:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_is_heard_of_over_there() -> None:
+    server = OpenAIServer(script=lambda body: [*text_chunks("a")[:2], 30.0])
+    async with platform(server) as ours:
+        wish = {"id": "1", "model": "theirs", "prompt": "x"}
+        asking = asyncio.create_task(ours.http.post("/v1/completions", json=wish))
+        async with asyncio.timeout(10):
+            while not ours.gateway.num_live or not server.bodies:
+                await asyncio.sleep(0.01)
+            assert await ours.gateway.drain(0.05) is False
+            while not server.num_abandoned:
+                await asyncio.sleep(0.01)
+        assert (await asking).status_code == 503
+
+
+async def test_a_platform_without_engines_of_its_own() -> None:
+    engine = FakeEngine()
+    engine.ready = None
+    server = OpenAIServer()
+    async with platform(server, engine=engine) as ours:
+        assert (await ours.http.get("/ready")).status_code == 200
+        named = await ours.http.post("/v1/chat/completions", json={"messages": [USER]})
+        assert named.json()["model"] == "theirs"
+        assert (await ours.http.get("/v1/models")).json()["data"][0]["id"] == "theirs"
+        unknown = await ours.http.post("/v1/chat/completions", json=CHAT | {"model": "other"})
+        assert unknown.status_code == 404, json.dumps(unknown.json())
+
+
+async def test_another_penstock_behind_ours() -> None:
+    """Which is an OpenAI-compatible server like any other, and tells its load under vLLM's names."""
+    theirs = create_app(Gateway(FakeEngine(script_text("from afar")), GatewayConfig()), ServerConfig())
+    server = ExternalServer(
+        ExternalServerConfig(url="http://afar", models={"far": "bytes"}),
+        transport=httpx.ASGITransport(theirs),
+    )
+    pool = ExternalPool([server])
+    await pool.probe()
+    gateway = Gateway(FakeEngine(), GatewayConfig())
+    gateway.catalogue.external = ExternalModels(pool)
+    app = create_app(gateway, ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        answer = (await client.post("/v1/chat/completions", json=CHAT | {"model": "far"})).json()
+        assert answer["choices"][0]["message"]["content"] == "from afar"
+        assert answer["usage"]["completion_tokens"] == len("from afar") + 1
+    assert server.load is not None
+    assert server.max_model_lens == {"far": 256}
+    await pool.close()
+
+
+async def test_a_reader_that_falls_behind_loses_the_request() -> None:
+    server = OpenAIServer(script=script(*["x" * 600] * 4))
+    async with platform(server, max_stream_buffer_bytes=1024) as ours:
+        answer = await ours.gateway.submit(
+            GenerationRequest(prompts=(TextPrompt("x"),), sampling=SamplingOptions(), model="theirs")
+        )
+        async with asyncio.timeout(10):
+            while ours.gateway.num_live:
+                await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded, match="bytes behind"):
+            await anext(answer)

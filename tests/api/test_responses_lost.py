@@ -1,0 +1,98 @@
+"""Responses in the background whose gateway was killed: whoever asks for one is told, and waits no longer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.api import responses_service
+from penstock.api.app import create_app
+from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.store.database import Database, sqlite_url
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+BACKGROUND = {"model": "bytes", "input": "x", "background": True}
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(sqlite_url(tmp_path))
+    yield database
+    database.close()
+
+
+def gateway_process(database: Database, engine: FakeEngine) -> httpx.AsyncClient:
+    """One of several that share a database."""
+    gateway = Gateway(engine, GatewayConfig())
+    app = create_app(gateway, ServerConfig(), responses=DatabaseResponses(database))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def look_up(client: httpx.AsyncClient, response_id: str) -> Any:
+    return (await client.get(f"/v1/responses/{response_id}")).json()
+
+
+def kill_a_gateway_with_a_response(folder: Path) -> str:
+    """The id of a response that a process began, which then died without a word."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+
+        async def begin() -> None:
+            client = gateway_process(Database(sqlite_url(folder)), FakeEngine())
+            made = (await client.post("/v1/responses", json=BACKGROUND)).json()
+            os.write(writing, made["id"].encode())
+            os._exit(9)
+
+        asyncio.run(begin())
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        response_id = pipe.read()
+    os.waitpid(child, 0)
+    return response_id
+
+
+def test_a_response_of_a_killed_gateway_has_failed(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses_service, "LEASE_S", 0.3)
+    response_id = kill_a_gateway_with_a_response(tmp_path)
+    assert response_id
+
+    async def ask() -> None:
+        async with gateway_process(database, FakeEngine(script_text("on"))) as client:
+            deadline = time.monotonic() + 20
+            while (found := await look_up(client, response_id))["status"] == "in_progress":
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            assert found["status"] == "failed"
+            assert found["error"]["code"] == "server_error"
+            cancelled = await client.post(f"/v1/responses/{response_id}/cancel")
+            assert cancelled.json()["status"] == "failed"
+            again = {"model": "bytes", "input": "y", "previous_response_id": response_id}
+            assert (await client.post("/v1/responses", json=again)).json()["status"] == "completed"
+
+    asyncio.run(ask())
+
+
+async def test_a_response_that_is_still_being_made_is_not_given_up(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses_service, "LEASE_S", 1.0)
+    monkeypatch.setattr(responses_service, "RENEWAL_S", 0.01)
+    engine = FakeEngine()
+    async with gateway_process(database, engine) as maker, gateway_process(database, FakeEngine()) as other:
+        made = (await maker.post("/v1/responses", json=BACKGROUND)).json()
+        await asyncio.sleep(1.3)  # longer than its first lease
+        assert (await look_up(other, made["id"]))["status"] == "in_progress"
+        await maker.post(f"/v1/responses/{made['id']}/cancel")
+        assert (await look_up(other, made["id"]))["status"] == "cancelled"

@@ -1,0 +1,46 @@
+"""Which replicas prefill and which decode, by the flags of `penstock serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.replicas import planned_replicas
+from penstock.core.config import ClusterConfig, ScalingConfig, ServeConfig
+from penstock.core.errors import ConfigError
+
+
+def test_roles_share_a_revision_and_exchange_kv() -> None:
+    config = ServeConfig(cluster=ClusterConfig(prefill_replicas=1, decode_replicas=2))
+    specs = planned_replicas(config, Path("/model"))
+    assert [spec.role for spec in specs] == ["prefill", "decode", "decode"]
+    assert all(spec.engine.kv_transfer for spec in specs)
+    assert len({spec.revision for spec in specs}) == 1
+
+
+def test_without_them_replicas_do_both() -> None:
+    specs = planned_replicas(ServeConfig(cluster=ClusterConfig(replicas=2)), Path("/model"))
+    assert [(spec.role, spec.engine.kv_transfer) for spec in specs] == [("both", False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (ServeConfig(cluster=ClusterConfig(prefill_replicas=1)), "need each other"),
+        (
+            ServeConfig(cluster=ClusterConfig(prefill_replicas=1, decode_replicas=1, replicas=2)),
+            "take the place of --replicas",
+        ),
+        (
+            ServeConfig(
+                cluster=ClusterConfig(prefill_replicas=1, decode_replicas=1),
+                scaling=ScalingConfig(max_replicas=3),
+            ),
+            "their number stays",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(config: ServeConfig, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        planned_replicas(config, Path("/model"))
