@@ -18,6 +18,7 @@ from penstock.core.request import Tier
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4", "fp8"]
+RoutingPolicy = Literal["prefix-aware", "least-loaded", "power-of-two", "session-affinity", "round-robin"]
 RedisPolicy = Literal["open", "closed"]
 # Only signatures that a public key checks: with a shared secret, whoever can check a token could also make one.
 TokenAlgorithm = Literal[
@@ -34,11 +35,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
     device: Annotated[Device, Meta(description="Where to run: auto takes CUDA where there is one.")] = "auto"
     dtype: Annotated[
-        DType, Meta(description="Compute type: auto takes bfloat16 where the hardware has it, else float32.")
+        DType,
+        Meta(
+            description="Compute type: auto takes bfloat16 where the hardware has it, else float32. "
+            "On a CPU only auto may round quantized weights again, to 8 bits, for speed."
+        ),
     ] = "auto"
     quantization: (
         Annotated[Quantization, Meta(description="Round weights while loading: int8, int4 or fp8.")] | None
     ) = None
+    attention_backend: Annotated[
+        Literal["triton", "flashinfer"],
+        Meta(description="Who computes attention over prompts on CUDA; flashinfer is an extra."),
+    ] = "triton"
     max_model_len: (
         Annotated[
             int,
@@ -68,9 +77,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         None
     )
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
+        Literal["auto", "fp8", "int8"],
         Meta(
-            description="Type of cached keys and values: auto is the compute type, fp8 halves it (CUDA only)."
+            description="Type of cached keys and values: auto is the compute type; fp8 (CUDA only) and int8 halve it."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
@@ -124,12 +133,40 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 1024
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one replica is cut up over several processes, each with a device of its own."""
+
+    tensor_parallel_size: Annotated[
+        int, Meta(description="Ranks that each layer is cut over.", ge=1, le=64)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(description="Stages that the layers are shared out over.", ge=1, le=64)
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(description="Place whole experts on the tensor-parallel ranks, not a slice of every expert."),
+    ] = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_loras: Annotated[
+        int, Meta(description="LoRA adapters that are loaded at once; requests for more wait.", ge=1)
+    ] = 8
+    max_lora_rank: Annotated[int, Meta(description="Largest rank of a LoRA adapter.", ge=1, le=512)] = 64
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one engine process needs. Serialised to it as JSON."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    lora: LoRAConfig = LoRAConfig()
+    parallel: ParallelConfig = ParallelConfig()
     num_threads: (
         Annotated[int, Meta(description="CPU threads for kernels. Default: every core.", ge=1)] | None
     ) = None
@@ -137,17 +174,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[
             int,
             Meta(
-                description="Steps submitted before the first is collected. Default: 2 on a GPU, else 1.",
+                description="Steps submitted before the first is collected. "
+                "Default: 2 on a GPU or in stages, else 1.",
                 ge=1,
                 le=4,
             ),
         ]
         | None
     ) = None
+    kv_transfer: Annotated[
+        bool,
+        Meta(description="Exchange KV blocks with other replicas, through NIXL (penstock[disaggregation])."),
+    ] = False
     record_plans: (
         Annotated[str, Meta(description="File to log every scheduler call to, for replay and diagnosis.")]
         | None
     ) = None
+
+
+class NamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What clients may call models, as far as it is settled at the start: `[[models]]` of the file, and flags."""
+
+    first: str = ""  # the model of requests that name none; empty: whichever is ready
+    aliases: dict[str, str] = {}  # to the name of a served model
+    adapters: tuple[tuple[str, str, str | None], ...] = ()  # LoRA: name, folder, base model (None: the first)
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,6 +245,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stored_response_days: Annotated[
         float, Meta(description="How long a stored response can be looked up or continued.", gt=0)
     ] = 30.0
+    names: NamesConfig = NamesConfig()
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -346,8 +397,121 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ) = None
 
 
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many engines there are, and how requests are shared out among them."""
+
+    replicas: Annotated[
+        int, Meta(description="Engine processes that serve the model, sharing this machine.", ge=1, le=1024)
+    ] = 1
+    prefill_replicas: Annotated[
+        int,
+        Meta(
+            description="Engines that compute long prompts and hand their KV to those that decode, "
+            "instead of --replicas; needs --decode-replicas.",
+            ge=0,
+            le=1024,
+        ),
+    ] = 0
+    decode_replicas: Annotated[
+        int, Meta(description="Engines that answer with KV from --prefill-replicas.", ge=0, le=1024)
+    ] = 0
+    routing_policy: Annotated[
+        RoutingPolicy, Meta(description="How a request finds its replica, where there are several.")
+    ] = "prefix-aware"
+    region: Annotated[str, Meta(description="Name of the place where this server's replicas run.")] = ""
+    heartbeat_timeout_s: Annotated[
+        float, Meta(description="Kill and restart a replica that is silent for so long.", gt=0)
+    ] = 5.0
+    cluster: Annotated[
+        Literal["local", "ray"],
+        Meta(description="Where replicas run: processes of this machine, or actors of a Ray cluster."),
+    ] = "local"
+    ray_address: (
+        Annotated[
+            str,
+            Meta(description="Ray cluster to join, such as ray-head:6379. Default: one on this machine."),
+        ]
+        | None
+    ) = None
+
+
+class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the number of replicas changes. Without a floor and a ceiling it does not."""
+
+    min_replicas: (
+        Annotated[int, Meta(description="Fewest replicas of a model; 0 ends the last one when idle.", ge=0)]
+        | None
+    ) = None
+    max_replicas: (
+        Annotated[int, Meta(description="Most replicas of a model. Default: their number stays.", ge=1)]
+        | None
+    ) = None
+    ttft_target_ms: Annotated[
+        float, Meta(description="Start replicas when the p95 time to first token is above this.", gt=0)
+    ] = 1000.0
+    queue_target_s: Annotated[
+        float, Meta(description="Start replicas when queued prompts would take longer than this.", gt=0)
+    ] = 2.0
+    kv_usage_target: Annotated[
+        float,
+        Meta(description="Start replicas when more than this share of KV blocks is in use.", gt=0, le=1),
+    ] = 0.85
+    scale_up_pause_s: Annotated[
+        float, Meta(description="After starting replicas, wait so long before starting more.", ge=0)
+    ] = 30.0
+    scale_down_pause_s: Annotated[
+        float, Meta(description="How long fewer replicas must have been enough before one leaves.", ge=0)
+    ] = 120.0
+    scale_to_zero_after_s: Annotated[
+        float,
+        Meta(description="With --min-replicas 0: how long nothing may come before the last leaves.", ge=0),
+    ] = 300.0
+
+
+class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names beside that of the first model. What a file says in `[[models]]` is in `ServeConfig.models`."""
+
+    also_serve: Annotated[
+        tuple[str, ...], Meta(description="Another model to serve, as MODEL or NAME=MODEL; can be repeated.")
+    ] = ()
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Meta(description="LoRA adapter to serve under a name of its own, as NAME=FOLDER; can be repeated."),
+    ] = ()
+    external: Annotated[
+        tuple[str, ...],
+        Meta(description="URL of another OpenAI-compatible server to pass requests on to; can be repeated."),
+    ] = ()
+
+
+class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another server whose models are served here too: `[[external]]` of the file, or `--external URL`."""
+
+    url: str  # with or without /v1 at its end
+    name: str = ""  # in logs and metrics; empty: host and port
+    models: dict[str, str] = {}  # what clients call them → what the server does; empty: all that it lists
+    region: str = ""
+    api_key: str | None = (
+        None  # never in a file: from the environment variable that `api_key_variable` names there
+    )
+
+
+class ExtraModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that is served beside the first, by engines of its own."""
+
+    engine: EngineConfig
+    replicas: int = 1
+    region: str = ""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
+    serving: ServingConfig = ServingConfig()
+    models: tuple[ExtraModelConfig, ...] = ()
+    external: tuple[ExternalServerConfig, ...] = ()
+    runs_engines: bool = True  # False: only external servers answer
+    cluster: ClusterConfig = ClusterConfig()
+    scaling: ScalingConfig = ScalingConfig()
     gateway: GatewayConfig = GatewayConfig()
     store: StoreConfig = StoreConfig()
     ledger: LedgerConfig = LedgerConfig()

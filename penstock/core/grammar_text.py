@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar
@@ -20,6 +21,8 @@ from penstock.core.request import Grammar
 MAX_JSON_SPACES = 40
 _OPTIONS = "x-guidance"  # where the matcher looks for them in a schema
 _LENIENT = "lenient"
+# What may hold angle brackets in Lark's notation, and a token's name in them.
+_LARK_PIECES = re.compile(r"""//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\[\]\s"]+>)""")
 
 
 class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,14 +37,15 @@ class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Free text in which certain openings start something structured: what `Grammar.text` holds for this kind.
 
     An opening that begins with one of the `triggers` must go on as one of the `structures`. With `at_least_one`
-    there is no free text at all: the answer is `prefix`, structures with `separator` between them, and `suffix`; or
-    nothing of all this but JSON of the schema `otherwise`, where there is one.
+    there is no free text at all: the answer is `prefix`, at most `max_structures` structures with `separator` between
+    them, and `suffix`; or nothing of all this but JSON of the schema `otherwise`, where there is one.
     """
 
     structures: tuple[TaggedText, ...]
     triggers: tuple[str, ...]
     at_least_one: bool = False
     stop_after_first: bool = False
+    max_structures: Annotated[int, Meta(ge=1, le=1000)] | None = None
     prefix: str = ""
     separator: str = ""
     suffix: str = ""
@@ -59,7 +63,7 @@ def grammar_text(grammar: Grammar, special_token_ids: Mapping[str, int]) -> str:
         case "regex":
             return _lark(f"start: {_regex(grammar.text)}")
         case "ebnf":
-            return _lark(grammar.text)
+            return _lark(_numbered(grammar.text, special_token_ids))
         case "choice":
             return _lark("start: " + " | ".join(_literal(choice, {}) for choice in _choices(grammar.text)))
         case "structural_tag":
@@ -83,14 +87,24 @@ def lenient(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, _OPTIONS: {_LENIENT: True}}
 
 
+def is_lenient(schema: Any) -> bool:
+    given = schema.get(_OPTIONS) if isinstance(schema, dict) else None
+    return isinstance(given, dict) and given.get(_LENIENT) is True
+
+
+def without_options(schema: Any) -> Any:
+    """As the client wrote it."""
+    if not isinstance(schema, dict):
+        return schema
+    return {keyword: value for keyword, value in schema.items() if keyword != _OPTIONS}
+
+
 def _with_options(schema: Any) -> Any:
     """Ours replace any in a client's own schema, except for the one that `lenient` sets."""
     if not isinstance(schema, dict):
         return schema
-    given = schema.get(_OPTIONS)
-    is_lenient = isinstance(given, dict) and given.get(_LENIENT) is True
-    options = {"whitespace_pattern": f"[ \\n]{{1,{MAX_JSON_SPACES}}}", _LENIENT: is_lenient}
-    return {**schema, _OPTIONS: options}
+    pattern = f"[ \\n]{{1,{MAX_JSON_SPACES}}}"
+    return {**schema, _OPTIONS: {"whitespace_pattern": pattern, _LENIENT: is_lenient(schema)}}
 
 
 def _decode(text: str, what: str) -> Any:
@@ -114,6 +128,16 @@ def _regex(pattern: str) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
+
+
+def _numbered(lark: str, special_token_ids: Mapping[str, int]) -> str:
+    """A client's own grammar, in which tokens that it calls by their names stand by number."""
+
+    def replaced(match: re.Match[str]) -> str:
+        token_id = special_token_ids.get(match["token"] or "")
+        return match[0] if token_id is None else f"<[{token_id}]>"
+
+    return _LARK_PIECES.sub(replaced, lark)
 
 
 def _literal(text: str, special_token_ids: Mapping[str, int]) -> str:
@@ -164,7 +188,8 @@ def _only_structures(
         _literal(text, special_token_ids) + " " if text else ""
         for text in (tags.prefix, tags.separator, tags.suffix)
     )
-    more = "" if tags.stop_after_first else f" ({separator}({one}))*"
+    times = "*" if tags.max_structures is None else f"{{0,{tags.max_structures - 1}}}"
+    more = "" if tags.stop_after_first else f" ({separator}({one})){times}"
     return f"{prefix}({one}){more} {suffix}".strip()
 
 

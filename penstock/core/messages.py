@@ -10,13 +10,18 @@ from typing import TypeAlias
 
 import msgspec
 
+from penstock.core.kv_events import KVEvent
+from penstock.core.kv_transfer import KVSource
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Pooling, Request
+
+HEARTBEAT_INTERVAL_S = 0.25
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     request: Request
     timeout_s: float | None = None  # becomes Request.deadline_s on the engine's clock
+    kv_source: KVSource | None = None  # another engine, which has or computes the KV of its first tokens
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -24,14 +29,21 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A gateway introduces itself and asks for EngineReady."""
+    """A gateway introduces itself and asks for EngineReady. With `wants_kv_events` it gets the engine's KV events
+    from now on, of which the first is a fresh start."""
+
+    wants_kv_events: bool = False
+
+
+class RestartKVEvents(msgspec.Struct, frozen=True, tag="restart_kv_events"):
+    """A gateway has missed KV events: start the stream afresh, for all that read it."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave after the current step. Draining is the gateway's business: it sends this when nothing runs."""
 
 
-ToEngine: TypeAlias = AddRequest | AbortRequests | Hello | Shutdown
+ToEngine: TypeAlias = AddRequest | AbortRequests | Hello | RestartKVEvents | Shutdown
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +75,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     block_size: int
     max_num_seqs: int
     max_output_tokens: int  # server cap on max_tokens
+    max_lora_rank: int = 0  # of adapters that requests may bring; 0 where they may not
+    kv_endpoint: str = ""  # where other engines borrow KV from this one; empty where they cannot
+    kv_bytes_per_token: int = 0  # that such a transfer moves
 
 
 class RequestRejected(msgspec.Struct, frozen=True, tag="rejected"):
@@ -86,6 +101,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_preemptions: int = 0
+    num_swapped: int = 0  # of these, whose KV may go to host memory instead of being computed again
     num_pinned_blocks: int = 0  # held for cache breakpoints, in use or not
     num_pins_demoted: int = 0  # blocks whose pin was given up before its time, to make room
     num_host_blocks: int = 0  # slots in host memory
@@ -100,11 +116,20 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokens_computed: int = 0
     step_s: float = 0.0  # duration of the latest step
     plan_s: float = 0.0  # seconds spent in scheduler.plan and commit for the latest step
+    kv_fetches: int = 0  # requests whose KV was to come from another engine
+    kv_fetches_failed: int = 0  # of which not all came
+    kv_fetched_tokens: int = 0
+    num_nan_logits: int = 0  # requests ended because the model produced no numbers for them
+    num_out_of_memory: int = 0  # requests ended because a step had no memory for them
 
 
-class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
+class StepOutputs(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
+    """What happened since the last one. An engine with nothing to tell sends its stats all the same, every
+    HEARTBEAT_INTERVAL_S: silence means that it is in a long step, or in trouble."""
+
     events: tuple[TokenEvent, ...]
     stats: EngineStats | None = None
+    kv_events: tuple[KVEvent, ...] = ()  # for gateways that said they want them
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

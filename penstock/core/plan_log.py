@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core.config import SchedulerConfig
 from penstock.core.errors import UsageError
-from penstock.core.plan import StepPlan, StepResult
+from penstock.core.plan import Chunk, StepPlan, StepResult
 from penstock.core.request import Request
 
 
@@ -28,6 +28,7 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     num_host_blocks: int = 0
+    block_copy_s: float | None = None
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):
@@ -38,6 +39,12 @@ class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):
 class AbortCall(msgspec.Struct, frozen=True, tag_field="call", tag="abort"):
     now: float
     request_id: str
+
+
+class FailCall(msgspec.Struct, frozen=True, tag_field="call", tag="fail"):
+    now: float
+    chunk: Chunk
+    error: str
 
 
 class PlanCall(msgspec.Struct, frozen=True, tag_field="call", tag="plan"):
@@ -54,7 +61,34 @@ class CommitCall(msgspec.Struct, frozen=True, tag_field="call", tag="commit"):
     result: StepResult
 
 
-SchedulerCall: TypeAlias = AddCall | AbortCall | PlanCall | CommitCall
+class ReserveCall(msgspec.Struct, frozen=True, tag_field="call", tag="reserve"):
+    """Room was asked for, for KV of a request that another engine has."""
+
+    now: float
+    request: Request
+
+
+class LandCall(msgspec.Struct, frozen=True, tag_field="call", tag="land"):
+    now: float
+    number: int
+    num_filled: int
+
+
+class LendCall(msgspec.Struct, frozen=True, tag_field="call", tag="lend"):
+    """Blocks of a running request, or else what is cached of a request, are kept for another engine."""
+
+    now: float
+    block_ids: tuple[int, ...] = ()
+    request: Request | None = None
+
+
+class TakeBackCall(msgspec.Struct, frozen=True, tag_field="call", tag="take_back"):
+    now: float
+    number: int
+
+
+ExchangeCall: TypeAlias = ReserveCall | LandCall | LendCall | TakeBackCall
+SchedulerCall: TypeAlias = AddCall | AbortCall | FailCall | PlanCall | CommitCall | ExchangeCall
 LogRecord: TypeAlias = LogHeader | SchedulerCall
 
 

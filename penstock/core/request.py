@@ -51,6 +51,15 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
     earlier: tuple[int, ...] = ()
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter. An engine that meets one for the first time reads it from `path`; `digest` stands for its
+    weights, so that other weights under the same name are another adapter."""
+
+    name: str
+    path: str
+    digest: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens. `n` is not here: the gateway submits n requests that share a prefix."""
 
@@ -76,7 +85,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate; with `pooling`, a prompt to embed. `tenant` salts the prefix cache and carries
-    fairness between users."""
+    fairness between users.
+
+    `output_token_ids` are the start of an answer that another engine has begun: they follow the prompt and count as
+    output in every respect, and only what comes after them is emitted."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -85,5 +97,23 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: Tier = Tier.DEFAULT
     cache_salt: str = ""  # what else, beside the tenant, must be equal for a cached prefix to be reused
     cache_breakpoints: tuple[CacheBreakpoint, ...] = ()  # in ascending order of num_tokens
+    min_cacheable_tokens: int | None = (
+        None  # of a prefix that a breakpoint keeps; None: as the engine was started
+    )
     deadline_s: float | None = None  # on the engine's clock; set from AddRequest.timeout_s on arrival
     pooling: Pooling | None = None  # the answer is one vector instead of tokens
+    model: str = ""  # the name that the client asked for; empty where there is only one
+    adapter: Adapter | None = None  # LoRA weights that are added to the model's own for this request
+    output_token_ids: tuple[int, ...] = ()
+    region: str = ""  # where it would best be served; read by the router alone, as is the next
+    affinity_key: str = (
+        ""  # a session or prompt_cache_key: requests that have it in common likely share a prefix
+    )
+
+    @property
+    def prefix_salt(self) -> str:
+        """What two requests must have in common, beside their tokens, to share KV. No name of a tenant holds a NUL,
+        so none can be mistaken for another's name with more after it."""
+        if self.adapter is not None:
+            return f"{self.tenant}\0{self.cache_salt}\0{self.adapter.digest}"
+        return f"{self.tenant}\0{self.cache_salt}" if self.cache_salt else self.tenant

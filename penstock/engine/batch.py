@@ -58,6 +58,10 @@ class BatchRows:
         # The newest sampled token of each row, on the device: what a step reads whose input is still in flight.
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
+    def keep_last_tokens_in(self, place: Tensor) -> None:
+        """From now on: int32 [max_rows] on the device."""
+        self.last_tokens = place
+
     def row(self, request_id: str) -> int:
         return self._row_of[request_id]
 
@@ -125,23 +129,29 @@ class BatchRows:
 
     def token_ids(self, step: HostStep) -> Tensor:
         """int32 [T] on the device, those in flight filled in."""
-        token_ids = self._staging.to_device(step.token_ids)
-        if step.in_flight_at.size:
-            at, rows = (
-                self._staging.to_device(step.in_flight_at),
-                self._staging.to_device(step.in_flight_rows),
-            )
-            token_ids[at] = self.last_tokens[rows]
+        if not step.in_flight_at.size:
+            return self._staging.to_device(step.token_ids)
+        token_ids, at, rows = self._staging.all_to_device(
+            step.token_ids, step.in_flight_at, step.in_flight_rows
+        )
+        token_ids[at] = self.last_tokens[rows]
         return token_ids
 
     def attention_batch(self, step: HostStep) -> AttentionBatch:
         width = -(-step.max_context_len // self.block_size)
+        positions, slots, query_starts, context_lens, block_tables = self._staging.all_to_device(
+            step.positions,
+            step.slots,
+            step.query_starts,
+            step.context_lens,
+            self.block_tables(step.rows, width),
+        )
         return AttentionBatch(
-            positions=self._staging.to_device(step.positions),
-            slots=self._staging.to_device(step.slots),
-            query_starts=self._staging.to_device(step.query_starts),
-            context_lens=self._staging.to_device(step.context_lens),
-            block_tables=self._staging.to_device(self.block_tables(step.rows, width)),
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=block_tables,
             num_requests=len(step.rows),
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,

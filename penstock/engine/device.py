@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 
@@ -19,18 +20,32 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_ops(config: EngineConfig) -> Ops:
-    device = _choose_device(config.model.device)
+    device = choose_device(config.model.device)
     if device.type == "cpu":
         set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    use_flashinfer = config.model.attention_backend == "flashinfer"
+    if use_flashinfer and device.type != "cuda":
+        raise ConfigError("--attention-backend flashinfer needs a CUDA device.", hint="Leave it out.")
+    if use_flashinfer and importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "--attention-backend flashinfer needs FlashInfer.", hint="pip install 'penstock[flashinfer]'"
+        )
     ops = select_ops(
-        device, _choose_dtype(config.model.dtype, device), _kv_dtype(config.cache.kv_cache_dtype, device)
+        device,
+        _choose_dtype(config.model.dtype, device),
+        _kv_dtype(config.cache.kv_cache_dtype, device),
+        # Who names a type gets it.
+        integer_products=config.model.dtype == "auto",
+        use_flashinfer=use_flashinfer,
     )
-    if isinstance(ops, TorchOps):
+    if isinstance(ops, TorchOps) and ops.kv_dtype != ops.dtype:
+        log.warning("a KV cache in %s runs on plain torch here, which is slow", config.cache.kv_cache_dtype)
+    elif isinstance(ops, TorchOps):
         log.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
     return ops
 
 
-def _choose_device(asked: str) -> torch.device:
+def choose_device(asked: str) -> torch.device:
     if asked == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if asked == "cuda" and not torch.cuda.is_available():
@@ -44,6 +59,8 @@ def _kv_dtype(asked: str, device: torch.device) -> torch.dtype | None:
     """None is the compute type."""
     if asked == "auto":
         return None
+    if asked == "int8":
+        return torch.int8
     if device.type != "cuda":
         raise ConfigError(
             "A KV cache in fp8 needs a CUDA device.",

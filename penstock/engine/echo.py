@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.clock import Clock
 from penstock.core.messages import ModelCard
-from penstock.core.plan import SampledToken, StepPlan, StepResult
+from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.plain_tokenizers import END_TOKEN, NUM_BYTES, byte_tokenizer_json
 
@@ -39,7 +39,7 @@ class EchoExecutor:
     def remove(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
         started_s = self._clock.now()
         sampled = tuple(
             SampledToken(chunk.request_id, self._token(chunk.request_id, chunk.start + chunk.num_tokens))
@@ -47,6 +47,7 @@ class EchoExecutor:
             if chunk.samples
         )
         self._submitted.append(StepResult(plan.step_id, sampled, self._clock.now() - started_s))
+        return ()
 
     def collect(self) -> StepResult:
         return self._submitted.popleft()

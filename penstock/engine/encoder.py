@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.plan import StepPlan, StepResult
+from penstock.core.plan import Chunk, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.pooling import pool_states, sampled_vector, unit_vector
 from penstock.models.bert import BertEncoder
@@ -38,7 +38,7 @@ class EncoderExecutor:
     def remove(self, request_id: str) -> None:
         self._texts.pop(request_id, None)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
         started_s = self._clock.now()
         request_ids = [chunk.request_id for chunk in plan.chunks if chunk.samples]
         sampled = []
@@ -49,6 +49,7 @@ class EncoderExecutor:
                     pooled = pool_states(states, self._model.config.pooling)
                     sampled.append(sampled_vector(request_id, unit_vector(pooled)))
         self._submitted.append(StepResult(plan.step_id, tuple(sampled), self._clock.now() - started_s))
+        return ()
 
     def collect(self) -> StepResult:
         return self._submitted.popleft()

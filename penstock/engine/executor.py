@@ -1,11 +1,13 @@
 """Runs a plan on a model: rows in, one forward pass, tokens out. Knows nothing of queues, clients or text.
 
 `submit` queues the work on the device and starts copying the sampled tokens back; `collect` waits for that copy.
-On a CPU both are synchronous, which changes nothing for the caller.
+On a CPU both are synchronous, which changes nothing for the caller. A step that lacks memory is computed in pieces
+(`faults`), and no memory at all ends one request.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.clock import Clock
-from penstock.core.plan import BlockCopy, SampledToken, StepPlan, StepResult
+from penstock.core.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
+from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows, HostStep
+from penstock.engine.faults import halves
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.grammar_masks import GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs
@@ -28,6 +32,8 @@ from penstock.engine.staging import Staging
 from penstock.engine.timing import CudaTimer, HostTimer, StepTimer
 from penstock.kernels.interface import KVStore, Ops
 from penstock.models.model import Model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -61,6 +67,7 @@ class ModelExecutor:
         clock: Clock,
         graphs: DecodeGraphs | None = None,
         masks: GrammarMasks | None = None,
+        lora: LoRAModel | None = None,
     ) -> None:
         self._model = model
         self._ops = ops
@@ -71,16 +78,21 @@ class ModelExecutor:
         self._clock = clock
         self._graphs = graphs
         self._masks = masks
+        self._lora = lora
         self._pooler = HiddenPooler()
         self._live: dict[str, _Live] = {}
         self._submitted: deque[_Submitted] = deque()
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
-        self._live[request.id] = _Live(request, [])
+        self._live[request.id] = _Live(request, list(request.output_token_ids))
         self._pooler.begin(request)
+        if self._lora is not None:
+            self._lora.begin(request)
         if grammar is not None:
             assert self._masks is not None, "whoever compiles grammars also masks with them"
             self._masks.begin(request.id, grammar)
+            if request.output_token_ids:
+                self._masks.append(request.id, request.output_token_ids)
 
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
         self._live[request_id].output_token_ids.extend(token_ids)
@@ -92,20 +104,18 @@ class ModelExecutor:
     def remove(self, request_id: str) -> None:
         self._live.pop(request_id, None)
         self._pooler.end(request_id)
+        if self._lora is not None:
+            self._lora.end(request_id)
         if self._masks is not None:
             self._masks.end(request_id)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
         timer = self._start_timer()
         if self._masks is not None:
             self._masks.start()
         self._staging.next_step()
         self._update_rows(plan)
-        step = self._rows.build(plan.chunks)
-        pools = self._pooler.any_of(plan.chunks)
-        if pools:
-            tokens_only = [n for n in step.sampled if not self._pooler.pools(plan.chunks[n].request_id)]
-            step = replace(step, sampled=tokens_only)
+        step = self._build(plan.chunks)
         sampled_rows = step.rows[step.sampled]
         request_ids = [plan.chunks[index].request_id for index in step.sampled]
         token_ids: Tensor | None = None
@@ -114,12 +124,7 @@ class ModelExecutor:
         embeddings: dict[str, Tensor] = {}
         with torch.inference_mode():
             self._copy_blocks(plan.copies)
-            if pools:
-                hidden = self._hidden(step)
-                embeddings = self._pooler.take(hidden, step, plan.chunks)
-                logits = self._head(hidden, step)
-            else:
-                logits = self._logits(step)
+            logits, failed = self._compute_somehow(plan.chunks, step, embeddings)
             if logits is not None:
                 if self._masks is not None:
                     masks = self._masks.take(request_ids, len(plan.chunks))
@@ -130,6 +135,77 @@ class ModelExecutor:
         self._submitted.append(
             _Submitted(plan, request_ids, sampled_rows, token_ids, logprobs, masks, embeddings, timer)
         )
+        return tuple(failed)
+
+    def _build(self, chunks: Sequence[Chunk]) -> HostStep:
+        """Those that pool their hidden states do not sample."""
+        step = self._rows.build(chunks)
+        if not self._pooler.any_of(chunks):
+            return step
+        tokens_only = [index for index in step.sampled if not self._pooler.pools(chunks[index].request_id)]
+        return replace(step, sampled=tokens_only)
+
+    def _compute(
+        self, chunks: Sequence[Chunk], step: HostStep, embeddings: dict[str, Tensor], *, graphs: bool = True
+    ) -> Tensor | None:
+        """Run the model; float32 [S, V] of the requests that sample, if any does. `embeddings` takes in the vectors
+        of prompts that ended."""
+        adapters = None if self._lora is None else self._lora.adapters_of(chunks)
+        if self._pooler.any_of(chunks):
+            hidden = self._hidden(step, adapters)
+            embeddings.update(self._pooler.take(hidden, step, chunks))
+            return self._head(hidden, step)
+        if graphs and adapters is None and self._graphs is not None and self._graphs.fits(step):
+            return self._graphs.logits(step)
+        return self._head(self._hidden(step, adapters), step)
+
+    def _compute_somehow(
+        self, chunks: Sequence[Chunk], step: HostStep, embeddings: dict[str, Tensor]
+    ) -> tuple[Tensor | None, list[Chunk]]:
+        """As `_compute`, in as many passes as the memory asks for; also returns the chunks, or what was left of them,
+        that no pass had room for. Their logits and vectors are not numbers."""
+        try:
+            return self._compute(chunks, step, embeddings), []
+        except torch.OutOfMemoryError:
+            pass  # it holds on to what the pass had allocated: whatever follows must come after it
+        return self._compute_in_pieces(chunks, embeddings)
+
+    def _compute_in_pieces(
+        self, chunks: Sequence[Chunk], embeddings: dict[str, Tensor]
+    ) -> tuple[Tensor | None, list[Chunk]]:
+        log.warning("out of memory in a step of %d tokens", sum(chunk.num_tokens for chunk in chunks))
+        made: list[Tensor] = []
+        lost: dict[str, Chunk] = {}  # by request, the first piece of it; what follows that is lost with it
+        pieces = [chunks]
+        while pieces:
+            piece = pieces.pop()
+            first = piece[0]
+            parts = None
+            if first.request_id not in lost:
+                if self._ops.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                try:
+                    logits = self._compute(piece, self._build(piece), embeddings, graphs=False)
+                except torch.OutOfMemoryError:
+                    parts = halves(piece)
+                else:
+                    made += [] if logits is None else [logits]
+                    continue
+            if parts is not None:
+                pieces += reversed(parts)
+            else:
+                lost.setdefault(first.request_id, first)
+                made += self._nothing_for(first, embeddings)
+        return torch.cat(made) if made else None, list(lost.values())
+
+    def _nothing_for(self, chunk: Chunk, embeddings: dict[str, Tensor]) -> list[Tensor]:
+        if not chunk.samples:
+            return []
+        nothing = torch.full((1, self._sampler.vocab_size), torch.nan, device=self._ops.device)
+        if self._pooler.pools(chunk.request_id):
+            embeddings[chunk.request_id] = nothing[0]
+            return []
+        return [nothing]
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
@@ -138,15 +214,12 @@ class ModelExecutor:
             else:
                 self._kv.copy_from_host(copy.host_slot, copy.block_id)
 
-    def _logits(self, step: HostStep) -> Tensor | None:
-        """Run the model; float32 [S, V] of the requests that sample, if any does."""
-        if self._graphs is not None and self._graphs.fits(step):
-            return self._graphs.logits(step)
-        return self._head(self._hidden(step), step)
-
-    def _hidden(self, step: HostStep) -> Tensor:
+    def _hidden(self, step: HostStep, adapters: Sequence[str | None] | None) -> Tensor:
         rows = self._rows
-        return self._model.forward(rows.token_ids(step), rows.attention_batch(step), self._kv)
+        token_ids, batch = rows.token_ids(step), rows.attention_batch(step)
+        if adapters is not None and self._lora is not None:
+            return self._lora.forward(token_ids, batch, self._kv, adapters, step.query_starts)
+        return self._model.forward(token_ids, batch, self._kv)
 
     def _head(self, hidden: Tensor, step: HostStep) -> Tensor | None:
         if not step.sampled:

@@ -21,6 +21,7 @@ from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.core.grammar_text import grammar_text, token_ids_by_number
 from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
+from penstock.engine.grammar_tokenizer import with_unspellable_tokens
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def _first_line(error: str) -> str:
 
 
 def _tokenizer(card: ModelCard) -> LLTokenizer:
-    tokenizer_json = card.tokenizer_json.decode()
+    tokenizer_json = with_unspellable_tokens(card.tokenizer_json)
     return LLTokenizer(tokenizer_json, n_vocab=card.vocab_size, eos_token=list(card.eos_token_ids))
 
 

@@ -41,16 +41,15 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._spare_slot = kv.num_blocks * kv.block_size
         device = rows.last_tokens.device
-
-        def buffer(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-
         largest = self._sizes[-1]
-        self._inputs = buffer(3 * largest).view(3, largest)  # positions, slots, context lengths
-        self._token_ids = buffer(largest)
         self._query_starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        self._tables = buffer(largest * self._table_width(max_model_len))
-        self._host_inputs = np.zeros((3, largest), dtype=np.int32)
+        # One array for all that a step needs, so that one copy brings it: where each token comes from, positions,
+        # slots, context lengths, then block tables. In front of it the rows' newest tokens and after those the
+        # tokens that the host knows: `sources` are indices into these two.
+        most = rows.max_rows + (5 + self._table_width(max_model_len)) * largest
+        self._buffer = torch.zeros(most, dtype=torch.int32, device=device)
+        self._inputs = self._buffer[rows.max_rows :]
+        rows.keep_last_tokens_in(self._buffer[: rows.max_rows])
 
     def fits(self, step: HostStep) -> bool:
         count = len(step.rows)
@@ -69,30 +68,36 @@ class DecodeGraphs:
         return captured.logits[:count]
 
     def _fill(self, step: HostStep, count: int, size: int, context: int) -> None:
-        host = self._host_inputs
-        host[0, :count], host[1, :count], host[2, :count] = step.positions, step.slots, step.context_lens
-        host[0, count:size], host[1, count:size], host[2, count:size] = 0, self._spare_slot, 0
-        self._inputs.copy_(self._staging.to_device(host))
-        self._token_ids[:count] = self._rows.token_ids(step)
-        tables = self._staging.to_device(self._rows.block_tables(step.rows, self._table_width(context)))
-        self._tables[: tables.numel()].view_as(tables).copy_(tables)
+        width = self._table_width(context)
+        inputs = np.zeros((5 + width) * size, dtype=np.int32)
+        tokens, sources, positions, slots, context_lens = inputs[: 5 * size].reshape(5, size)
+        tokens[:count] = step.token_ids
+        sources[:] = self._rows.max_rows + np.arange(size)
+        sources[step.in_flight_at] = step.in_flight_rows
+        positions[:count] = step.positions
+        slots[:count], slots[count:] = step.slots, self._spare_slot
+        context_lens[:count] = step.context_lens
+        inputs[5 * size :].reshape(size, width)[:count] = self._rows.block_tables(step.rows, width)
+        self._staging.copy_into(self._inputs, inputs)
 
     def _capture(self, size: int, context: int) -> _Captured:
         width = self._table_width(context)
+        _, sources, positions, slots, context_lens = self._inputs[: 5 * size].view(5, size)
         batch = AttentionBatch(
-            positions=self._inputs[0, :size],
-            slots=self._inputs[1, :size],
+            positions=positions,
+            slots=slots,
             query_starts=self._query_starts[: size + 1],
-            context_lens=self._inputs[2, :size],
-            block_tables=self._tables[: size * width].view(size, width),
+            context_lens=context_lens,
+            block_tables=self._inputs[5 * size : (5 + width) * size].view(size, width),
             num_requests=size,
             max_query_len=1,
             max_context_len=context,
             num_decodes=size,
         )
-        token_ids = self._token_ids[:size]
+        known_tokens = self._buffer[: self._rows.max_rows + size]
 
         def forward() -> Tensor:
+            token_ids = known_tokens.index_select(0, sources)
             return self._model.logits(self._model.forward(token_ids, batch, self._kv))
 
         # The warm-up compiles kernels and writes the step's KV, which the replay then writes again.

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from penstock.core.clock import Clock
 from penstock.core.config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.sizes import format_bytes, parse_bytes
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
+from penstock.kernels.tensor_kv import kv_head_bytes
 from penstock.models.model import Model
 
 DEFAULT_CPU_KV_MEMORY = "512MiB"
 # Left for CUDA graphs, the sampler's scratch and the allocator's fragments.
 GPU_MARGIN_BYTES = 1 << 30
+CUDA_CONTEXT_BYTES = 1 << 29  # what a process takes of a GPU before it allocates anything
 MAX_DEFAULT_HOST_MEMORY = 4 << 30
+_TIMED_COPIES = 8
 
 
 def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:
     if config.cache.num_kv_blocks is not None:
         return config.cache.num_kv_blocks
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ops.kv_dtype.itemsize
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * kv_head_bytes(model.head_dim, ops.kv_dtype)
     bytes_per_block = bytes_per_token * config.cache.block_size
     if config.cache.kv_cache_memory is not None:
         memory = parse_bytes(config.cache.kv_cache_memory)
@@ -46,12 +50,34 @@ def num_host_blocks(config: EngineConfig, kv: KVStore) -> int:
     return min(kv.num_blocks, MAX_DEFAULT_HOST_MEMORY // kv.block_bytes)
 
 
+def block_copy_s(kv: KVStore, ops: Ops, clock: Clock) -> float:
+    """How long a block takes to host memory, or back, measured. There must be a slot for it."""
+
+    def finish() -> None:
+        if ops.device.type == "cuda":
+            torch.cuda.synchronize(ops.device)
+
+    def there_and_back(times: int) -> float:
+        finish()
+        started_s = clock.now()
+        for _ in range(times):
+            kv.copy_to_host(0, 0)
+            kv.copy_from_host(0, 0)
+        finish()
+        return clock.now() - started_s
+
+    there_and_back(1)  # touches the memory for the first time
+    return there_and_back(_TIMED_COPIES) / (2 * _TIMED_COPIES)
+
+
 def _gpu_memory_left(config: EngineConfig, model: Model, ops: Ops) -> int:
-    """What --gpu-memory-utilization allows, less what is in use and the measured peak of the largest step."""
+    """What --gpu-memory-utilization allows this process, less what it has taken and the measured peak of the largest
+    step. Other processes on the GPU have shares of their own; what they have taken is not there to be had, though."""
     free, total = torch.cuda.mem_get_info(ops.device)
     peak = _peak_step_bytes(config, model, ops)
     allowed = int(total * config.cache.gpu_memory_utilization)
-    return allowed - (total - free) - peak - GPU_MARGIN_BYTES
+    own = min(total - free, torch.cuda.memory_reserved(ops.device) + CUDA_CONTEXT_BYTES)
+    return min(allowed - own, free) - peak - GPU_MARGIN_BYTES
 
 
 def _peak_step_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:

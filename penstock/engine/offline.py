@@ -13,7 +13,9 @@ from penstock.core.errors import InvalidRequest, Overloaded, error_from_code
 from penstock.core.messages import EngineStats, ModelCard
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
-from penstock.engine.build import Progress, build_engine
+from penstock.engine.build import build_engine
+from penstock.engine.loaded import Progress
+from penstock.engine.loop import EngineLoop
 
 OnToken = Callable[[int, tuple[int, ...]], None]
 
@@ -64,6 +66,11 @@ class OfflineEngine:
             for completion in completions:
                 completion.text = self._tokenizer.decode(completion.token_ids)
         return completions
+
+    @property
+    def loop(self) -> EngineLoop:
+        """For whoever wants to count steps."""
+        return self._engine.loop
 
     def stats(self) -> EngineStats:
         return self._engine.loop.stats()

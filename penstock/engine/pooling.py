@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.core.plan import Chunk, SampledToken
 from penstock.core.request import Pooling, Request
 from penstock.engine.batch import HostStep
-from penstock.engine.sampler import NOT_A_NUMBER
+from penstock.engine.faults import NOT_A_NUMBER
 
 
 class HiddenPooler:

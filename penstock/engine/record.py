@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
-from penstock.core.plan import StepPlan, StepResult
-from penstock.core.plan_log import AbortCall, AddCall, CommitCall, LogHeader, PlanCall, PlanLogEncoder
+from penstock.core.plan import Chunk, StepPlan, StepResult
+from penstock.core.plan_log import (
+    AbortCall,
+    AddCall,
+    CommitCall,
+    ExchangeCall,
+    FailCall,
+    LandCall,
+    LendCall,
+    LogHeader,
+    PlanCall,
+    PlanLogEncoder,
+    ReserveCall,
+    TakeBackCall,
+)
 from penstock.core.request import Request
+from penstock.scheduler.exchange import BlockExchange, Landing, Loan
 
 
 class PlanRecorder:
@@ -25,11 +40,56 @@ class PlanRecorder:
     def abort(self, request_id: str, now: float) -> None:
         self._file.write(self._encoder.encode(AbortCall(now, request_id)))
 
+    def fail(self, chunk: Chunk, error: str, now: float) -> None:
+        self._file.write(self._encoder.encode(FailCall(now, chunk, error)))
+
     def plan(self, plan: StepPlan | None, now: float) -> None:
         self._file.write(self._encoder.encode(PlanCall(now, plan)))
 
     def commit(self, result: StepResult, now: float) -> None:
         self._file.write(self._encoder.encode(CommitCall(now, result)))
 
+    def exchange(self, call: ExchangeCall) -> None:
+        self._file.write(self._encoder.encode(call))
+
     def close(self) -> None:
         self._file.close()
+
+
+class RecordedExchange:
+    """A scheduler's block exchange, whose calls are written down too."""
+
+    def __init__(self, exchange: BlockExchange, clock: Clock, recorder: PlanRecorder | None) -> None:
+        self._exchange = exchange
+        self._clock = clock
+        self._recorder = recorder
+
+    def num_missing(self, request: Request) -> int:
+        return self._exchange.num_missing(request)
+
+    def reserve(self, request: Request) -> Landing | None:
+        landing = self._exchange.reserve(request)
+        self._record(ReserveCall(self._clock.now(), request))
+        return landing
+
+    def land(self, landing: Landing, num_filled: int) -> None:
+        self._exchange.land(landing.number, num_filled)
+        self._record(LandCall(self._clock.now(), landing.number, num_filled))
+
+    def lend(self, block_ids: tuple[int, ...]) -> Loan:
+        loan = self._exchange.lend(block_ids)
+        self._record(LendCall(self._clock.now(), block_ids))
+        return loan
+
+    def lend_prefix(self, request: Request) -> Loan:
+        loan = self._exchange.lend_prefix(request)
+        self._record(LendCall(self._clock.now(), request=request))
+        return loan
+
+    def take_back(self, loan: Loan) -> None:
+        self._exchange.take_back(loan.number)
+        self._record(TakeBackCall(self._clock.now(), loan.number))
+
+    def _record(self, call: ExchangeCall) -> None:
+        if self._recorder is not None:
+            self._recorder.exchange(call)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.core.plan import SampledToken, TokenLogprobs
 from penstock.core.request import Request, SamplingParams
+from penstock.engine.faults import NOT_A_NUMBER
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.staging import Staging
 from penstock.kernels.bitmask import forbid
@@ -26,7 +27,6 @@ from penstock.kernels.interface import Ops, SamplingBatch
 
 # Below it float32 quotients overflow, and the likeliest token wins in any case.
 MIN_TEMPERATURE = 1e-5
-NOT_A_NUMBER = "The model produced values that are not numbers for this request."
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Sampler:
     ) -> None:
         self._ops = ops
         self._staging = staging
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._seed = seed
         self._temperature = np.zeros(max_rows, dtype=np.float32)
@@ -85,7 +85,7 @@ class Sampler:
     def begin(self, row: int, request: Request, output_token_ids: Sequence[int]) -> None:
         params = request.sampling
         self._temperature[row] = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
-        self._top_k[row] = min(params.top_k or 0, self._vocab_size)
+        self._top_k[row] = min(params.top_k or 0, self.vocab_size)
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seeds[row] = self._drawn_seed(request.id) if params.seed is None else params.seed
@@ -124,7 +124,7 @@ class Sampler:
             edits.apply(logits[i], int(self._positions[row]), must_end=must_end)
         if masks is not None and masks.masked:
             forbid(logits, masks.masked, masks.words)
-        token_ids = self._ops.sample(logits, self._batch(rows))
+        token_ids = self._draw(logits, self._batch(rows))
         for i, edits, _ in edited:
             if edits.counts is not None and i not in late:
                 one = torch.ones(1, dtype=edits.counts.dtype, device=edits.counts.device)
@@ -158,17 +158,30 @@ class Sampler:
                 sampled.append(SampledToken(request_id, token_id, alternatives, completes=completes))
         return tuple(sampled)
 
+    def _draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """Rows need scratch as wide as the vocabulary; where there is not enough for all, halves take turns."""
+        try:
+            return self._ops.sample(logits, batch)
+        except torch.OutOfMemoryError:
+            if len(logits) == 1:
+                raise
+        middle = len(logits) // 2
+        parts = (slice(0, middle), slice(middle, len(logits)))
+        return torch.cat([self._draw(logits[part], batch.rows(part)) for part in parts])
+
     def _batch(self, rows: NDArray[np.int64]) -> SamplingBatch:
         temperature, top_k = self._temperature[rows], self._top_k[rows]
         top_p, min_p = self._top_p[rows], self._min_p[rows]
-        tensor = self._staging.to_device
+        heat, most, share, floor, seeds, positions = self._staging.all_to_device(
+            temperature, top_k, top_p, min_p, self._seeds[rows], self._positions[rows]
+        )
         return SamplingBatch(
-            temperature=tensor(temperature),
-            top_k=tensor(top_k),
-            top_p=tensor(top_p),
-            min_p=tensor(min_p),
-            seed=tensor(self._seeds[rows]),
-            position=tensor(self._positions[rows]),
+            temperature=heat,
+            top_k=most,
+            top_p=share,
+            min_p=floor,
+            seed=seeds,
+            position=positions,
             all_greedy=not temperature.any(),
             whole_vocabulary=not top_k.any() and not min_p.any() and bool((top_p >= 1).all()),
         )
@@ -196,10 +209,10 @@ class Sampler:
 
         prompt_mask = counts = None
         if repeats:
-            prompt_mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=device)
+            prompt_mask = torch.zeros(self.vocab_size, dtype=torch.bool, device=device)
             prompt_mask[ids(request.prompt_token_ids)] = True
         if counted:
-            counts = torch.bincount(ids(output_token_ids), minlength=self._vocab_size).to(torch.float32)
+            counts = torch.bincount(ids(output_token_ids), minlength=self.vocab_size).to(torch.float32)
         return LogitEdits(
             params=params,
             bias_ids=ids(list(params.logit_bias)) if params.logit_bias else None,

@@ -35,14 +35,40 @@ class Staging:
             self._used = 0
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        source = torch.from_numpy(np.ascontiguousarray(array))
+        return self.all_to_device(array)[0]
+
+    def all_to_device(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
+        """By one copy: what a small copy costs is its launch."""
+        sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         if not self._buffers:
-            return source
-        end = self._used + source.nbytes
-        buffer = self._buffers[self._current]
-        if end > buffer.nbytes:  # rare: a plain, waiting copy is correct too
-            return source.to(self._device)
-        pinned = buffer[self._used : end].view(source.dtype).view(source.shape)
-        self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        pinned.copy_(source)
-        return pinned.to(self._device, non_blocking=True)
+            return sources
+        offsets = [0]
+        for source in sources:
+            offsets.append(offsets[-1] + -(-source.nbytes // ALIGNMENT) * ALIGNMENT)
+        pinned = self._take(offsets[-1])
+        if pinned is None:
+            return [source.to(self._device) for source in sources]
+        for source, offset in zip(sources, offsets, strict=False):
+            _part(pinned, offset, source).copy_(source)
+        copied = pinned.to(self._device, non_blocking=True)
+        return [_part(copied, offset, source) for source, offset in zip(sources, offsets, strict=False)]
+
+    def copy_into(self, target: Tensor, array: NDArray[np.generic]) -> None:
+        """Overwrite the beginning of a one-dimensional device tensor."""
+        source = torch.from_numpy(array)
+        pinned = self._take(source.nbytes)
+        if pinned is not None:
+            source = _part(pinned, 0, source).copy_(source)
+        target[: source.numel()].copy_(source, non_blocking=True)
+
+    def _take(self, num_bytes: int) -> Tensor | None:
+        """Page-locked memory of this step. None where it is used up, which is rare: a plain, waiting copy is correct
+        too."""
+        if not self._buffers or self._used + num_bytes > self._buffers[self._current].nbytes:
+            return None
+        start, self._used = self._used, -(-(self._used + num_bytes) // ALIGNMENT) * ALIGNMENT
+        return self._buffers[self._current][start : start + num_bytes]
+
+
+def _part(slab: Tensor, offset: int, like: Tensor) -> Tensor:
+    return slab[offset : offset + like.nbytes].view(like.dtype).view(like.shape)

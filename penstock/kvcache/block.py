@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from penstock.kvcache.hashing import BlockHash
+from penstock.core.hashing import BlockHash
 
 
 class IntegrityError(AssertionError):

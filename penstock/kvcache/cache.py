@@ -27,12 +27,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
+from penstock.core.hashing import BlockHash
 from penstock.core.kv_events import KVEvent
 from penstock.core.plan import BlockCopy
 from penstock.kvcache.block import Block, IntegrityError, Promise
 from penstock.kvcache.events import EventLog
 from penstock.kvcache.eviction import EvictionOrder
-from penstock.kvcache.hashing import BlockHash
 from penstock.kvcache.host import HostTier
 from penstock.kvcache.integrity import check_cache
 from penstock.kvcache.pins import PinBook
@@ -190,6 +190,19 @@ class KVCache:
         copies, self._copies = tuple(self._copies), []
         return copies
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks that were given away still hold what is to be copied out of them."""
+        return bool(self._copies)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Take another reference on each of these active blocks, whether or not they can be found."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if not block.references:
+                raise IntegrityError(f"block {block_id} is held but nobody else holds it")
+            block.references += 1
+
     def publish(self, block_id: int, block_hash: BlockHash, parent: BlockHash) -> None:
         """Index an active block that is now full of known tokens. If another block already holds that hash,
         the index keeps the older one, and this block stays private."""
@@ -207,6 +220,20 @@ class KVCache:
         block.parent = parent
         self._index[block_hash] = block
         self._events.stored(block_hash, parent)
+
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """Active blocks whose contents were never written: whoever holds them keeps them, and nobody else finds
+        them."""
+        for block in (self._blocks[block_id] for block_id in block_ids):
+            if block.block_hash is None:
+                continue
+            if not block.references:
+                raise IntegrityError(f"block {block.block_id} is withdrawn but nobody holds it")
+            del self._index[block.block_hash]
+            if block.pinned_until is not None:
+                self._pins.end(block)
+            self._events.removed(block.block_hash)
+            block.block_hash = block.parent = block.promise = None
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one reference each; ids in chain order. A block that nobody holds any more stays reusable
@@ -252,6 +279,17 @@ class KVCache:
         num_pinned = sum(block.pinned_until is not None for block in blocks)
         num_unpinned = len(blocks) - num_pinned
         return num_pinned + num_in_host_memory + min(num_unpinned, self._host.num_free)
+
+    def promise(self, hashes: Sequence[BlockHash], until: float, now: float) -> None:
+        """As a pin that was given up at once: these blocks may be evicted, and go to host memory if they are. Earlier
+        promises stay as they are."""
+        self.expire_pins(now)
+        for depth, block_hash in enumerate(hashes):
+            block = self._index.get(block_hash)
+            if block is None:
+                self._host.prolong(block_hash, until)
+            elif block.promise is None or block.promise.until <= now:
+                block.promise = Promise(until, depth)
 
     def keep(self, hashes: Sequence[BlockHash], ttl_s: float, since: float, now: float) -> int:
         """Pin a prefix until `ttl_s` after `since`, and remember that it ends here: `kept_for_s` will find it.

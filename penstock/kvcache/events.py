@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.core.hashing import BlockHash
 from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
-from penstock.kvcache.hashing import BlockHash
 
 
 class EventLog:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
+from penstock.core.hashing import BlockHash
 from penstock.kvcache.block import Block, BlockState, IntegrityError
-from penstock.kvcache.hashing import BlockHash
 
 
 class EvictionOrder:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock.core.hashing import BlockHash
 from penstock.kvcache.block import Block, IntegrityError
-from penstock.kvcache.hashing import BlockHash
 from penstock.kvcache.pins import PinBook
 
 

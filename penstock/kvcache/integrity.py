@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from penstock.core.hashing import BlockHash
 from penstock.kvcache.block import Block, BlockState, IntegrityError
-from penstock.kvcache.hashing import BlockHash
 
 
 def check_cache(

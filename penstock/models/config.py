@@ -55,6 +55,7 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     normalizes: bool  # whether a token's weights for its experts sum to 1
     dense_layers: frozenset[int] = frozenset()  # that have one ordinary MLP instead
+    shared_intermediate_size: int | None = None  # of an expert for every token, where there is one
 
     def __post_init__(self) -> None:
         if self.per_token > self.count:

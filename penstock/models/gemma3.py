@@ -120,12 +120,14 @@ class Gemma3(Decoder):
         # Rounded to the compute type, as in training.
         self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=loader.ops.dtype))
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return super().embed(token_ids).mul_(self._embedding_scale)
+
+    def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
         ops = self._ops
         attention, mlp = ops.attention, ops.mlp
         rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
         norm_eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
-        residual = ops.embed(token_ids, self._embedding).mul_(self._embedding_scale)
         for index, sandwich in enumerate(self._layers):
             layer = sandwich.inner
             hidden = rms_norm(residual, layer.attention_norm, norm_eps)
@@ -134,10 +136,9 @@ class Gemma3(Decoder):
             hidden = add_rms_norm(hidden, residual, layer.mlp_norm, norm_eps)
             hidden = mlp(hidden, sandwich.mlp.gate_up, sandwich.mlp.down, activation)
             residual.add_(rms_norm(hidden, sandwich.after_mlp_norm, norm_eps))
-        return rms_norm(residual, self._final_norm, norm_eps)
 
     def _load_layers(self, loader: WeightLoader) -> None:
-        self._layers = [self._load_sandwich(index, loader) for index in range(self.num_layers)]
+        self._layers = [self._load_sandwich(index, loader) for index in self.layer_indices]
 
     def _load_sandwich(self, index: int, loader: WeightLoader) -> SandwichLayer:
         inner = self._load_layer(index, loader)

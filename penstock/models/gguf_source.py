@@ -14,6 +14,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.gguf_blocks import decode_matrix
 from penstock.models.gguf_file import GGUFFile, TensorInfo
+from penstock.models.weight_parts import Part, take_columns
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -60,24 +61,34 @@ class GGUFSource:
             if (translated := _translate(name, {**_LAYER_NAMES, **layout.layer_names})) is not None
         }
         self._bytes = np.frombuffer(file.buffer, dtype=np.uint8)
+        self.bytes_read = 0
 
     def names(self) -> frozenset[str]:
         return frozenset(self._stored)
 
-    def matrix(self, name: str, rows: int, columns: int) -> WeightData:
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         tensor = self._find(name, (rows, columns))
-        raw = self._raw_rows(tensor)
+        wanted = part or Part(range(rows), range(columns))
+        # Whole blocks are read; what they hold beyond the columns is dropped once they are decoded.
+        size, num_bytes = tensor.format.block_size, tensor.format.block_bytes
+        first, last = wanted.columns.start // size, -(-wanted.columns.stop // size)
+        raw = self._raw_rows(tensor, wanted.rows)[:, first * num_bytes : last * num_bytes]
+        raw = np.ascontiguousarray(raw)
+        self.bytes_read += raw.nbytes
         if tensor.format.name in _DENSE:
             return DenseWeight(torch.from_numpy(raw).view(_DENSE[tensor.format.name]))
-        return decode_matrix(raw, tensor.format)
+        in_blocks = range(wanted.columns.start - first * size, wanted.columns.stop - first * size)
+        return take_columns(decode_matrix(raw, tensor.format), in_blocks)
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         tensor = self._find(name, (size,))
         if tensor.format.name not in _DENSE:
             raise ModelLoadError(
                 f"{self._file.path.name} has {tensor.name} in {tensor.format.name}, not as floats."
             )
-        values = torch.from_numpy(self._raw_rows(tensor)).view(_DENSE[tensor.format.name])
+        raw = self._raw_rows(tensor, part or range(size))
+        self.bytes_read += raw.nbytes
+        values = torch.from_numpy(raw).view(_DENSE[tensor.format.name])
         return values.flatten().to(torch.float32, copy=True)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -91,15 +102,15 @@ class GGUFSource:
             )
         return tensor
 
-    def _raw_rows(self, tensor: TensorInfo) -> NDArray[np.uint8]:
+    def _raw_rows(self, tensor: TensorInfo, rows: range) -> NDArray[np.uint8]:
         """uint8 [rows, bytes of a row], a view into the file unless rows had to be reordered. A vector's elements
         count as its rows."""
         raw = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].reshape(tensor.shape[0], -1)
         parts = tensor.name.split(".")
         heads = self._layout.interleaved_heads.get(parts[2]) if len(parts) == 4 else None
         if heads is None:
-            return raw
-        return raw[_order_without_interleaving(tensor.shape[0], heads)]
+            return raw[rows.start : rows.stop]
+        return raw[_order_without_interleaving(tensor.shape[0], heads)[rows.start : rows.stop]]
 
 
 def _order_without_interleaving(rows: int, heads: int) -> NDArray[np.int64]:

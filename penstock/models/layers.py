@@ -6,9 +6,11 @@ bind what they call to local names and create no tensor but the outputs of opera
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from penstock.kernels.interface import (
     AttentionBatch,
     AttentionLayer,
     KVStore,
+    Ops,
     PackedExperts,
     PackedLinear,
     Routing,
@@ -25,7 +28,8 @@ from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFLayout
 from penstock.models.rope import rope_table
-from penstock.models.weights import WeightLoader
+from penstock.models.sharding import scaled
+from penstock.models.weights import LinearPart, NamedProduct, WeightLoader
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,21 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """One that every token goes to; `gate` says how much of it each takes, as the logit of a share."""
+
+    mlp: GatedMLP
+    gate: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertMLP:
     """Many gated MLPs, of which a router picks a few for each token."""
 
     router: PackedLinear
     experts: PackedExperts
     routing: Routing
+    shared: SharedExpert | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,10 @@ class RopeTables:
 
 
 class Decoder(ABC):
-    """What every decoder holds: embedding, layers, final norm and head.
+    """What every decoder holds: embedding, layers, final norm and head; or a rank's part of them.
+
+    The part is `WeightLoader.shard`. Layers hold a rank's heads and its slice of the MLP, `num_layers` and
+    `num_kv_heads` count what is here, and the loader's `Ops` are to add up what ranks computed.
 
     An architecture is a subclass. It says under which names checkpoints ask for it, how it reads their settings,
     and how a layer is loaded and run.
@@ -99,24 +115,48 @@ class Decoder(ABC):
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         self.config = config
-        self.num_layers = config.num_layers
-        self.num_kv_heads = config.num_kv_heads
+        self.shard = loader.shard
+        self._heads = self.shard.heads(config.num_heads, config.num_kv_heads)
+        self.layer_indices = self.shard.layers(config.num_layers)
+        self.num_layers = len(self.layer_indices)
+        self.num_kv_heads = len(self._heads.keys)
         self.head_dim = config.head_dim
         self.max_model_len = max_model_len
-        self._ops = loader.ops
+        self._ops: Ops = loader.ops
         self._embedding, self._head = loader.embedding_and_head(
             config.vocab_size, config.hidden_size, tied=config.tie_embeddings
         )
         self._ropes = RopeTables(config, loader, max_model_len)
         self._load_layers(loader)
-        self._final_norm = self._norm("model.norm", loader)
+        self._final_norm = self._norm("model.norm", loader) if self.shard.is_last_stage else None
         self.num_parameters = loader.num_parameters
         self.weight_bytes = loader.weight_bytes
+        self.products: Sequence[NamedProduct] = loader.products
+
+    def with_ops(self, ops: Ops) -> Self:
+        """The same weights, run by other operations."""
+        twin = copy.copy(self)
+        twin._ops = ops
+        return twin
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        residual = self.embed(token_ids)
+        self.run_layers(residual, batch, kv)
+        return self.normed(residual)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        assert self._embedding is not None, "the first stage embeds"
+        return self._ops.embed(token_ids, self._embedding)
 
     @abstractmethod
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor: ...
+    def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None: ...
+
+    def normed(self, residual: Tensor) -> Tensor:
+        assert self._final_norm is not None, "the last stage norms"
+        return self._ops.rms_norm(residual, self._final_norm, self.config.norm_eps)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
+        assert self._head is not None, "the last stage has the head"
         logits = self._ops.logits(hidden_rows, self._head)
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -129,6 +169,8 @@ class Decoder(ABC):
         prefix = f"model.layers.{index}"
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
+        queries = scaled(self._heads.queries, config.head_dim)
+        keys = scaled(self._heads.keys, config.head_dim)
         return DecoderLayer(
             attention_norm=self._norm(f"{prefix}.input_layernorm", loader),
             qkv=loader.linear(
@@ -136,10 +178,15 @@ class Decoder(ABC):
                 [query_size, kv_size, kv_size],
                 config.hidden_size,
                 bias=config.qkv_bias,
+                part=LinearPart(rows=[queries, keys, keys]),
             ),
             attention=self._attention_layer(index, loader),
             output=loader.linear(
-                [f"{prefix}.self_attn.o_proj"], [config.hidden_size], query_size, bias=config.output_bias
+                [f"{prefix}.self_attn.o_proj"],
+                [config.hidden_size],
+                query_size,
+                bias=config.output_bias,
+                part=LinearPart(columns=queries),
             ),
             mlp_norm=self._norm(f"{prefix}.{self.mlp_norm_name}", loader),
             mlp=self._load_mlp(f"{prefix}.mlp", index, loader),
@@ -148,14 +195,27 @@ class Decoder(ABC):
     def _load_mlp(self, prefix: str, index: int, loader: WeightLoader) -> GatedMLP | ExpertMLP:
         return self._load_gated_mlp(prefix, loader)
 
-    def _load_gated_mlp(self, prefix: str, loader: WeightLoader) -> GatedMLP:
+    def _load_gated_mlp(
+        self, prefix: str, loader: WeightLoader, intermediate_size: int | None = None
+    ) -> GatedMLP:
         config = self.config
-        inner, outer = config.intermediate_size, config.hidden_size
+        inner, outer = intermediate_size or config.intermediate_size, config.hidden_size
+        own = self.shard.inner(inner)
         return GatedMLP(
             gate_up=loader.linear(
-                [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [inner] * 2, outer, bias=config.mlp_bias
+                [f"{prefix}.gate_proj", f"{prefix}.up_proj"],
+                [inner] * 2,
+                outer,
+                bias=config.mlp_bias,
+                part=LinearPart(rows=[own, own]),
             ),
-            down=loader.linear([f"{prefix}.down_proj"], [outer], inner, bias=config.mlp_bias),
+            down=loader.linear(
+                [f"{prefix}.down_proj"],
+                [outer],
+                inner,
+                bias=config.mlp_bias,
+                part=LinearPart(columns=own),
+            ),
         )
 
     def _attention_layer(self, index: int, loader: WeightLoader) -> AttentionLayer:
@@ -167,8 +227,8 @@ class Decoder(ABC):
             q_norm = loader.vector(f"{prefix}.q_norm.weight", config.head_dim, plus=config.norm_offset)
             k_norm = loader.vector(f"{prefix}.k_norm.weight", config.head_dim, plus=config.norm_offset)
         return AttentionLayer(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=len(self._heads.queries),
+            num_kv_heads=len(self._heads.keys),
             head_dim=config.head_dim,
             scale=config.attention_scale,
             rope=self._ropes.of_layer(window),
@@ -186,11 +246,10 @@ class Decoder(ABC):
 class PreNormDecoder(Decoder):
     """Each half of a layer reads the normed residual and adds to it: what Llama made common."""
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+    def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
         ops = self._ops
         attention_block, mlp_block, moe_block = ops.attention_block, ops.mlp_block, ops.moe_block
         eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
-        residual = ops.embed(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
             attention_block(
                 residual,
@@ -206,8 +265,17 @@ class PreNormDecoder(Decoder):
             if isinstance(mlp, GatedMLP):
                 mlp_block(residual, norm, eps, mlp.gate_up, mlp.down, activation)
             else:
+                shared = None if mlp.shared is None else self._run_shared(mlp.shared, residual, norm)
                 moe_block(residual, norm, eps, mlp.router, mlp.experts, mlp.routing, activation)
-        return ops.rms_norm(residual, self._final_norm, eps)
+                if shared is not None:
+                    residual.add_(shared)
+
+    def _run_shared(self, expert: SharedExpert, residual: Tensor, norm: Tensor) -> Tensor:
+        ops, config = self._ops, self.config
+        normed = ops.rms_norm(residual, norm, config.norm_eps)
+        made = ops.mlp(normed, expert.mlp.gate_up, expert.mlp.down, config.activation)
+        share = torch.sigmoid(ops.linear(normed, expert.gate).float())
+        return (made * share).to(residual.dtype)
 
     def _load_layers(self, loader: WeightLoader) -> None:
-        self._layers = [self._load_layer(index, loader) for index in range(self.num_layers)]
+        self._layers = [self._load_layer(index, loader) for index in self.layer_indices]

@@ -6,12 +6,14 @@ Tensors are read and packed one layer at a time, so that memory peaks near the p
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core.config import Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.sizes import format_bytes
 from penstock.kernels.interface import Ops
 from penstock.models import bert
 from penstock.models.config import ArchitectureConfig, Fields
@@ -19,14 +21,17 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layers import Decoder
-from penstock.models.model import Model
+from penstock.models.model import StagedModel
 from penstock.models.quantized_source import QuantizedSource
 from penstock.models.random_source import RandomSource
 from penstock.models.registry import architecture_for_gguf, architecture_for_huggingface
 from penstock.models.safetensors_source import SafetensorsSource
+from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
 from penstock.models.weights import OnProgress, WeightLoader, WeightSource
+
+log = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "random"]
 
@@ -71,10 +76,11 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    shard: Shard = WHOLE,
     on_progress: OnProgress | None = None,
-) -> Model:
+) -> StagedModel:
     """`load_format="random"` needs settings only and fills weights from `seed`. `max_model_len` shortens the
-    context below what the model allows; it cannot lengthen it."""
+    context below what the model allows; it cannot lengthen it. Of a `shard`, no more than its part is read."""
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     num_positions = _num_positions(config, max_model_len)
@@ -83,8 +89,10 @@ def load_model(
         source = RandomSource(seed, norm_offset=config.norm_offset, device=ops.device)
     else:
         source = checkpoint.source()
-    loader = WeightLoader(source, ops, quantization=quantization, on_progress=on_progress)
-    return checkpoint.architecture(config, loader, num_positions)
+    loader = WeightLoader(source, ops, quantization=quantization, shard=shard, on_progress=on_progress)
+    model = checkpoint.architecture(config, loader, num_positions)
+    log.debug("read %s of weights", format_bytes(source.bytes_read))
+    return model
 
 
 def is_encoder(path: Path) -> bool:

@@ -1,4 +1,5 @@
-"""Mixtures of experts: Mixtral, which is Mistral with experts, and Qwen 3 MoE, which is Qwen 3 with them."""
+"""Mixtures of experts: Mixtral, which is Mistral with experts; Qwen 2 and Qwen 3 MoE, which are Qwen 2 and 3 with
+them. Qwen 2 MoE has one more expert, which every token goes to."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Routing
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.layers import ExpertMLP, GatedMLP, PreNormDecoder
+from penstock.models.layers import ExpertMLP, GatedMLP, PreNormDecoder, SharedExpert
 from penstock.models.llama import Mistral
+from penstock.models.qwen2 import Qwen2
 from penstock.models.qwen3 import Qwen3
 from penstock.models.weights import ExpertNames, WeightLoader
 
@@ -41,6 +43,15 @@ class ExpertDecoder(PreNormDecoder):
             router=loader.linear([f"{prefix}.gate"], [experts.count], config.hidden_size),
             experts=loader.experts(names, experts.intermediate_size, config.hidden_size),
             routing=Routing(experts.count, experts.per_token, experts.normalizes),
+            shared=self._load_shared(prefix, experts, loader),
+        )
+
+    def _load_shared(self, prefix: str, experts: ExpertsConfig, loader: WeightLoader) -> SharedExpert | None:
+        if experts.shared_intermediate_size is None:
+            return None
+        return SharedExpert(
+            mlp=self._load_gated_mlp(f"{prefix}.shared_expert", loader, experts.shared_intermediate_size),
+            gate=loader.linear([f"{prefix}.shared_expert_gate"], [1], self.config.hidden_size),
         )
 
 
@@ -69,16 +80,34 @@ class Qwen3MoE(ExpertDecoder, Qwen3):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         config = super().config_from_huggingface(fields)
-        period = fields.integer("decoder_sparse_step", 1)
-        listed = fields.token_ids("mlp_only_layers")
-        experts = ExpertsConfig(
-            # Newer files call it as Mixtral does.
-            count=fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts"),
-            per_token=fields.integer("num_experts_per_tok"),
-            intermediate_size=fields.integer("moe_intermediate_size"),
-            normalizes=fields.flag("norm_topk_prob", False),
-            dense_layers=frozenset(
-                index for index in range(config.num_layers) if index in listed or (index + 1) % period
-            ),
+        return dataclasses.replace(config, experts=_qwen_experts(fields, config.num_layers))
+
+
+class Qwen2MoE(ExpertDecoder, Qwen2):
+    name = "qwen2_moe"
+    huggingface_names = ("Qwen2MoeForCausalLM", "qwen2_moe")
+    gguf_names = ("qwen2moe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config = super().config_from_huggingface(fields)
+        experts = dataclasses.replace(
+            _qwen_experts(fields, config.num_layers),
+            shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
         )
-        return dataclasses.replace(config, experts=experts)
+        return dataclasses.replace(config, qkv_bias=fields.flag("qkv_bias", True), experts=experts)
+
+
+def _qwen_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    period = fields.integer("decoder_sparse_step", 1)
+    listed = fields.token_ids("mlp_only_layers")
+    return ExpertsConfig(
+        # Newer files call it as Mixtral does.
+        count=fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts"),
+        per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalizes=fields.flag("norm_topk_prob", False),
+        dense_layers=frozenset(
+            index for index in range(num_layers) if index in listed or (index + 1) % period
+        ),
+    )

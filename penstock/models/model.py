@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.interface import AttentionBatch, KVStore
+from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.config import ArchitectureConfig
+from penstock.models.weights import NamedProduct
 
 
 class Model(Protocol):
@@ -18,6 +20,7 @@ class Model(Protocol):
     max_model_len: int  # positions the model was loaded for
     num_parameters: int
     weight_bytes: int  # as packed by the backend
+    products: Sequence[NamedProduct]  # its matrices, for what is added to them (LoRA)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         """int32 [T] → [T, hidden], after the final norm. Writes the tokens' keys and values to `kv`."""
@@ -25,4 +28,24 @@ class Model(Protocol):
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """Rows of what `forward` returned, [S, hidden] → float32 [S, V]"""
+        ...
+
+    def with_ops(self, ops: Ops) -> Model:
+        """The same weights, run by other operations."""
+        ...
+
+
+class StagedModel(Model, Protocol):
+    """A model whose forward pass can be taken apart, for a pipeline: `embed`, `run_layers`, `normed`."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int32 [T] → [T, hidden]: what enters the first layer."""
+        ...
+
+    def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
+        """Through the layers that are here, in place."""
+        ...
+
+    def normed(self, residual: Tensor) -> Tensor:
+        """What leaves the last layer, after the final norm."""
         ...

@@ -4,14 +4,15 @@ Each layout is decoded, without loss, to the forms of `kernels.interface`. A mat
 so (`qweight`, `weight_packed`, or a `weight_scale` beside it) and plain everywhere else; lists of exceptions in the
 settings need not be read.
 
-Activations are not quantized on the word of a checkpoint: what it says of them (`input_scale`, dynamic tokens) is for
-backends that multiply in eight bits, and every backend here may choose by its own measure.
+Where a checkpoint was made for int8 activations, that is passed on, and a backend may round them. Scales of
+activations that it brings (`input_scale`) are not read: each row gets one of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from math import lcm
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
 from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.stored_quantization import AWQ, GPTQ, Compressed, Scaled, StoredQuantization
+from penstock.models.weight_parts import Part, take_part
 
 # Nibble i of a word holds the output AWQ_ORDER[i] of its eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -32,6 +34,13 @@ class Shape:
     columns: int
 
 
+class Axis(NamedTuple):
+    """A dimension of a stored tensor, and what is read of it."""
+
+    size: int
+    span: range
+
+
 class QuantizedSource:
     def __init__(self, files: SafetensorsSource, kind: StoredQuantization) -> None:
         self._files = files
@@ -41,16 +50,24 @@ class QuantizedSource:
     def names(self) -> frozenset[str]:
         return self._names
 
-    def matrix(self, name: str, rows: int, columns: int) -> WeightData:
+    @property
+    def bytes_read(self) -> int:
+        return self._files.bytes_read
+
+    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        return self._files.vector(name, size, part)
+
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         stem = name.removesuffix(".weight")
         shape = Shape(rows, columns)
+        wanted = part or Part(range(rows), range(columns))
         match self._kind:
             case AWQ() as kind if f"{stem}.qweight" in self._names:
-                return self._awq(stem, shape, kind)
+                return self._awq(stem, shape, kind, wanted)
             case GPTQ() as kind if f"{stem}.qweight" in self._names:
-                return self._gptq(stem, shape, kind)
+                return self._gptq(stem, shape, kind, wanted)
             case Compressed() as kind if f"{stem}.weight_packed" in self._names:
-                return self._packed(stem, shape, kind)
+                return self._packed(stem, shape, kind, wanted)
             case Compressed(scaled=kind) | (Scaled() as kind):
                 scales = [
                     each
@@ -58,93 +75,84 @@ class QuantizedSource:
                     if each in self._names
                 ]
                 if scales:
-                    return self._scaled(name, scales[0], shape, kind)
-        return self._files.matrix(name, rows, columns)
+                    return self._scaled(name, scales[0], shape, kind, wanted)
+        return self._files.matrix(name, rows, columns, part)
 
-    def vector(self, name: str, size: int) -> Tensor:
-        return self._files.vector(name, size)
-
-    def _awq(self, stem: str, shape: Shape, kind: AWQ) -> WeightData:
+    def _awq(self, stem: str, shape: Shape, kind: AWQ, part: Part) -> WeightData:
         group = self._group(stem, shape, kind.group)
-        words = _ceil(shape.rows, 8)
-        packed = self._read(f"{stem}.qweight", (shape.columns, words))
-        zeros = self._read(f"{stem}.qzeros", (shape.columns // group, words))
-        scales = self._read(f"{stem}.scales", (shape.columns // group, shape.rows)).float().T
-        codes = _unpack(packed, 4, AWQ_ORDER)[:, : shape.rows].T
-        points = _unpack(zeros, 4, AWQ_ORDER)[:, : shape.rows].T
-        return grouped_weight(codes, scales, points, group, bits=4)
+        window = _window(part, shape, 8, group)
+        groups = _axis(window.columns, shape.columns, group)
+        words = _axis(window.rows, shape.rows, 8)
+        packed = self._read(f"{stem}.qweight", _axis(window.columns, shape.columns), words)
+        zeros = self._read(f"{stem}.qzeros", groups, words)
+        scales = self._read(f"{stem}.scales", groups, _axis(window.rows, shape.rows)).float().T
+        codes = _unpack(packed, 4, AWQ_ORDER)[:, : len(window.rows)].T
+        points = _unpack(zeros, 4, AWQ_ORDER)[:, : len(window.rows)].T
+        return _taken(grouped_weight(codes, scales, points, group, bits=4), window, part)
 
-    def _gptq(self, stem: str, shape: Shape, kind: GPTQ) -> WeightData:
+    def _gptq(self, stem: str, shape: Shape, kind: GPTQ, part: Part) -> WeightData:
         group = self._group(stem, shape, kind.group)
         per_word = 32 // kind.bits
-        packed = self._read(f"{stem}.qweight", (_ceil(shape.columns, per_word), shape.rows))
-        zeros = self._read(f"{stem}.qzeros", (shape.columns // group, _ceil(shape.rows, per_word)))
-        scales = self._read(f"{stem}.scales", (shape.columns // group, shape.rows)).float().T
-        codes = _unpack(packed.T, kind.bits)[:, : shape.columns]
-        points = _unpack(zeros, kind.bits)[:, : shape.rows].T.int() + kind.zero_bias
-        order = None
-        if f"{stem}.g_idx" in self._names:
-            order = self._input_order(f"{stem}.g_idx", shape.columns, group)
+        order = self._input_order(f"{stem}.g_idx", shape.columns, group)
+        window = _window(part, shape, per_word, shape.columns if order is not None else lcm(group, per_word))
+        rows = _axis(window.rows, shape.rows)
+        groups = _axis(window.columns, shape.columns, group)
+        packed = self._read(f"{stem}.qweight", _axis(window.columns, shape.columns, per_word), rows)
+        zeros = self._read(f"{stem}.qzeros", groups, _axis(window.rows, shape.rows, per_word))
+        scales = self._read(f"{stem}.scales", groups, rows).float().T
+        codes = _unpack(packed.T, kind.bits)[:, : len(window.columns)]
+        points = _unpack(zeros, kind.bits)[:, : len(window.rows)].T.int() + kind.zero_bias
         if order is not None:
             codes = codes[:, order]
-        return grouped_weight(codes, scales, points, group, kind.bits, order)
+        return _taken(grouped_weight(codes, scales, points, group, kind.bits, order), window, part)
 
-    def _packed(self, stem: str, shape: Shape, kind: Compressed) -> WeightData:
+    def _packed(self, stem: str, shape: Shape, kind: Compressed, part: Part) -> WeightData:
         per_word = 32 // kind.bits
-        packed = self._read(f"{stem}.weight_packed", (shape.rows, _ceil(shape.columns, per_word)))
-        scales = self._files.tensor(f"{stem}.weight_scale").float().reshape(shape.rows, -1)
-        group = self._group(stem, shape, _ceil(shape.columns, scales.shape[1]))
-        codes = _unpack(packed, kind.bits)[:, : shape.columns]
+        all_scales = self._files.tensor(f"{stem}.weight_scale").float().reshape(shape.rows, -1)
+        group = self._group(stem, shape, _ceil(shape.columns, all_scales.shape[1]))
+        order = self._input_order(f"{stem}.weight_g_idx", shape.columns, group)
+        window = _window(part, shape, per_word, shape.columns if order is not None else lcm(group, per_word))
+        rows = _axis(window.rows, shape.rows)
+        groups = _axis(window.columns, shape.columns, group)
+        scales = _within(all_scales, window.rows, groups.span)
+        packed = self._read(f"{stem}.weight_packed", rows, _axis(window.columns, shape.columns, per_word))
+        codes = _unpack(packed, kind.bits)[:, : len(window.columns)]
         if f"{stem}.weight_zero_point" in self._names:
-            zeros = self._read(
-                f"{stem}.weight_zero_point", (_ceil(shape.rows, per_word), shape.columns // group)
-            )
-            points = _unpack(zeros.T, kind.bits)[:, : shape.rows].T
+            words = _axis(window.rows, shape.rows, per_word)
+            zeros = self._read(f"{stem}.weight_zero_point", words, groups)
+            points = _unpack(zeros.T, kind.bits)[:, : len(window.rows)].T
         else:
             points = torch.full_like(scales, 1 << (kind.bits - 1), dtype=torch.uint8)
-        order = None
-        if f"{stem}.weight_g_idx" in self._names:
-            order = self._input_order(f"{stem}.weight_g_idx", shape.columns, group)
         if order is not None:
             codes = codes[:, order]
-        return grouped_weight(codes, scales, points, group, kind.bits, order)
+        return _taken(grouped_weight(codes, scales, points, group, kind.bits, order), window, part)
 
-    def _scaled(self, name: str, scale_name: str, shape: Shape, kind: Scaled) -> WeightData:
-        values = self._read(name, (shape.rows, shape.columns))
+    def _scaled(self, name: str, scale_name: str, shape: Shape, kind: Scaled, part: Part) -> WeightData:
+        values = self._read(name, _axis(part.rows, shape.rows), _axis(part.columns, shape.columns))
         scales = self._files.tensor(scale_name).float()
         if values.dtype == torch.float8_e4m3fn:
-            return self._float8(name, values, scales, kind)
+            return _float8(name, values, scales, shape, kind, part)
         if values.dtype != torch.int8:
             raise ModelLoadError(
                 f"{name} has scales beside it, but is in {values.dtype}, which cannot be read."
             )
-        scales = _row_scales(scales, shape, name).view(-1, 1)
+        own = slice(part.rows.start, part.rows.stop)
+        scales = _row_scales(scales, shape, name)[own].view(-1, 1)
         zero_name = name.removesuffix(".weight") + ".weight_zero_point"
         offsets = None
         if zero_name in self._names:
-            offsets = (
-                -_row_scales(self._files.tensor(zero_name).float(), shape, zero_name).view(-1, 1) * scales
-            )
-        return _fitting(GroupQuantWeight(values, scales, offsets, shape.columns, 8))
-
-    def _float8(self, name: str, values: Tensor, scales: Tensor, kind: Scaled) -> WeightData:
-        shape = Shape(*values.shape)
-        if kind.block is None or scales.numel() in (1, shape.rows):
-            return Float8Weight(values, _row_scales(scales, shape, name))
-        height, width = kind.block
-        if tuple(scales.shape) != (_ceil(shape.rows, height), _ceil(shape.columns, width)):
-            raise ModelLoadError(
-                f"The scales of {name} are {list(scales.shape)}, which blocks of {height} × {width} do not give."
-            )
-        by_row = scales.repeat_interleave(height, dim=0)[: shape.rows]
-        if shape.columns % width == 0:
-            return Float8Weight(values, by_row.contiguous(), width)
-        by_value = by_row.repeat_interleave(width, dim=1)[:, : shape.columns]
-        return DenseWeight(values.float() * by_value)
+            zeros = _row_scales(self._files.tensor(zero_name).float(), shape, zero_name)
+            offsets = -zeros[own].view(-1, 1) * scales
+        rounds_inputs = isinstance(self._kind, Compressed) and self._kind.rounds_inputs and offsets is None
+        return _fitting(
+            GroupQuantWeight(values, scales, offsets, len(part.columns), 8, rounds_inputs=rounds_inputs)
+        )
 
     def _input_order(self, name: str, columns: int, group: int) -> Tensor | None:
         """From the group of each input. None where neighbours are together, as they are without act-order."""
-        groups = self._read(name, (columns,)).long()
+        if name not in self._names:
+            return None
+        groups = self._files.tensor(name, (columns,)).long()
         if torch.equal(groups, torch.arange(columns) // group):
             return None
         counts = torch.bincount(groups.clamp_min(0), minlength=columns // group)
@@ -158,8 +166,52 @@ class QuantizedSource:
             raise ModelLoadError(f"{stem} has {shape.columns} inputs, which groups of {group} do not divide.")
         return group
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._files.tensor(name, shape)
+    def _read(self, name: str, *axes: Axis) -> Tensor:
+        sizes, spans = tuple(axis.size for axis in axes), tuple(axis.span for axis in axes)
+        is_whole = all(len(axis.span) == axis.size for axis in axes)
+        return self._files.tensor(name, sizes, None if is_whole else spans)
+
+
+def _window(part: Part, shape: Shape, row_unit: int, column_unit: int) -> Part:
+    """The smallest one that holds `part` and divides no word and no group."""
+    return Part(_widened(part.rows, shape.rows, row_unit), _widened(part.columns, shape.columns, column_unit))
+
+
+def _widened(span: range, size: int, unit: int) -> range:
+    return range(span.start // unit * unit, min(size, _ceil(span.stop, unit) * unit))
+
+
+def _axis(span: range, size: int, unit: int = 1) -> Axis:
+    """Of a tensor that stores `unit` neighbours as one."""
+    return Axis(_ceil(size, unit), range(span.start // unit, _ceil(span.stop, unit)))
+
+
+def _taken(weight: WeightData, window: Part, part: Part) -> WeightData:
+    """`part` of the whole matrix, out of its `window`."""
+    rows = range(part.rows.start - window.rows.start, part.rows.stop - window.rows.start)
+    columns = range(part.columns.start - window.columns.start, part.columns.stop - window.columns.start)
+    return take_part(weight, Part(rows, columns))
+
+
+def _within(table: Tensor, rows: range, columns: range) -> Tensor:
+    return table[rows.start : rows.stop, columns.start : columns.stop]
+
+
+def _float8(name: str, values: Tensor, scales: Tensor, shape: Shape, kind: Scaled, part: Part) -> WeightData:
+    """`values` are those of the part, `scales` those of the whole matrix."""
+    if kind.block is None or scales.numel() in (1, shape.rows):
+        return Float8Weight(values, _row_scales(scales, shape, name)[part.rows.start : part.rows.stop])
+    height, width = kind.block
+    if tuple(scales.shape) != (_ceil(shape.rows, height), _ceil(shape.columns, width)):
+        raise ModelLoadError(
+            f"The scales of {name} are {list(scales.shape)}, which blocks of {height} × {width} do not give."
+        )
+    by_row = scales.repeat_interleave(height, dim=0)
+    if part.columns.start % width == 0 and part.columns.stop % width == 0:
+        groups = _axis(part.columns, shape.columns, width).span
+        return Float8Weight(values, _within(by_row, part.rows, groups).contiguous(), width)
+    by_value = by_row.repeat_interleave(width, dim=1)
+    return DenseWeight(values.float() * _within(by_value, part.rows, part.columns))
 
 
 def grouped_weight(

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.interface import DenseWeight
+from penstock.models.weight_parts import Part
 
 _STANDARD_DEVIATION = 0.02
 
 
 class RandomSource:
     """Matrices and biases from N(0, 0.02), norms as if they were 1. A tensor depends on the seed and its name
-    alone, not on what was asked for before."""
+    alone, not on what was asked for before: of a part, the rest is drawn too."""
+
+    bytes_read = 0
 
     def __init__(self, seed: int, *, norm_offset: float, device: torch.device) -> None:
         self._seed = seed
@@ -24,13 +27,18 @@ class RandomSource:
     def names(self) -> frozenset[str]:
         return frozenset()
 
-    def matrix(self, name: str, rows: int, columns: int) -> DenseWeight:
-        return DenseWeight(self._normal(name, rows, columns))
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> DenseWeight:
+        values = self._normal(name, rows, columns)
+        if part is not None:
+            taken = values[part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
+            values = taken.clone()  # lets the rest go
+        return DenseWeight(values)
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.full((size,), self._norm_weight, device=self._device)
-        return self._normal(name, size)
+        values = self._normal(name, size)
+        return values if part is None else values[part.start : part.stop]
 
     def _normal(self, name: str, *shape: int) -> Tensor:
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()

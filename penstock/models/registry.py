@@ -8,11 +8,20 @@ from penstock.models.gemma3 import Gemma3
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import Decoder
 from penstock.models.llama import Llama, Mistral
-from penstock.models.mixtures import Mixtral, Qwen3MoE
+from penstock.models.mixtures import Mixtral, Qwen2MoE, Qwen3MoE
 from penstock.models.qwen2 import Qwen2
 from penstock.models.qwen3 import Qwen3
 
-ARCHITECTURES: tuple[type[Decoder], ...] = (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3MoE, Gemma3)
+ARCHITECTURES: tuple[type[Decoder], ...] = (
+    Llama,
+    Mistral,
+    Mixtral,
+    Qwen2,
+    Qwen2MoE,
+    Qwen3,
+    Qwen3MoE,
+    Gemma3,
+)
 
 
 def architecture_for_huggingface(fields: Fields) -> type[Decoder]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight
+from penstock.models.weight_parts import Part
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -24,6 +25,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self._open_files: dict[Path, Any] = {}
+        self.bytes_read = 0
         # Multimodal checkpoints keep their text model one level down; its tensors get the names they would have
         # in a checkpoint of the text model alone.
         self._stored = {
@@ -35,27 +37,38 @@ class SafetensorsSource:
     def names(self) -> frozenset[str]:
         return frozenset(self._stored)
 
-    def matrix(self, name: str, rows: int, columns: int) -> DenseWeight:
-        return DenseWeight(self._read(name, (rows, columns)))
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> DenseWeight:
+        spans = None if part is None else (part.rows, part.columns)
+        return DenseWeight(self._read(name, (rows, columns), spans))
 
-    def vector(self, name: str, size: int) -> Tensor:
-        return self._read(name, (size,)).to(torch.float32)
+    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        return self._read(name, (size,), None if part is None else (part,)).to(torch.float32)
 
-    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """As it is stored, of whatever type."""
+    def tensor(
+        self, name: str, shape: tuple[int, ...] | None = None, spans: tuple[range, ...] | None = None
+    ) -> Tensor:
+        """As it is stored, of whatever type. With `spans`, one for each dimension, no more than those are read."""
         if name not in self._stored:
             raise ModelLoadError(f"The model in {self._folder} has no tensor {name}.")
         file, stored_name = self._stored[name]
-        tensor: Tensor = self._guarded(file, lambda opened: opened.get_tensor(stored_name))
-        if shape is not None and tuple(tensor.shape) != shape:
+        stored = self._guarded(file, lambda opened: opened.get_slice(stored_name))
+        stored_shape = stored.get_shape()
+        if shape is not None and tuple(stored_shape) != shape:
             raise ModelLoadError(
-                f"{file.name} has {stored_name} of shape {list(tensor.shape)} "
+                f"{file.name} has {stored_name} of shape {stored_shape} "
                 f"where config.json asks for {list(shape)}."
             )
+        tensor: Tensor
+        if spans is None:
+            tensor = self._guarded(file, lambda opened: opened.get_tensor(stored_name))
+        else:
+            wanted = tuple(slice(span.start, span.stop) for span in spans)
+            tensor = self._guarded(file, lambda _: stored[wanted])
+        self.bytes_read += tensor.nbytes
         return tensor
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.tensor(name, shape)
+    def _read(self, name: str, shape: tuple[int, ...], spans: tuple[range, ...] | None = None) -> Tensor:
+        tensor = self.tensor(name, shape, spans)
         if tensor.dtype not in _READABLE:
             file, stored_name = self._stored[name]
             raise ModelLoadError(f"{file.name} has {stored_name} in {tensor.dtype}, which cannot be read.")

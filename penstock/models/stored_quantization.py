@@ -57,6 +57,7 @@ class Compressed:
 
     bits: Literal[4, 8]
     scaled: Scaled
+    rounds_inputs: bool = False  # int8 weights that were made for int8 activations
 
 
 StoredQuantization = AWQ | GPTQ | Scaled | Compressed
@@ -133,7 +134,13 @@ def _weights(group: Any, fields: Fields) -> Compressed:
         raise ModelLoadError(
             f"{fields.where} describes {kind} weights of {bits} bits, which cannot be read.", hint=_HINT
         )
-    return Compressed(8 if bits == 8 else 4, Scaled(_block(inner.raw("block_structure"), inner)))
+    inputs = group.get("input_activations")
+    rounds_inputs = isinstance(inputs, dict) and (inputs.get("type"), inputs.get("num_bits")) == ("int", 8)
+    return Compressed(
+        8 if bits == 8 else 4,
+        Scaled(_block(inner.raw("block_structure"), inner)),
+        rounds_inputs=rounds_inputs and (kind, bits) == ("int", 8),
+    )
 
 
 def _group(fields: Fields, key: str) -> int | None:

@@ -7,6 +7,7 @@ that stores others translates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,19 +24,26 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.models.quantize import quantize
+from penstock.models.sharding import WHOLE, Shard
+from penstock.models.weight_parts import Part
 
 OnProgress = Callable[[str, float], None]
 
 
 class WeightSource(Protocol):
     """Tensors by name, read one at a time when asked for. A tensor that is missing, or not of the shape the model
-    expects, is a ModelLoadError."""
+    expects, is a ModelLoadError. The sizes given are those of the whole tensor, also where a part of it is taken."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Of the files, so far."""
+        ...
 
     def names(self) -> frozenset[str]: ...
 
-    def matrix(self, name: str, rows: int, columns: int) -> WeightData: ...
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData: ...
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         """float32 [size] on the host."""
         ...
 
@@ -48,6 +56,25 @@ class ExpertNames(NamedTuple):
     down: str
 
 
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """What a rank takes of stacked matrices: some rows of each, or some columns of all. Ranks that took columns add
+    up what comes out, so the first alone adds the bias."""
+
+    rows: Sequence[range] | None = None
+    columns: range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedProduct:
+    """Matrices of a checkpoint that were stacked, in this order, into one product."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: int
+    packed: PackedLinear
+
+
 class WeightLoader:
     """Packs a source's weights for a backend, one layer at a time, and keeps count."""
 
@@ -57,11 +84,14 @@ class WeightLoader:
         ops: Ops,
         *,
         quantization: Quantization | None = None,
+        shard: Shard = WHOLE,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.ops = ops
+        self.shard = shard
         self.num_parameters = 0
         self.weight_bytes = 0
+        self.products: list[NamedProduct] = []
         self._source = source
         self._names = source.names()
         self._quantization = quantization
@@ -85,63 +115,93 @@ class WeightLoader:
         return values.to(self.ops.device)
 
     def linear(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        *,
+        bias: bool = False,
+        part: LinearPart | None = None,
     ) -> PackedLinear:
         """The matrices `{name}.weight`, stacked, with the vectors `{name}.bias` when `bias` is set."""
+        taken_rows = [range(height) for height in rows]
+        if part is not None and part.rows is not None:
+            taken_rows = list(part.rows)
+        taken_columns = part.columns if part is not None and part.columns is not None else range(columns)
         parts = [
-            self._quantized(f"{name}.weight", height, columns)
-            for name, height in zip(names, rows, strict=True)
+            self._quantized(f"{name}.weight", height, columns, Part(taken, taken_columns))
+            for name, height, taken in zip(names, rows, taken_rows, strict=True)
         ]
         biases = None
-        if bias:
+        adds_bias = len(taken_columns) == columns or self.shard.tensor_rank == 0
+        if bias and adds_bias:
             biases = torch.cat(
-                [self._host_vector(f"{name}.bias", height) for name, height in zip(names, rows, strict=True)]
+                [
+                    self._host_vector(f"{name}.bias", height, taken)
+                    for name, height, taken in zip(names, rows, taken_rows, strict=True)
+                ]
             )
         packed = self.ops.pack_linear(parts, biases)
         self.weight_bytes += packed.num_bytes
+        self.products.append(NamedProduct(tuple(names), tuple(rows), columns, packed))
         return packed
 
     def experts(
         self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int
     ) -> PackedExperts:
+        """This rank's share of all the experts of a layer, which are `names`."""
+        inner = self.shard.expert_inner(intermediate_size)
+        into = Part(inner, range(hidden_size))
+        out_of = Part(range(hidden_size), inner)
+        own = self.shard.experts(len(names))
         packed = self.ops.pack_experts(
             ExpertWeights(
-                gate=self._quantized(f"{expert.gate}.weight", intermediate_size, hidden_size),
-                up=self._quantized(f"{expert.up}.weight", intermediate_size, hidden_size),
-                down=self._quantized(f"{expert.down}.weight", hidden_size, intermediate_size),
+                gate=self._quantized(f"{expert.gate}.weight", intermediate_size, hidden_size, into),
+                up=self._quantized(f"{expert.up}.weight", intermediate_size, hidden_size, into),
+                down=self._quantized(f"{expert.down}.weight", hidden_size, intermediate_size, out_of),
             )
-            for expert in names
+            for expert in names[own.start : own.stop]
         )
+        self.num_parameters += (len(names) - len(own)) * 3 * intermediate_size * hidden_size
         self.weight_bytes += packed.num_bytes
         return packed
 
     def embedding_and_head(
         self, vocab_size: int, hidden_size: int, *, tied: bool
-    ) -> tuple[PackedEmbedding, PackedLinear]:
-        weight = self._matrix("model.embed_tokens.weight", vocab_size, hidden_size)
-        if tied:
-            head = self.ops.pack_linear([weight])
-            table = self.ops.pack_embedding(weight, tied=head)
-            self.weight_bytes += head.num_bytes + table.num_bytes
-            return table, head
-        table = self.ops.pack_embedding(weight)
-        self.weight_bytes += table.num_bytes
-        return table, self.linear(["lm_head"], [vocab_size], hidden_size)
+    ) -> tuple[PackedEmbedding | None, PackedLinear | None]:
+        """Of a pipeline, the first stage embeds and the last has the head."""
+        is_first, is_last = self.shard.is_first_stage, self.shard.is_last_stage
+        rows = self.shard.vocabulary(vocab_size)
+        table: PackedEmbedding | None = None
+        head: PackedLinear | None = None
+        if is_first or (tied and is_last):
+            part = Part(rows, range(hidden_size))
+            weight = self._matrix("model.embed_tokens.weight", vocab_size, hidden_size, part)
+            head = self.ops.pack_linear([weight]) if tied and is_last else None
+            table = self.ops.pack_embedding(weight, tied=head) if is_first else None
+            self.weight_bytes += sum(packed.num_bytes for packed in (head, table) if packed is not None)
+            if not is_first:
+                self.num_parameters -= vocab_size * hidden_size  # the first stage counts them
+        if is_last and not tied:
+            head = self.linear(["lm_head"], [vocab_size], hidden_size, part=LinearPart(rows=[rows]))
+        return table, head
 
-    def _quantized(self, name: str, rows: int, columns: int) -> WeightData:
+    def _quantized(self, name: str, rows: int, columns: int, part: Part) -> WeightData:
         """A matrix in the type that was asked for."""
-        matrix = self._matrix(name, rows, columns)
+        matrix = self._matrix(name, rows, columns, part)
         if self._quantization is not None and isinstance(matrix, DenseWeight):
             return quantize(matrix, self._quantization)
         return matrix
 
-    def _matrix(self, name: str, rows: int, columns: int) -> WeightData:
-        weight = self._source.matrix(name, rows, columns)
+    def _matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
+        if part is not None and (len(part.rows), len(part.columns)) == (rows, columns):
+            part = None
+        weight = self._source.matrix(name, rows, columns, part)
         self._count(rows * columns)
         return weight
 
-    def _host_vector(self, name: str, size: int) -> Tensor:
-        values = self._source.vector(name, size)
+    def _host_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        values = self._source.vector(name, size, part if part is not None and len(part) < size else None)
         self._count(size)
         return values
 
@@ -150,4 +210,5 @@ class WeightLoader:
         self._num_loaded += 1
         if self._on_progress is not None:
             # A checkpoint may hold tensors that the model does not use, and the other way round.
-            self._on_progress("Loading weights", min(1.0, self._num_loaded / max(1, len(self._names))))
+            num_expected = max(1, len(self._names) // self.shard.num_stages)
+            self._on_progress("Loading weights", min(1.0, self._num_loaded / num_expected))

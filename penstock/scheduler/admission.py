@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 
+from penstock.core.hashing import BlockHash
 from penstock.kvcache.cache import KVCache
-from penstock.kvcache.hashing import BlockHash
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.prefix import PrefixSharing
 from penstock.scheduler.sequence import Sequence

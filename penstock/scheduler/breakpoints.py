@@ -102,7 +102,9 @@ class Breakpoints:
         return CacheUse(marks.num_read_blocks * self._cache.block_size, tuple(marks.written_tokens))
 
     def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        if not self._min_tokens <= num_tokens <= sequence.num_prompt:
+        wished = sequence.request.min_cacheable_tokens
+        min_tokens = self._min_tokens if wished is None else wished
+        if not min_tokens <= num_tokens <= sequence.num_prompt:
             return 0
         return num_tokens // self._cache.block_size
 

@@ -29,7 +29,7 @@ def last_event(
     sequence: Sequence, reason: FinishReason, error: str | None, embedding: bytes | None = None
 ) -> TokenEvent:
     """The end of a request without another token."""
-    is_first = not sequence.output_token_ids
+    is_first = not sequence.num_sampled
     return TokenEvent(
         sequence.request_id,
         finish_reason=reason,

@@ -80,6 +80,10 @@ class Headroom:
         others.add(self._growth(candidate, num_blocks), 0)
         return num_spare >= others.needed()
 
+    def needed(self) -> int:
+        """Blocks to keep free for those that run."""
+        return self._urgent.plus(self._batch).needed()
+
     def check_integrity(self, running: Collection[Sequence]) -> None:
         for group in (self._urgent, self._batch):
             expected = _Group()

@@ -11,8 +11,8 @@ only behind a running request that is at least as urgent, and is let go as soon 
 
 from __future__ import annotations
 
+from penstock.core.hashing import BlockHash
 from penstock.kvcache.cache import KVCache
-from penstock.kvcache.hashing import BlockHash
 from penstock.scheduler.sequence import Sequence
 
 _LOOKUP_BLOCKS = (

@@ -16,15 +16,18 @@ from collections import deque
 from dataclasses import dataclass
 
 from penstock.core.config import SchedulerConfig
-from penstock.core.errors import ContextLengthExceeded, InvalidRequest
+from penstock.core.errors import InvalidRequest
+from penstock.core.kv_events import KVEvent
 from penstock.core.messages import EngineStats
-from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission, AdmissionDesk
 from penstock.scheduler.breakpoints import Breakpoints
+from penstock.scheduler.checks import check_records, check_request
 from penstock.scheduler.draft import StepDraft, share_of_room
 from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
+from penstock.scheduler.exchange import BlockExchange
 from penstock.scheduler.fairness import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT, TenantLedger
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.lengths import OutputLengthEstimator
@@ -34,6 +37,7 @@ from penstock.scheduler.prefix import PrefixSharing
 from penstock.scheduler.queue import WaitingQueue
 from penstock.scheduler.running import RunningSet
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State
+from penstock.scheduler.swapping import Swapping
 
 _NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -49,8 +53,15 @@ class _StepInFlight:
 
 class Scheduler:
     def __init__(
-        self, config: SchedulerConfig, cache: KVCache, *, max_model_len: int, eos_token_ids: frozenset[int]
+        self,
+        config: SchedulerConfig,
+        cache: KVCache,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        block_copy_s: float | None = None,
     ) -> None:
+        """`block_copy_s`: what one block takes to host memory, or back; None: preempted requests compute again."""
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
@@ -61,11 +72,14 @@ class Scheduler:
         headroom = Headroom(cache.block_size)
         self._lengths = OutputLengthEstimator()
         self._predictor = StepTimePredictor()
+        self._swapping = Swapping(cache, self._predictor, block_copy_s)
         self._ledger = TenantLedger()
         self._sharing = PrefixSharing(cache)
         self._breakpoints = Breakpoints(cache, config.min_cacheable_tokens)
         self._desk = AdmissionDesk(cache, self._sharing, headroom)
         self._deadlines = Deadlines(config.queue_timeout_s)
+        # For whoever moves KV between engines: blocks on loan, and blocks to be filled.
+        self.exchange = BlockExchange(cache, headroom, self._desk.room_changed)
 
         # Until it ends, a request is in `_sequences`, and either in `_running` or a member of `_queue`.
         self._sequences: dict[str, Sequence] = {}
@@ -93,6 +107,14 @@ class Scheduler:
         )
         if not request.sampling.ignore_eos:
             sequence.stop_token_ids |= self._eos_token_ids
+        if request.output_token_ids:
+            reason = finish_reason_of(sequence, request.output_token_ids[-1], now)
+            if (
+                reason is not None
+            ):  # whoever began the answer was not heard to end it, or this server allows less
+                self._ledger.leave(sequence.account)
+                self._events.append(last_event(sequence, reason, None))
+                return
         sequence.predict_length(self._lengths)
         if request.cache_breakpoints:
             self._breakpoints.arrive(sequence, now)
@@ -104,11 +126,26 @@ class Scheduler:
         """Forget a request wherever it is, and free its blocks. No event follows. Unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
+            self._events = [event for event in self._events if event.request_id != request_id]
             return
         if sequence.request.sampling.stop and sequence.output_token_ids:
             # How a stop string looks from here: the gateway found it, and the answer is complete.
             self._lengths.observe(sequence.request.tenant, len(sequence.output_token_ids))
         self._end(sequence, now)
+
+    def fail(self, chunk: Chunk, error: str, now: float) -> None:
+        """A chunk of the latest plan, or the rest of it, was not computed. Its request ends with an error, and so
+        does whoever the plan let share the blocks that it was to fill. Call it before the next plan."""
+        failed = self._sequences.get(chunk.request_id)
+        if failed is None or failed.state is not State.RUNNING:
+            return
+        lost = set(failed.block_ids[chunk.start // self._cache.block_size :])
+        self._cache.withdraw(lost)
+        for sequence in list(self._running.sequences):
+            if not lost.isdisjoint(sequence.block_ids):
+                event = last_event(sequence, FinishReason.ERROR, error)
+                self._end(sequence, now)
+                self._events.append(event)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None when there is nothing to compute before a commit or an arrival."""
@@ -165,13 +202,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._sequences)
+        """Whether any request waits or runs, or has ended and nobody knows yet."""
+        return bool(self._sequences or self._events)
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call `plan` again even if nothing happens before: the next deadline, if there is one."""
         deadline_s = self._deadlines.next_s()
         return None if deadline_s is None else max(now, deadline_s)
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What happened to the prefix index since the last call."""
+        return self._cache.take_events()
+
+    def restart_kv_events(self) -> None:
+        """The next events start afresh: a reader has missed some, or is new."""
+        self._cache.restart_events()
 
     def stats(self) -> EngineStats:
         """What the scheduler knows of EngineStats; the driver adds what it knows about steps."""
@@ -186,6 +231,7 @@ class Scheduler:
             prefix_cache_queries=cache.lookup_tokens,
             prefix_cache_hits=cache.hit_tokens,
             num_preemptions=self._num_preemptions,
+            num_swapped=self._swapping.num_swapped,
             num_pinned_blocks=cache.num_pins,
             num_pins_demoted=cache.pins_demoted,
             num_host_blocks=cache.num_host_blocks,
@@ -199,35 +245,14 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise unless every record agrees with every other. For tests: slow."""
-        running, queue = self._running.sequences, self._queue.members
-        self._cache.check_integrity([sequence.block_ids for sequence in running])
-        self._running.check_integrity()
-        self._queue.check_integrity()
-        assert len(running) + len(queue) == len(self._sequences)
-        assert all(self._sequences[s.request_id] is s and s.state is State.RUNNING for s in running)
-        for sequence in queue:
-            assert self._sequences[sequence.request_id] is sequence
-            assert not sequence.block_ids
-            assert not sequence.num_computed
-            assert not sequence.followers
-            assert (sequence.state is State.LANDING) == (sequence.num_in_flight > 0)
-            assert (sequence.state is State.HELD) == (sequence.leader is not None)
+        running = (sequence.block_ids for sequence in self._running.sequences)
+        self._cache.check_integrity([*running, *self.exchange.tables()])
+        check_records(self._sequences, self._running, self._queue)
 
     def _check(self, request: Request) -> None:
-        num_prompt = len(request.prompt_token_ids)
-        if request.id in self._sequences:
+        if request.id in self._sequences or any(event.request_id == request.id for event in self._events):
             raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
-        if not num_prompt:
-            raise InvalidRequest("The prompt is empty.", param="prompt")
-        if request.sampling.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
-        if num_prompt + 1 > self._max_length:
-            is_cache_small = self._max_length < self._max_model_len
-            raise ContextLengthExceeded(
-                f"The prompt has {num_prompt} tokens, and this server takes at most {self._max_length - 1}.",
-                param="prompt",
-                hint="The KV cache is smaller than the model's context." if is_cache_small else None,
-            )
+        check_request(request, self._max_length, self._max_model_len)
 
     def _end_overdue(self, now: float) -> None:
         for sequence in self._deadlines.overdue(now):
@@ -245,6 +270,9 @@ class Scheduler:
             self._preempt(victim, now)
             needy.discard(victim.number)
         cache.make_pins_yield(len(needy))  # the most senior request runs alone, and comes before pins
+        if len(needy) > cache.num_available:  # it must wait for blocks that other engines read or fill
+            for sequence in tuple(self._running.sequences):
+                self._preempt(sequence, now)
 
     def _displace(self, now: float) -> bool:
         """Preempt batch requests when the next waiting request is more urgent and lacks a seat or blocks."""
@@ -310,10 +338,10 @@ class Scheduler:
         self._cache.record_lookup(sequence.num_known, sequence.num_computed)
         if not sequence.has_started:
             sequence.first_planned_s = now
-            sequence.num_cached_tokens = sequence.num_computed
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
             if sequence.marks is not None:
                 self._breakpoints.start(sequence, now)
-            sequence.account.service += PROMPT_TOKEN_WEIGHT * (sequence.num_prompt - sequence.num_computed)
+            sequence.account.service += PROMPT_TOKEN_WEIGHT * (sequence.num_known - sequence.num_computed)
             self._deadlines.watch(sequence)
 
     def _publish(self, sequence: Sequence, now: float) -> None:
@@ -354,7 +382,7 @@ class Scheduler:
             self._requeue(sequence)
 
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        if num_output > 1:
+        if sequence.num_sampled > 1:
             return TokenEvent(sequence.request_id, (token_id,), logprobs, finish_reason)
         return TokenEvent(
             sequence.request_id,
@@ -377,6 +405,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, now: float) -> None:
         """Take a running request's blocks and put it at the front of its queue. Samples in flight stay good: they
         were planned before. It comes back when they have landed, since then all of its tokens are known."""
+        self._swapping.preempted(sequence, now)
         self._stop(sequence)
         self._num_preemptions += 1
         is_landing = sequence.num_in_flight > 0

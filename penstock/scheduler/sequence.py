@@ -9,8 +9,8 @@ import enum
 from collections.abc import Sequence as TokenIds
 from typing import TYPE_CHECKING
 
+from penstock.core.hashing import BlockHash, chain_hashes, root_hash
 from penstock.core.request import Request, Tier
-from penstock.kvcache.hashing import BlockHash, chain_hashes, root_hash
 from penstock.scheduler.fairness import TenantAccount
 from penstock.scheduler.lengths import OutputLengthEstimator
 
@@ -104,9 +104,9 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.length_limit = length_limit  # prompt and answer together
         self.predicted_length = length_limit  # of the same; a guess of the length estimator
-        self.output_token_ids: list[int] = []
-        self.num_known = self.num_prompt
-        self.num_expected = self.num_prompt
+        self.output_token_ids: list[int] = list(request.output_token_ids)
+        self.num_known = self.num_prompt + len(self.output_token_ids)
+        self.num_expected = self.num_known
         self.num_computed = 0
         self.is_prefilling = False  # running, and tokens known at admission are not all computed
         self.num_cached_tokens: int | None = None  # found in the cache at first admission
@@ -119,9 +119,7 @@ class Sequence:
         self.marks: Marks | None = None  # of a request with cache breakpoints; kept by Breakpoints
 
         # Kept by PrefixSharing.
-        # No name of a tenant holds a NUL, so none can be mistaken for another's name with a salt.
-        salt = f"{request.tenant}\0{request.cache_salt}" if request.cache_salt else request.tenant
-        self.root_hash = root_hash(salt)
+        self.root_hash = root_hash(request.prefix_salt)
         self.hashes: list[BlockHash] = []  # of leading full blocks, as far as anyone needed them
         self.num_published = 0  # leading blocks, while running, that the cache was told the hashes of
         self.publish_at: int | None = None  # tokens that must be known and computed to publish the next block
@@ -133,6 +131,11 @@ class Sequence:
     @property
     def has_started(self) -> bool:
         return self.first_planned_s is not None
+
+    @property
+    def num_sampled(self) -> int:
+        """Committed samples, without what another engine had sampled before."""
+        return len(self.output_token_ids) - len(self.request.output_token_ids)
 
     @property
     def num_in_flight(self) -> int:

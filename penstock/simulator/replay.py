@@ -12,12 +12,18 @@ from penstock.core.plan_log import (
     AbortCall,
     AddCall,
     CommitCall,
+    ExchangeCall,
+    FailCall,
+    LandCall,
+    LendCall,
     LogHeader,
     PlanCall,
+    ReserveCall,
     SchedulerCall,
     read_plan_log,
 )
 from penstock.kvcache import KVCache
+from penstock.scheduler.exchange import BlockExchange
 from penstock.scheduler.scheduler import Scheduler
 
 
@@ -59,6 +65,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         cache,
         max_model_len=header.max_model_len,
         eos_token_ids=frozenset(header.eos_token_ids),
+        block_copy_s=header.block_copy_s,
     )
 
 
@@ -71,6 +78,8 @@ def replay_calls(scheduler: Scheduler, calls: Iterable[SchedulerCall]) -> Replay
                 scheduler.add(call.request, call.now)
             case AbortCall():
                 scheduler.abort(call.request_id, call.now)
+            case FailCall():
+                scheduler.fail(call.chunk, call.error, call.now)
             case PlanCall():
                 plan = scheduler.plan(call.now)
                 if plan != call.plan:
@@ -85,5 +94,22 @@ def replay_calls(scheduler: Scheduler, calls: Iterable[SchedulerCall]) -> Replay
                         f"The plan log commits step {call.result.step_id}, which was not planned."
                     )
                 scheduler.commit(plan, call.result, call.now)
+            case _:
+                _replay_exchange(scheduler.exchange, call)
         num_calls += 1
     return Replay(num_calls, num_plans, None)
+
+
+def _replay_exchange(exchange: BlockExchange, call: ExchangeCall) -> None:
+    match call:
+        case ReserveCall():
+            exchange.reserve(call.request)
+        case LandCall():
+            exchange.land(call.number, call.num_filled)
+        case LendCall():
+            if call.request is not None:
+                exchange.lend_prefix(call.request)
+            else:
+                exchange.lend(call.block_ids)
+        case _:
+            exchange.take_back(call.number)

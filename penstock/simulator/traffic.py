@@ -15,8 +15,8 @@ from itertools import accumulate, count
 from math import log
 from random import Random
 
+from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.request import Request, SamplingParams
-from penstock.kvcache.hashing import chain_hashes, root_hash
 from penstock.simulator.workload import Arrival, Lengths, LogNormal
 
 _BLOCK_SIZE = 16

@@ -7,8 +7,12 @@ import torch
 
 from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import ConfigError
+from penstock.engine import device as device_module
 from penstock.engine.device import choose_ops
 from penstock.kernels import library
+from penstock.kernels.interface import GroupQuantWeight
+
+DTYPES = ("auto", "bfloat16", "float32")
 
 
 def config(**model: str) -> EngineConfig:
@@ -35,6 +39,17 @@ def test_the_native_backend_says_nothing(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.text
 
 
+def test_only_auto_rounds_weights_that_come_quantized() -> None:
+    native = library.load()
+    if native is None or not native.fast_integers():
+        pytest.skip("needs a processor that multiplies bytes")
+    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
+    weight = GroupQuantWeight(codes, torch.rand(32, 2), None, 32, 4)
+    sizes = {dtype: choose_ops(config(dtype=dtype)).pack_linear([weight]).num_bytes for dtype in DTYPES}
+    assert sizes["auto"] > codes.numel()
+    assert sizes["bfloat16"] == sizes["float32"] < codes.numel()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_without_a_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
@@ -45,3 +60,20 @@ def test_a_float8_cache_needs_cuda() -> None:
     config = EngineConfig(model=ModelConfig(device="cpu"), cache=CacheConfig(kv_cache_dtype="fp8"))
     with pytest.raises(ConfigError, match="CUDA"):
         choose_ops(config)
+
+
+def test_an_int8_cache_runs_anywhere(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(model=ModelConfig(device="cpu"), cache=CacheConfig(kv_cache_dtype="int8"))
+    ops = choose_ops(config)
+    assert (ops.name, ops.kv_dtype) == ("torch", torch.int8)
+    assert "slow" in caplog.text
+
+
+def test_flashinfer_needs_cuda_and_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanting = EngineConfig(model=ModelConfig(device="cpu", attention_backend="flashinfer"))
+    with pytest.raises(ConfigError, match="CUDA"):
+        choose_ops(wanting)
+    monkeypatch.setattr(device_module, "choose_device", lambda asked: torch.device("cuda"))
+    with pytest.raises(ConfigError, match="needs FlashInfer") as refused:
+        choose_ops(wanting)
+    assert refused.value.hint == "pip install 'penstock[flashinfer]'"

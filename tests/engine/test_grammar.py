@@ -190,6 +190,31 @@ def test_special_tokens_stand_for_themselves(engine: Engine, marker: str, only_c
     assert written[-1] == END
 
 
+@pytest.mark.parametrize("marker", CALL_TOKENS)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", r"{}x[ab]"),
+        ("choice", '["{}xa", "{}xb"]'),
+        ("ebnf", 'start: "{}x" ("a" | "b") // not <tool_call>'),
+        ("json_schema", '{{"enum": ["{}xa", "{}xb"]}}'),
+    ],
+)
+def test_a_grammar_may_spell_a_special_tokens_name(engine: Engine, marker: str, kind: Any, text: str) -> None:
+    """It is text then, and not the token."""
+    spelt = re.escape(marker) if kind == "regex" else marker
+    (answer,) = run(engine, [constrained("t", Grammar(kind, text.format(spelt, spelt)))]).values()
+    assert answer[-1].finish_reason is FinishReason.STOP, answer[-1]
+    assert text_of(answer).strip('"') in (f"{marker}xa", f"{marker}xb")
+    assert not set(CALL_TOKENS.values()) & set(tokens(answer))
+
+
+def test_a_clients_own_grammar_calls_tokens_by_their_names(engine: Engine) -> None:
+    grammar = Grammar("ebnf", 'start: <tool_call> "<tool_call>" /<tool_call>/ // <tool_call>')
+    (answer,) = run(engine, [constrained("t", grammar)]).values()
+    assert tokens(answer) == [CALL_TOKENS["<tool_call>"], *b"<tool_call><tool_call>", END]
+
+
 MIX = [
     constrained(f"{kind}-{n}", grammar, 40, seed=n, frequency_penalty=0.2 * (n % 2), logprobs=n % 3 or None)
     for n in range(3)

@@ -15,7 +15,7 @@ VOCAB_SIZE = 300
 CONTEXT = 512
 
 
-def write_tiny_model(folder: Path) -> Path:
+def write_tiny_model(folder: Path, **changes: Any) -> Path:
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -35,16 +35,26 @@ def write_tiny_model(folder: Path) -> Path:
         "hidden_act": "silu",
     }
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings | changes))
     return folder
 
 
-def tiny_engine(model: Path, *, num_kv_blocks: int = 256, **settings: Any) -> Engine:
+def tiny_engine(model: Path, *, num_kv_blocks: int | None = 256, **settings: Any) -> Engine:
     """`settings` go to the scheduler, except those of the engine, the cache and the model themselves."""
-    engine = {name: settings.pop(name) for name in ("steps_in_flight", "record_plans") if name in settings}
+    engine = {
+        name: settings.pop(name)
+        for name in ("steps_in_flight", "record_plans", "parallel", "kv_transfer")
+        if name in settings
+    }
     cache = {
         name: settings.pop(name)
-        for name in ("enable_prefix_caching", "max_pinned_fraction", "kv_host_memory")
+        for name in (
+            "enable_prefix_caching",
+            "max_pinned_fraction",
+            "kv_host_memory",
+            "kv_cache_memory",
+            "kv_cache_dtype",
+        )
         if name in settings
     }
     config = EngineConfig(

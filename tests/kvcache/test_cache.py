@@ -146,3 +146,17 @@ def test_integrity_check_notices_a_reference_that_no_table_holds() -> None:
 def test_a_cache_needs_blocks(num_blocks: int) -> None:
     with pytest.raises(ValueError, match="needs blocks"):
         KVCache(num_blocks)
+
+
+def test_a_held_block_outlives_its_first_holder() -> None:
+    cache = KVCache(4, block_size=4)
+    block_ids = cache.allocate(2)
+    assert block_ids is not None
+    cache.hold(block_ids)
+    cache.release(block_ids)
+    cache.check_integrity([block_ids])
+    assert cache.num_available == 2
+    cache.release(block_ids)
+    cache.check_integrity([])
+    with pytest.raises(IntegrityError):
+        cache.hold(block_ids)

@@ -177,3 +177,33 @@ def test_pins_yield_only_as_far_as_needed() -> None:
     assert (cache.num_available, cache.num_pinned, cache.pins_demoted) == (4, 4, 2)
     cache.make_pins_yield(3)
     assert cache.pins_demoted == 2
+
+
+def test_a_promise_alone_pins_nothing_and_shortens_nothing() -> None:
+    cache = KVCache(4, num_host_blocks=4)
+    remember(cache, "abc")
+    cache.pin(hashes("a"), until=50.0, now=0.0)
+    cache.promise(hashes("abc"), until=10.0, now=0.0)
+    assert (cache.num_pins, cache.num_available) == (1, 3)
+    evict_all(cache)
+    assert cache.in_host_memory(hashes("abc")) == hashes("abc")[1:]
+    cache.promise(hashes("abc"), until=20.0, now=5.0)
+    cache.expire_pins(15.0)
+    assert matched(cache, "abc") == "abc"
+    cache.expire_pins(20.0)
+    assert matched(cache, "abc") == "a"
+    cache.check_integrity([])
+
+
+def test_withdrawn_blocks_are_found_by_nobody() -> None:
+    cache = KVCache(6, num_host_blocks=2)
+    remember(cache, "ab")
+    table = compute(cache, "abcd")
+    cache.pin(hashes("abcd"), until=10.0, now=0.0)
+    cache.withdraw(table[2:])
+    assert matched(cache, "abcd") == "ab"
+    assert cache.num_pins == 2
+    cache.check_integrity([table])
+    cache.release(table)
+    assert cache.num_free == 4
+    cache.check_integrity([])

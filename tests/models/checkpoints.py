@@ -19,6 +19,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -84,6 +86,18 @@ def _qwen3_moe(**changes: Any) -> Any:
     )
 
 
+def _qwen2_moe() -> Any:
+    return Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **SMALL,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+        )
+    )
+
+
 def _qwen2_windowed() -> Any:
     return Qwen2ForCausalLM(
         Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1)
@@ -99,6 +113,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "qwen2-windowed": _qwen2_windowed,
+    "qwen2-moe": _qwen2_moe,
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "head_dim": 32})),
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**SMALL, num_local_experts=6, num_experts_per_tok=2, sliding_window=8)
@@ -132,7 +147,12 @@ class Reference:
 
 def make_reference(name: str, folder: Path, **save_settings: Any) -> Reference:
     torch.manual_seed(0)
-    model = MODELS[name]().float().eval()
+    return save_random(name, MODELS[name](), folder, **save_settings)
+
+
+def save_random(name: str, model: Any, folder: Path, **save_settings: Any) -> Reference:
+    torch.manual_seed(0)
+    model = model.float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):

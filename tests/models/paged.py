@@ -24,6 +24,7 @@ class Sequence:
 class PagedRunner:
     def __init__(self, model: Model, ops: Ops, num_blocks: int = 64) -> None:
         self.model = model
+        self._device = ops.device
         self._kv = ops.allocate_kv(
             model.num_layers, num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim
         )
@@ -50,19 +51,22 @@ class PagedRunner:
         width = max(len(sequence.block_ids) for sequence, _ in chunks)
         tables = [sequence.block_ids + [0] * (width - len(sequence.block_ids)) for sequence, _ in chunks]
         batch = AttentionBatch(
-            positions=torch.tensor(positions, dtype=torch.int32),
-            slots=torch.tensor(slots, dtype=torch.int32),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            query_starts=self._tensor(starts),
+            context_lens=self._tensor(context_lens),
+            block_tables=self._tensor(tables),
             num_requests=len(chunks),
             max_query_len=max(len(chunk) for _, chunk in chunks),
             max_context_len=max(context_lens),
         )
         with torch.inference_mode():
-            hidden = self.model.forward(torch.tensor(token_ids, dtype=torch.int32), batch, self._kv)
+            hidden = self.model.forward(self._tensor(token_ids), batch, self._kv)
             logits = self.model.logits(hidden)
         return [logits[start:end] for start, end in pairwise(starts)]
+
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)
 
     def prompt_logits(self, token_ids: list[int], chunk_size: int | None = None) -> Tensor:
         sequence = Sequence()

@@ -144,14 +144,18 @@ def compressed_packed(bits: int, group: int, *, symmetric: bool) -> Layout:
     return compressed("pack-quantized", weights, quantize)
 
 
-def smooth_int8() -> Layout:
+def smooth_int8(*, rounds_inputs: bool = True) -> Layout:
     def quantize(weight: Tensor) -> Quantized:
         scales = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
         codes = (weight / scales.float()).round().clamp(-128, 127)
         return Quantized({"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float())
 
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    return compressed("int-quantized", weights, quantize)
+    layout = compressed("int-quantized", weights, quantize)
+    if rounds_inputs:
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        layout.settings["config_groups"]["group_0"]["input_activations"] = activations
+    return layout
 
 
 def float8(kind: str) -> Layout:
@@ -198,6 +202,7 @@ LAYOUTS: dict[str, Layout] = {
     "compressed int4 with zero points": compressed_packed(4, 32, symmetric=False),
     "compressed int8, packed": compressed_packed(8, 32, symmetric=True),
     "SmoothQuant int8": smooth_int8(),
+    "int8 by rows": smooth_int8(rounds_inputs=False),
     "compressed float8": float8("compressed"),
     "float8 with one scale": float8("tensor"),
     "float8 in blocks": float8("blocks"),

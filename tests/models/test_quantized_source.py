@@ -61,6 +61,16 @@ def test_weights_decode_without_loss_and_stay_packed(name: str, folder: Path) ->
     assert isinstance(source.matrix("lm_head.weight", 320, 64), DenseWeight)
 
 
+@pytest.mark.parametrize(("name", "rounds_inputs"), [("SmoothQuant int8", True), ("int8 by rows", False)])
+def test_only_checkpoints_made_for_it_have_their_inputs_rounded(
+    name: str, rounds_inputs: bool, folder: Path
+) -> None:
+    quantize_folder(folder, LAYOUTS[name])
+    weight = open_checkpoint(folder).source().matrix(f"{UP}.weight", 96, 64)
+    assert isinstance(weight, GroupQuantWeight)
+    assert weight.rounds_inputs == rounds_inputs
+
+
 def test_stacked_parts_in_different_orders(folder: Path, ops: Ops) -> None:
     """Then no reordering of the input serves all of them."""
     dense = quantize_folder(folder, gptq(4, 32, act_order=True))

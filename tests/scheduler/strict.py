@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from penstock.core.config import SchedulerConfig
+from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import CacheBreakpoint, FinishReason, Request, SamplingParams, Tier
 from penstock.kvcache.cache import KVCache
-from penstock.kvcache.hashing import chain_hashes, root_hash
 from penstock.scheduler import Scheduler
+from penstock.scheduler.exchange import Landing, Loan
 
 VOCABULARY = 50
 EOS = VOCABULARY  # never drawn unless a test wants it
@@ -96,6 +97,21 @@ class StrictExecutor:
                 sampled.append(SampledToken(chunk.request_id, token_id))
         self.num_tokens_computed += plan.num_tokens
         return StepResult(plan.step_id, tuple(sampled), 0.01 + 1e-4 * plan.num_tokens)
+
+    def contents_of(self, request: Request, num_blocks: int) -> list[list[int]]:
+        """What the first blocks of a request hold once they are computed."""
+        digest = root(request.tenant)
+        digests = []
+        for token_id in request.prompt_token_ids[: num_blocks * self._block_size]:
+            digest = extend(digest, token_id)
+            digests.append(digest)
+        return [digests[at : at + self._block_size] for at in range(0, len(digests), self._block_size)]
+
+    def read(self, block_ids: tuple[int, ...]) -> list[list[int | None]]:
+        return [list(self._kv[block_id]) for block_id in block_ids]
+
+    def overwrite(self, block_id: int, contents: list[int]) -> None:
+        self._kv[block_id] = list(contents)
 
     def deliver(self, request_id: str, token_ids: tuple[int, ...]) -> None:
         if request_id in self.rows:
@@ -184,6 +200,7 @@ class Driver:
         prefix_caching: bool = True,
         max_pinned_fraction: float = 0.5,
         num_host_blocks: int = 0,
+        block_copy_s: float | None = None,
         **config: object,
     ) -> None:
         settings: dict[str, object] = {"itl_target_ms": None, "min_cacheable_tokens": 1, **config}
@@ -196,7 +213,11 @@ class Driver:
             num_host_blocks=num_host_blocks,
         )
         self.scheduler = Scheduler(
-            self.config, self.cache, max_model_len=max_model_len, eos_token_ids=frozenset({EOS})
+            self.config,
+            self.cache,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset({EOS}),
+            block_copy_s=block_copy_s,
         )
         self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks)
         self.depth = depth
@@ -209,12 +230,14 @@ class Driver:
         self.plans: list[StepPlan] = []
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.aborted: set[str] = set()
+        self.landings: deque[tuple[Landing, Request]] = deque()
+        self.loans: deque[tuple[Loan, Request]] = deque()
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now)
         self.scheduler.check_integrity()
         self.requests[request.id] = request
-        self.answers[request.id] = []
+        self.answers[request.id] = list(request.output_token_ids)
         self.finished.pop(request.id, None)
         self.first_events.pop(request.id, None)
         self.aborted.discard(request.id)
@@ -228,6 +251,38 @@ class Driver:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    def reserve(self, request: Request) -> None:
+        """Room for KV of a request from another engine."""
+        landing = self.scheduler.exchange.reserve(request)
+        self.scheduler.check_integrity()
+        if landing is not None:
+            self.landings.append((landing, request))
+
+    def land(self, num_filled: int) -> None:
+        """The oldest landing ends: some of its blocks are filled, and rubbish is written to the others."""
+        landing, request = self.landings.popleft()
+        num_filled = min(num_filled, len(landing.block_ids))
+        first = len(landing.found_block_ids)
+        contents = self.executor.contents_of(request, first + num_filled)[first:]
+        rubbish: list[list[int]] = [[-1] * self.cache.block_size] * (len(landing.block_ids) - num_filled)
+        for block_id, content in zip(landing.block_ids, [*contents, *rubbish], strict=True):
+            self.executor.overwrite(block_id, content)
+        self.scheduler.exchange.land(landing.number, num_filled)
+        self.scheduler.check_integrity()
+
+    def lend(self, request: Request) -> None:
+        """Another engine reads what is cached of a request."""
+        loan = self.scheduler.exchange.lend_prefix(request)
+        self.loans.append((loan, request))
+        self.scheduler.check_integrity()
+
+    def take_back(self) -> None:
+        """The oldest loan ends: what was lent is still what it was."""
+        loan, request = self.loans.popleft()
+        assert self.executor.read(loan.block_ids) == self.executor.contents_of(request, len(loan.block_ids))
+        self.scheduler.exchange.take_back(loan.number)
+        self.scheduler.check_integrity()
 
     def pin(self, prompt: tuple[int, ...], seconds: float = 1.0) -> None:
         hashes = chain_hashes(root_hash(""), prompt, self.cache.block_size)

@@ -21,10 +21,12 @@ def ask(
     ttl_s: float = FIVE_MINUTES,
     earlier: tuple[int, ...] = (),
     tenant: str = "",
+    min_tokens: int | None = None,
 ) -> CacheUse:
     """Serve one request to its end; what its breakpoints did."""
     breakpoints = tuple(CacheBreakpoint(position, ttl_s, earlier) for position in positions)
-    driver.add(make_request(request_id, prompt, 2, tenant=tenant, breakpoints=breakpoints))
+    request = make_request(request_id, prompt, 2, tenant=tenant, breakpoints=breakpoints)
+    driver.add(msgspec.structs.replace(request, min_cacheable_tokens=min_tokens))
     driver.run()
     use = driver.first_events[request_id].cache_use
     assert use is not None
@@ -94,6 +96,13 @@ def test_a_prefix_under_the_minimum_is_silently_not_kept() -> None:
     assert ask(driver, "b", PROMPT[:100], 49, 50) == CacheUse(48, (0, 0))
     assert ask(driver, "c", PROMPT[:100], 49) == CacheUse(0, (0,))
     assert ask(driver, "d", PROMPT[:100], 80, earlier=(49,)) == CacheUse(0, (80,))
+
+
+def test_a_request_may_bring_another_minimum() -> None:
+    driver = Driver(min_cacheable_tokens=50)
+    assert ask(driver, "a", PROMPT[:100], 20, 40, min_tokens=30) == CacheUse(0, (0, 40))
+    assert ask(driver, "b", PROMPT[:100], 40, min_tokens=60) == CacheUse(0, (0,))
+    assert ask(driver, "c", PROMPT[:100], 40, min_tokens=30) == CacheUse(40, (0,))
 
 
 def test_a_changed_beginning_invalidates_everything_after_it() -> None:

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ContextLengthExceeded, Overloaded
-from penstock.core.request import CacheBreakpoint, FinishReason, Tier
-from tests.scheduler.strict import VOCABULARY, Driver, make_request
+from penstock.core.request import CacheBreakpoint, FinishReason, Request, Tier
+from tests.scheduler.strict import VOCABULARY, Driver, expected_answer, make_request
 
 PREFIXES = tuple(tuple((start * 7 + index * 3) % VOCABULARY for index in range(120)) for start in range(3))
 
@@ -28,11 +29,18 @@ requests = st.fixed_dictionaries(
         "timeout_s": st.one_of(st.none(), st.none(), st.floats(0.0, 0.5)),
         "stop_token_ids": st.one_of(st.just(()), st.tuples(st.integers(0, VOCABULARY - 1))),
         "min_tokens": st.integers(0, 3),
+        "num_begun": st.one_of(st.just(0), st.just(0), st.integers(0, 40)),
         "breakpoints": st.one_of(
             st.just([]),
             st.lists(st.tuples(st.integers(0, 130), st.sampled_from([0.3, 5.0])), min_size=1, max_size=4),
         ),
     }
+)
+prefixes = st.builds(
+    lambda prefix, count, tenant: make_request("prefix", prefix[:count], tenant=tenant),
+    st.sampled_from(PREFIXES),
+    st.integers(1, 120),
+    st.sampled_from(["", "a"]),
 )
 operations = st.lists(
     st.one_of(
@@ -45,6 +53,10 @@ operations = st.lists(
         st.tuples(st.just("wait"), st.floats(0.0, 2.0)),
         st.tuples(st.just("pin"), st.sampled_from(PREFIXES)),
         st.tuples(st.just("expect short answers"), st.none()),
+        st.tuples(st.just("reserve"), prefixes),
+        st.tuples(st.just("land"), st.integers(0, 30)),
+        st.tuples(st.just("lend"), prefixes),
+        st.tuples(st.just("take back"), st.none()),
     ),
     min_size=15,
     max_size=60,
@@ -62,6 +74,7 @@ configs = st.fixed_dictionaries(
         "prefix_caching": st.sampled_from([True, True, False]),
         "max_pinned_fraction": st.sampled_from([0.0, 0.2, 0.5, 1.0]),
         "num_host_blocks": st.sampled_from([0, 3, 40]),
+        "block_copy_s": st.sampled_from([None, 0.0]),
         "min_cacheable_tokens": st.sampled_from([1, 20]),
     }
 )
@@ -84,6 +97,7 @@ def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
             min_tokens=argument["min_tokens"],
             breakpoints=breakpoints_of(argument["breakpoints"], len(prompt)),
         )
+        request = begun_elsewhere(driver, request, argument["num_begun"])
         try:
             driver.add(request)
         except Overloaded:
@@ -108,6 +122,30 @@ def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
         driver.pin(argument)
     elif operation == "expect short answers":
         driver.expect_short_answers()
+    elif operation == "reserve":
+        driver.reserve(argument)
+    elif operation == "land":
+        if driver.landings:
+            driver.land(argument)
+    elif operation == "lend":
+        if not driver.num_in_flight:  # else blocks may be found whose contents are still being computed
+            driver.lend(argument)
+    elif operation == "take back" and driver.loans:
+        driver.take_back()
+
+
+def end_transfers(driver: Driver) -> None:
+    while driver.landings:
+        driver.land(0)
+    while driver.loans:
+        driver.take_back()
+
+
+def begun_elsewhere(driver: Driver, request: Request, num_tokens: int) -> Request:
+    """With the first tokens of its answer, none of which ends it."""
+    output = expected_answer(request, min(num_tokens, max(0, driver.length_of(request))))
+    ends = [at for at, token_id in enumerate(output) if token_id in request.sampling.stop_token_ids]
+    return msgspec.structs.replace(request, output_token_ids=tuple(output[: ends[0] if ends else None]))
 
 
 def breakpoints_of(marks: list[tuple[int, float]], num_prompt: int) -> tuple[CacheBreakpoint, ...]:
@@ -146,6 +184,7 @@ def test_random_operations_keep_every_promise(config: dict[str, Any], script: li
     driver = Driver(**config)
     for number, (operation, argument) in enumerate(script):
         perform(driver, operation, argument, number)
+    end_transfers(driver)
     driver.run()
     check_cache_use(driver)
     for request_id, event in driver.finished.items():
@@ -165,6 +204,7 @@ def test_the_same_calls_give_the_same_plans(config: dict[str, Any], script: list
         driver = Driver(**config)
         for number, (operation, argument) in enumerate(script):
             perform(driver, operation, argument, number)
+        end_transfers(driver)
         driver.run()
         return driver.plans
 

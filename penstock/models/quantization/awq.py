@@ -21,6 +21,7 @@ from penstock.models.load import Checkpoint
 from penstock.models.quantization.evaluation import WindowRunner
 from penstock.models.quantization.inventory import Inventory, load_listed
 from penstock.models.quantization.layouts import round_to_groups
+from penstock.models.weight_parts import Part, take_part
 from penstock.models.weights import WeightSource
 
 _ROWS_PER_STACK = 192  # inputs kept to judge a scaling by
@@ -32,6 +33,7 @@ class Inputs:
     """What one stack of matrices is multiplied with."""
 
     total: Tensor  # float32 [in], sum of sizes
+    largest: Tensor  # float32 [in]
     count: int = 0
     rows: list[Tensor] = field(default_factory=list)
 
@@ -52,8 +54,10 @@ class RecordingOps(TorchOps):
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         names = self.names.get(id(weight))
         if names is not None:
-            seen = self.inputs.setdefault(names, Inputs(torch.zeros(x.shape[1])))
-            seen.total += x.float().abs().sum(dim=0)
+            sizes = x.float().abs()
+            seen = self.inputs.setdefault(names, Inputs(*torch.zeros(2, x.shape[1])))
+            seen.total += sizes.sum(dim=0)
+            seen.largest = torch.maximum(seen.largest, sizes.amax(dim=0))
             seen.count += len(x)
             step = max(1, len(x) // self._rows_per_call)
             seen.rows.append(x[step - 1 :: step].float())
@@ -97,8 +101,23 @@ class ScaledSource:
     def names(self) -> frozenset[str]:
         return self._source.names()
 
-    def matrix(self, name: str, rows: int, columns: int) -> WeightData:
-        weight = self._source.matrix(name, rows, columns)
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
+        weight = self._scaled(name, self._source.matrix(name, rows, columns))
+        return weight if part is None else take_part(weight, part)
+
+    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        values = self._source.vector(name, size)
+        divisor = self._scaling.rows.get(name)
+        if divisor is not None:
+            offset = self._norm_offset if name.endswith("norm.weight") else 0.0
+            values = (values + offset) / divisor - offset
+        return values if part is None else values[part.start : part.stop]
+
+    def _scaled(self, name: str, weight: WeightData) -> WeightData:
         by_column, by_row = self._scaling.columns.get(name), self._scaling.rows.get(name)
         if by_column is None and by_row is None:
             return weight
@@ -108,14 +127,6 @@ class ScaledSource:
         if by_row is not None:
             values = values / by_row.unsqueeze(1)
         return DenseWeight(values)
-
-    def vector(self, name: str, size: int) -> Tensor:
-        values = self._source.vector(name, size)
-        divisor = self._scaling.rows.get(name)
-        if divisor is None:
-            return values
-        offset = self._norm_offset if name.endswith("norm.weight") else 0.0
-        return (values + offset) / divisor - offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +146,7 @@ def search_scaling(
     on_pair: Callable[[float], None],
 ) -> Scaling:
     scaling = Scaling()
-    pairs = _pairs(checkpoint, inventory)
+    pairs = scalable_pairs(checkpoint, inventory)
     for index, pair in enumerate(pairs):
         seen = inputs.get(pair.consumers)
         if seen is not None and seen.count:
@@ -166,7 +177,7 @@ def _best_factors(weight: Tensor, seen: Inputs, group: int) -> Tensor:
     return best
 
 
-def _pairs(checkpoint: Checkpoint, inventory: Inventory) -> list[Pair]:
+def scalable_pairs(checkpoint: Checkpoint, inventory: Inventory) -> list[Pair]:
     config = checkpoint.config
     mlp_norm = checkpoint.architecture.mlp_norm_name
     known = set(inventory.stacks)

@@ -13,10 +13,11 @@ from torch import Tensor
 from penstock.kernels.interface import Ops, PackedExperts, PackedLinear, WeightData
 from penstock.models.load import Checkpoint
 from penstock.models.model import Model
-from penstock.models.weights import ExpertNames, OnProgress, WeightLoader, WeightSource
+from penstock.models.weight_parts import Part
+from penstock.models.weights import ExpertNames, LinearPart, OnProgress, WeightLoader, WeightSource
 
 _HEAD = "lm_head"
-_ROUTER_END = ".gate"
+_ROUTER_ENDS = (".gate", ".shared_expert_gate")
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Inventory:
     def quantizable(self) -> list[str]:
         """Full names of the matrices of layers; head and routers stay as they are, as is usual."""
         stems = [stem for stack in self.stacks for stem in stack] + self.experts
-        return [f"{stem}.weight" for stem in stems if stem != _HEAD and not stem.endswith(_ROUTER_END)]
+        return [f"{stem}.weight" for stem in stems if stem != _HEAD and not stem.endswith(_ROUTER_ENDS)]
 
 
 class ListingSource:
@@ -42,13 +43,17 @@ class ListingSource:
     def names(self) -> frozenset[str]:
         return self._source.names()
 
-    def matrix(self, name: str, rows: int, columns: int) -> WeightData:
-        self._inventory.matrices[name] = (rows, columns)
-        return self._source.matrix(name, rows, columns)
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
+        self._inventory.matrices[name] = (rows, columns)
+        return self._source.matrix(name, rows, columns, part)
+
+    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         self._inventory.vectors[name] = size
-        return self._source.vector(name, size)
+        return self._source.vector(name, size, part)
 
 
 class ListingLoader(WeightLoader):
@@ -62,9 +67,15 @@ class ListingLoader(WeightLoader):
         self.stack_of: dict[int, tuple[str, ...]] = {}  # by the id of the packed matrix
 
     def linear(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        *,
+        bias: bool = False,
+        part: LinearPart | None = None,
     ) -> PackedLinear:
-        packed = super().linear(names, rows, columns, bias=bias)
+        packed = super().linear(names, rows, columns, bias=bias, part=part)
         self._inventory.stacks.append(tuple(names))
         self.stack_of[id(packed)] = tuple(names)
         return packed

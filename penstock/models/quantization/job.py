@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.select import preferred_cpu_dtype, select_ops
 from penstock.models.load import Checkpoint, load_model, load_tokenizer, open_checkpoint
-from penstock.models.quantization import awq, folder
+from penstock.models.quantization import awq, folder, smooth
 from penstock.models.quantization.evaluation import (
     WINDOW_TOKENS,
     Difference,
@@ -68,10 +68,13 @@ def quantize_model(job: QuantizeJob, on_stage: OnStage) -> Report:
     method = METHODS[job.method]
     group = _fitting_group(inventory, job.group) if method.has_groups else 0
     source = checkpoint.source()
-    if job.method == "int4-awq":
+    if job.method in ("int4-awq", "w8a8"):
         source = _scaled(job, checkpoint, inventory, group, source, on_stage)
-    _write(job.out, checkpoint, source, inventory, method, group, on_stage)
+    bytes_written = _write(job.out, checkpoint, source, inventory, method, group, on_stage)
 
+    rounds_inputs = job.method == "w8a8"
+    if rounds_inputs:  # which no CPU backend does: it is measured on one that keeps weights wide
+        ops = smooth.RoundedInputsOps(preferred_cpu_dtype())
     result = load_model(
         job.out,
         ops,
@@ -79,7 +82,8 @@ def quantize_model(job: QuantizeJob, on_stage: OnStage) -> Report:
         on_progress=lambda _, done: on_stage("Loading the result", done),
     )
     after = predict(result, ops, pieces, _counter(on_stage, "Measuring the result", len(pieces)))
-    return Report(group or None, before, after, compare(before, after), bytes_before, result.weight_bytes)
+    bytes_after = bytes_written if rounds_inputs else result.weight_bytes
+    return Report(group or None, before, after, compare(before, after), bytes_before, bytes_after)
 
 
 def _require_possible(checkpoint: Checkpoint, out: Path) -> None:
@@ -117,9 +121,14 @@ def _scaled(
     pieces = _pieces(checkpoint, job.calibration_text, job.calibration_tokens)
     count = _counter(on_stage, "Looking at activations", len(pieces))
     inputs = awq.record_inputs(checkpoint, preferred_cpu_dtype(), pieces, _window_tokens(checkpoint), count)
-    scaling = awq.search_scaling(
-        source, checkpoint, inventory, inputs, group, lambda done: on_stage("Searching for scales", done)
-    )
+
+    def searching(done: float) -> None:
+        on_stage("Searching for scales", done)
+
+    if job.method == "w8a8":
+        scaling = smooth.search_smoothing(source, checkpoint, inventory, inputs, searching)
+    else:
+        scaling = awq.search_scaling(source, checkpoint, inventory, inputs, group, searching)
     return awq.ScaledSource(source, scaling, checkpoint.config.norm_offset)
 
 
@@ -131,8 +140,8 @@ def _write(
     method: Method,
     group: int,
     on_stage: OnStage,
-) -> None:
-    """All or nothing: the folder appears under its name when it is complete."""
+) -> int:
+    """The bytes of the weights written. All or nothing: the folder appears under its name when it is complete."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -156,6 +165,7 @@ def _write(
         if out.exists():
             out.rmdir()
         partial.rename(out)
+        return writer.num_bytes
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from penstock.kernels.tensor_kv import to_codes
 from penstock.models.quantized_source import AWQ_ORDER
 
-MethodName = Literal["fp8", "int8", "int4", "int4-awq"]
+MethodName = Literal["fp8", "int8", "w8a8", "int4", "int4-awq"]
 
 _LARGEST_FLOAT8 = 448.0
 _SMALLEST_SCALE = 6e-8  # the least that float16 holds
@@ -80,6 +81,11 @@ def _encode_fp8(weight: Tensor, group: int) -> dict[str, Tensor]:
     return {"weight": (values / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
 
 
+def _encode_rows(weight: Tensor, group: int) -> dict[str, Tensor]:
+    codes, scales = to_codes(weight)
+    return {"weight": codes, "weight_scale": scales.unsqueeze(1)}
+
+
 def _encode_packed(weight: Tensor, group: int, bits: Literal[4, 8]) -> dict[str, Tensor]:
     """As compressed-tensors packs integers; four bits have zero points, eight do without."""
     rounded = round_to_groups(weight, group, bits, symmetric=bits == 8)
@@ -104,10 +110,10 @@ def _encode_awq(weight: Tensor, group: int) -> dict[str, Tensor]:
 
 def _compressed_settings(layout: str, weights: dict[str, Any], plain: list[str]) -> dict[str, Any]:
     described: dict[str, Any] = {"targets": ["Linear"], "weights": {**weights, "dynamic": False}}
-    if weights["type"] == "float":
+    if weights["strategy"] == "channel":
         described["input_activations"] = {
             "num_bits": 8,
-            "type": "float",
+            "type": weights["type"],
             "symmetric": True,
             "strategy": "token",
             "dynamic": True,
@@ -124,6 +130,11 @@ def _compressed_settings(layout: str, weights: dict[str, Any], plain: list[str])
 def _fp8_settings(group: int, plain: list[str]) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     return _compressed_settings("float-quantized", weights, plain)
+
+
+def _rows_settings(group: int, plain: list[str]) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    return _compressed_settings("int-quantized", weights, plain)
 
 
 def _packed_settings(bits: int) -> Callable[[int, list[str]], dict[str, Any]]:
@@ -154,6 +165,7 @@ def _awq_settings(group: int, plain: list[str]) -> dict[str, Any]:
 METHODS: dict[str, Method] = {
     "fp8": Method("fp8", False, _encode_fp8, _fp8_settings),
     "int8": Method("int8", True, lambda weight, group: _encode_packed(weight, group, 8), _packed_settings(8)),
+    "w8a8": Method("w8a8", False, _encode_rows, _rows_settings),
     "int4": Method("int4", True, lambda weight, group: _encode_packed(weight, group, 4), _packed_settings(4)),
     "int4-awq": Method("int4-awq", True, _encode_awq, _awq_settings),
 }

@@ -54,6 +54,10 @@ def test_what_is_written_is_read_back(name: str, rows: int, columns: int, group:
     if name == "fp8":
         assert isinstance(read, Float8Weight)
         expected = tensors["weight"].float() * tensors["weight_scale"]
+    elif name == "w8a8":
+        assert isinstance(read, GroupQuantWeight)
+        assert (read.bits, read.group, read.rounds_inputs) == (8, columns, True)
+        expected = tensors["weight"].float() * tensors["weight_scale"]
     else:
         assert isinstance(read, GroupQuantWeight)
         bits = 8 if name == "int8" else 4

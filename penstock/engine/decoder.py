@@ -1,0 +1,174 @@
+"""Loads a model that generates tokens: choose the device, read the weights, size the KV cache, connect the executor.
+
+All sizes are decided here, once, with the numbers at hand; a model that does not fit is refused with them. Knows no
+scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.core.clock import Clock
+from penstock.core.config import EngineConfig
+from penstock.core.errors import ConfigError
+from penstock.core.messages import ModelCard
+from penstock.engine.adapter_desk import AdapterDesk
+from penstock.engine.adapters import LoRAModel
+from penstock.engine.batch import BatchRows
+from penstock.engine.device import choose_ops
+from penstock.engine.executor import ModelExecutor
+from penstock.engine.grammar import build_compiler
+from penstock.engine.grammar_desk import GrammarDesk
+from penstock.engine.grammar_masks import GrammarMasks
+from penstock.engine.graphs import DecodeGraphs
+from penstock.engine.loaded import Loaded, Progress
+from penstock.engine.memory import block_copy_s, num_host_blocks, num_kv_blocks
+from penstock.engine.parallel.local_rank import LocalRank
+from penstock.engine.parallel.setup import OneRank
+from penstock.engine.plain_tokenizers import numbered_tokenizer_json
+from penstock.engine.staging import Staging
+from penstock.engine.transfer.sharing import SharedKV, share
+from penstock.engine.warmup import warm_up
+from penstock.kernels.interface import KVStore, Ops
+from penstock.models.load import load_model, load_tokenizer
+from penstock.models.model import Model
+
+log = logging.getLogger(__name__)
+
+STAGING_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    kv: KVStore
+    num_host_blocks: int
+    block_copy_s: float | None
+    shared: SharedKV | None
+
+
+def load_decoder(
+    config: EngineConfig,
+    model_path: Path,
+    clock: Clock,
+    on_progress: Progress | None,
+    setup: OneRank | None = None,
+) -> Loaded:
+    setup = setup or OneRank()
+    ops = setup.ops(choose_ops(config))
+    loaded = load_model(
+        model_path,
+        ops,
+        quantization=config.model.quantization,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        max_model_len=config.model.max_model_len,
+        shard=setup.shard,
+        on_progress=on_progress,
+    )
+    model = setup.model(loaded, ops)
+    num_blocks = setup.agreed(num_kv_blocks(config, model, ops))
+    max_model_len = _fit_context(config, model.max_model_len, num_blocks)
+    card = _card(config, model_path, model, max_model_len, str(ops.dtype).removeprefix("torch."))
+    memory = _allocate(config, model, ops, num_blocks, setup, clock)
+    kv, shared_kv = memory.kv, memory.shared
+    max_rows = config.scheduler.max_num_seqs
+    staging = Staging(ops.device, STAGING_BYTES)
+    rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging)
+    is_cuda = ops.device.type == "cuda"
+    if is_cuda and setup.mesh is None:  # ranks would have to run every step together
+        warm_up(model, ops, kv, max_rows=max_rows, max_tokens=config.scheduler.max_num_batched_tokens)
+    compiler = build_compiler(card)
+    lora = _adaptable(config, model, ops, staging)
+    adapters = None
+    if lora is not None:
+        limits = config.scheduler
+        adapters = AdapterDesk(
+            lora, max_waiting=limits.max_queue_requests, queue_timeout_s=limits.queue_timeout_s
+        )
+    records_graphs = is_cuda and setup.records_graphs
+    executor = ModelExecutor(
+        model,
+        ops,
+        kv if shared_kv is None else shared_kv.store,
+        rows=rows,
+        staging=staging,
+        sampler=setup.sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed),
+        clock=clock,
+        graphs=DecodeGraphs(model, kv, rows, staging, max_model_len) if records_graphs else None,
+        masks=GrammarMasks(compiler.limits, clock) if compiler else None,
+        lora=lora,
+    )
+    return Loaded(
+        executor,
+        card,
+        num_blocks,
+        num_host_blocks=memory.num_host_blocks,
+        block_copy_s=memory.block_copy_s,
+        default_steps_in_flight=2 if is_cuda else 1,
+        grammars=GrammarDesk(compiler) if compiler else None,
+        adapters=adapters,
+        rank=LocalRank(executor, rows, setup.mesh, compiler) if setup.mesh is not None else None,
+        shared_kv=shared_kv,
+    )
+
+
+def _allocate(
+    config: EngineConfig, model: Model, ops: Ops, num_blocks: int, setup: OneRank, clock: Clock
+) -> _Memory:
+    block_size = config.cache.block_size
+    kv = ops.allocate_kv(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+    host_blocks = setup.agreed(num_host_blocks(config, kv))
+    copy_s = None
+    if host_blocks:
+        kv.reserve_host(host_blocks)
+        copy_s = block_copy_s(kv, ops, clock)
+    shared = share(config, model, ops, kv, clock) if config.kv_transfer else None
+    return _Memory(kv, host_blocks, copy_s, shared)
+
+
+def _adaptable(config: EngineConfig, model: Model, ops: Ops, staging: Staging) -> LoRAModel | None:
+    if config.parallel.num_ranks > 1:  # adapters are not cut up
+        return None
+    return LoRAModel(model, ops, staging, max_loras=config.lora.max_loras, max_rank=config.lora.max_lora_rank)
+
+
+def _card(config: EngineConfig, model_path: Path, model: Model, max_model_len: int, dtype: str) -> ModelCard:
+    architecture = model.config
+    tokenizer = load_tokenizer(model_path)
+    return ModelCard(
+        name=config.model.served_model_name or config.model.model,
+        architecture=architecture.architecture,
+        vocab_size=architecture.vocab_size,
+        max_model_len=max_model_len,
+        tokenizer_json=(
+            tokenizer.tokenizer_json if tokenizer else numbered_tokenizer_json(architecture.vocab_size)
+        ),
+        chat_template=tokenizer.chat_template if tokenizer else None,
+        special_tokens=tokenizer.special_tokens if tokenizer else {},
+        bos_token_id=tokenizer.bos_token_id if tokenizer else None,
+        add_bos_token=tokenizer.add_bos_token if tokenizer else False,
+        eos_token_ids=tokenizer.eos_token_ids if tokenizer else architecture.eos_token_ids,
+        weight_bytes=model.weight_bytes,
+        num_parameters=model.num_parameters,
+        dtype=dtype,
+        quantization=config.model.quantization,
+        embedding_size=architecture.hidden_size,
+    )
+
+
+def _fit_context(config: EngineConfig, model_max_len: int, num_kv_blocks: int) -> int:
+    """The longest context that both the model and the KV cache allow."""
+    capacity = num_kv_blocks * config.cache.block_size
+    asked = config.model.max_model_len
+    if asked is not None and asked > capacity:
+        raise ConfigError(
+            f"--max-model-len {asked} needs more KV cache than there is: it holds {capacity} tokens.",
+            hint="Raise --kv-cache-memory or lower --max-model-len.",
+        )
+    if capacity < model_max_len:
+        log.info(
+            "context limited to %d of %d tokens by the KV cache (--kv-cache-memory)", capacity, model_max_len
+        )
+    return min(model_max_len, capacity)

@@ -1,0 +1,37 @@
+"""What loading a model contributes to an engine. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.messages import ModelCard
+from penstock.engine.loop import Executor
+
+if TYPE_CHECKING:
+    from penstock.engine.adapter_desk import AdapterDesk
+    from penstock.engine.grammar_desk import GrammarDesk
+    from penstock.engine.parallel.executor import FirstRank
+    from penstock.engine.parallel.local_rank import LocalRank
+    from penstock.engine.transfer.sharing import SharedKV
+    from penstock.models.lora import LoRAWeights
+
+Progress = Callable[[str, float], None]  # what is being done, and how much of it is
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An executor, and the facts that size everything else."""
+
+    executor: Executor
+    card: ModelCard
+    num_kv_blocks: int
+    num_host_blocks: int = 0
+    block_copy_s: float | None = None
+    default_steps_in_flight: int = 1
+    grammars: GrammarDesk | None = None
+    adapters: AdapterDesk[LoRAWeights] | None = None
+    rank: LocalRank | None = None  # the executor's side of it, where this process is one rank of several
+    ranks: FirstRank | None = None  # the executor again, where it also runs the other ranks
+    shared_kv: SharedKV | None = None

@@ -1,0 +1,1 @@
+"""One model over several processes: tensor, pipeline and expert parallelism. See docs/parallelism.md."""

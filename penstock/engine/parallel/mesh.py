@@ -1,0 +1,178 @@
+"""How the ranks of one replica reach each other: process groups, and the few collectives that are used on them.
+
+A rank's number is `stage × tensor_size + tensor_rank`. The ranks of a stage cut its layers up between them; ranks
+with the same place in neighbouring stages hand activations on. NCCL carries CUDA tensors, gloo the rest. Knows no
+model.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from penstock.core.config import ParallelConfig
+from penstock.models.sharding import Shard
+
+# All ranks are told of a step before any of them computes it, so none waits for another much longer than it takes.
+_TIMEOUT = timedelta(minutes=5)
+_SENDS_IN_FLIGHT = 8
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # where gloo looks for the network to use
+
+
+def shard_of(rank: int, parallel: ParallelConfig) -> Shard:
+    stage, tensor_rank = divmod(rank, parallel.tensor_parallel_size)
+    return Shard(
+        tensor_rank=tensor_rank,
+        tensor_size=parallel.tensor_parallel_size,
+        stage=stage,
+        num_stages=parallel.pipeline_parallel_size,
+        places_experts=parallel.enable_expert_parallel,
+    )
+
+
+class TensorGroup:
+    """The ranks of one stage. Every method is called by all of them, in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, first: int) -> None:
+        """`first` is the number of the group's first rank among all."""
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._first = first
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def share(self, x: Tensor) -> None:
+        """The first rank's values for everybody, in place."""
+        if self.size > 1:
+            dist.broadcast(x, self._first, group=self._group)
+
+    def join_columns(self, own: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """All ranks' columns side by side, for the first rank alone."""
+        if self.size == 1:
+            return own
+        widest = max(widths)
+        padded = own if own.shape[1] == widest else torch.nn.functional.pad(own, (0, widest - own.shape[1]))
+        if self.rank:
+            dist.gather(padded.contiguous(), None, self._first, group=self._group)
+            return None
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.gather(padded.contiguous(), parts, self._first, group=self._group)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def join_rows(self, own: Tensor, heights: Sequence[int]) -> Tensor:
+        """All ranks' rows one below the other, for everybody."""
+        tallest = max(heights)
+        padded = own.new_zeros(tallest, own.shape[1])
+        padded[: own.shape[0]] = own
+        joined = own.new_empty(self.size * tallest, own.shape[1])
+        dist.all_gather_into_tensor(joined, padded, group=self._group)
+        return torch.cat(
+            [joined[rank * tallest : rank * tallest + height] for rank, height in enumerate(heights)]
+        )
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """int64 [size]: how much goes to each rank → how much comes from each."""
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self._group)
+        return received
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """So many rows to each rank, in order; returns the rows that came, in the order of the ranks."""
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
+        return arrived
+
+
+class StageLink:
+    """To the same place in the stages before and after this one. Sending does not wait for the receiver."""
+
+    def __init__(self, rank: int, tensor_size: int) -> None:
+        self._before = rank - tensor_size
+        self._after = rank + tensor_size
+        self._sending: deque[tuple[Any, Tensor]] = (
+            deque()
+        )  # the tensors must not change before they have left
+
+    def send(self, x: Tensor) -> None:
+        while len(self._sending) >= _SENDS_IN_FLIGHT:
+            work, _ = self._sending.popleft()
+            work.wait()
+        self._sending.append((dist.isend(x, self._after), x))
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._sending:
+            work, _ = self._sending.popleft()
+            work.wait()
+
+    def receive_into(self, x: Tensor) -> Tensor:
+        dist.recv(x, self._before)
+        return x
+
+
+class Mesh:
+    def __init__(
+        self, rank: int, parallel: ParallelConfig, device: torch.device, meeting_place: Path
+    ) -> None:
+        """Waits until all ranks have come. `meeting_place` is a file in a folder that only this user can enter."""
+        num_ranks, size = parallel.num_ranks, parallel.tensor_parallel_size
+        self.shard = shard_of(rank, parallel)
+        self.device = device
+        if device.type == "cpu":
+            os.environ.setdefault(_GLOO_INTERFACE, _loopback())
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=FileStore(str(meeting_place), num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=_TIMEOUT,
+        )
+        self.tensor = self._tensor_group(parallel.pipeline_parallel_size, size)
+        self.stages = StageLink(rank, size)
+
+    def smallest(self, number: int) -> int:
+        """Of what all ranks say."""
+        return int(self._reduced([number], dist.ReduceOp.MIN)[0])
+
+    def totals(self, *numbers: int) -> list[int]:
+        """Each number summed over all ranks."""
+        return self._reduced(list(numbers), dist.ReduceOp.SUM)
+
+    def close(self) -> None:
+        with suppress(RuntimeError):  # the receiver may have gone
+            self.stages.flush()
+        dist.destroy_process_group()
+
+    def _reduced(self, numbers: list[int], how: Any) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, how)
+        return [int(number) for number in tensor.tolist()]
+
+    def _tensor_group(self, num_stages: int, size: int) -> TensorGroup:
+        shard, own = self.shard, None
+        for stage in range(num_stages):  # every rank makes every group, in the same order
+            group = dist.new_group(list(range(stage * size, (stage + 1) * size)))
+            if stage == shard.stage:
+                own = group
+        return TensorGroup(own, shard.tensor_rank, size, shard.stage * size)
+
+
+def _loopback() -> str:
+    """Ranks share a machine, and nobody else needs to reach them."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

@@ -1,0 +1,79 @@
+"""Every message between the first rank of an engine and the others, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from penstock.core.config import EngineConfig
+from penstock.core.plan import SampledToken, StepPlan
+from penstock.core.request import Request
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The first message, once."""
+
+    rank: int
+    config: EngineConfig
+    model_path: str
+    meeting_place: str
+    log_level: int
+    log_format: str
+
+
+class Added(msgspec.Struct, frozen=True, tag="added"):
+    request: Request
+
+
+class Appended(msgspec.Struct, frozen=True, tag="appended"):
+    request_id: str
+    token_ids: tuple[int, ...]
+
+
+class Removed(msgspec.Struct, frozen=True, tag="removed"):
+    request_id: str
+
+
+News: TypeAlias = Added | Appended | Removed
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Take the news, in order, then run the plan. `in_flight` are tokens that the plan counts on and that no news
+    has told yet, by request."""
+
+    news: tuple[News, ...]
+    plan: StepPlan
+    in_flight: dict[str, int] = {}
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """There will be no more steps."""
+
+
+ToRank: TypeAlias = Begin | Step | Leave
+
+
+class Present(msgspec.Struct, frozen=True, tag="present"):
+    """The rank has started and is about to meet the others."""
+
+
+class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
+    """What the last stage of a pipeline sampled in one plan."""
+
+    sampled: tuple[SampledToken, ...]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The rank cannot go on, and ends after this."""
+
+    code: str
+    message: str
+    hint: str | None = None
+
+
+FromRank: TypeAlias = Present | Sampled | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode

@@ -1,0 +1,108 @@
+"""A rank other than the first: does what it is told, step by step.
+
+Started by the engine process as `python -m penstock.engine.parallel.rank FD`, with the number of the open file
+through which they talk. It ends when told to, when that connection closes, or with its parent; and on any error of
+its own, because ranks that no longer agree on a step can only wait for each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from penstock.core.clock import SystemClock
+from penstock.core.errors import PenstockError
+from penstock.core.log_format import formatter
+from penstock.engine.parallel.launch import build_rank
+from penstock.engine.parallel.local_rank import LocalRank
+from penstock.engine.parallel.messages import (
+    Begin,
+    Failed,
+    Leave,
+    Present,
+    Sampled,
+    Step,
+    decode_to_rank,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the engine decides
+        signal.signal(number, signal.SIG_IGN)
+    _die_with_parent()
+    connection = Connection(int(sys.argv[1]))
+    try:
+        begin = decode_to_rank(connection.recv_bytes())
+        assert isinstance(begin, Begin)
+        _set_up_logs(begin)
+        connection.send_bytes(encode(Present()))
+        failure = _run(begin, connection)
+        if failure is not None:
+            connection.send_bytes(encode(failure))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0  # nobody is there to talk to
+    return 0 if failure is None else 1
+
+
+def _run(begin: Begin, connection: Connection) -> Failed | None:
+    """Until told to leave, or until it cannot go on."""
+    try:
+        rank = build_rank(
+            begin.config, Path(begin.model_path), begin.rank, Path(begin.meeting_place), SystemClock()
+        )
+        try:
+            _serve(rank, connection)
+        finally:
+            rank.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except PenstockError as error:
+        return Failed(error.code, error.message, error.hint)
+    except Exception as error:
+        log.exception("the rank failed")
+        return Failed("engine_unavailable", f"Rank {begin.rank} stopped: {type(error).__name__}: {error}")
+    return None
+
+
+def _serve(rank: LocalRank, connection: Connection) -> None:
+    while True:
+        match decode_to_rank(connection.recv_bytes()):
+            case Step(news=news, plan=plan, in_flight=in_flight):
+                rank.take(news)
+                sampled = rank.run(plan, in_flight)
+                if sampled is not None:
+                    connection.send_bytes(encode(Sampled(sampled)))
+            case Leave():
+                return
+
+
+def _set_up_logs(begin: Begin) -> None:
+    handler = logging.StreamHandler()
+    name = f"rank {begin.rank}"
+    text_format = f"%(asctime)s {name} %(levelname)s %(message)s"
+    handler.setFormatter(formatter(begin.log_format, process=name, text_format=text_format))
+    logging.basicConfig(level=begin.log_level, handlers=[handler])
+
+
+def _die_with_parent() -> None:
+    """Linux tells a process of its parent's end, however it came; elsewhere the closed connection has to do."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The borrower's end of the wire to engines that lend KV. Runs in the transfer thread; decides nothing about blocks.
+
+Every fetch ends with one `Fetched`, after which nothing is written to its blocks. A lender that fails or falls silent
+is dropped with all that was on its way; a later fetch connects anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from penstock.core.kv_transfer import (
+    BlocksReady,
+    Borrow,
+    CancelBorrow,
+    CannotLend,
+    GiveBack,
+    Introduce,
+    KVLayout,
+    LenderAlive,
+    Lent,
+    Returned,
+    ToBorrower,
+    ToLender,
+    TransferCodec,
+)
+from penstock.engine.transfer.fetching import Fetching
+from penstock.engine.transfer.nixl_memory import NixlAgent, TransferError
+from penstock.engine.transfer.port import CancelFetch, Fetch, Fetched, News
+
+SILENCE_S = 3.0  # six messages of a lender that lives are missing
+
+
+@dataclass(slots=True)
+class _Peer:
+    endpoint: str
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    heard_s: float
+    layout: KVLayout | None = None
+    fetches: dict[int, Fetching] = field(default_factory=dict)
+
+
+class Borrower:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        connect: Callable[[zmq.Socket[bytes], str], None],
+        agent: NixlAgent,
+        tell: Callable[[News], None],
+    ) -> None:
+        self._context = context
+        self._connect_to = connect
+        self._agent = agent
+        self._tell = tell
+        self._codec = TransferCodec()
+        self._peers: dict[str, _Peer] = {}
+        self._stopping: list[Fetching] = []  # of lost peers, with reads that cannot be stopped yet
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._stopping) or any(peer.fetches for peer in self._peers.values())
+
+    @property
+    def has_reads(self) -> bool:
+        return bool(self._stopping) or any(
+            fetching.has_reads for peer in self._peers.values() for fetching in peer.fetches.values()
+        )
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [socket for peer in self._peers.values() for socket in (peer.socket, peer.monitor)]
+
+    def obey(self, order: Fetch | CancelFetch, now: float) -> None:
+        if isinstance(order, Fetch):
+            self._begin(order, now)
+            return
+        for peer in self._peers.values():
+            fetching = peer.fetches.get(order.number)
+            if fetching is not None:
+                fetching.is_cancelled = True
+                self._send(peer, CancelBorrow(order.number))
+                self._settle(peer, fetching)
+
+    def read(self, now: float) -> None:
+        """Handle all messages that are there, and all reads that are done."""
+        for peer in tuple(self._peers.values()):
+            self._read_peer(peer, now)
+            if peer.fetches and now - peer.heard_s > SILENCE_S:
+                self._lose(peer, "it fell silent")
+            for fetching in tuple(peer.fetches.values()):
+                if fetching.has_reads:
+                    self._collect(peer, fetching)
+        for fetching in tuple(self._stopping):
+            if fetching.stop_reads():
+                self._stopping.remove(fetching)
+                self._end(fetching, 0)
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            self._disconnect(peer)
+        self._peers.clear()
+
+    def _begin(self, order: Fetch, now: float) -> None:
+        if order.marker is not None:
+            order.marker.synchronize()
+        peer = self._peers.get(order.source.endpoint)
+        if peer is None:
+            peer = self._connect(order.source.endpoint, now)
+        if not peer.fetches:
+            peer.heard_s = now
+        peer.fetches[order.number] = Fetching(order, len(self._agent.memory.layers))
+        num_blocks = order.first_block + len(order.block_ids)
+        self._send(peer, Borrow(order.number, order.request, num_blocks, order.source.computes))
+
+    def _connect(self, endpoint: str, now: float) -> _Peer:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            socket.setsockopt(option, 0)
+        # A lender's endpoint is known only once it listens: where nobody does, it has gone.
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        self._connect_to(socket, endpoint)
+        peer = self._peers[endpoint] = _Peer(endpoint, socket, monitor, now)
+        self._send(peer, Introduce())
+        return peer
+
+    def _read_peer(self, peer: _Peer, now: float) -> None:
+        while peer.endpoint in self._peers and int(peer.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            peer.heard_s = now
+            message = self._codec.decode_to_borrower(peer.socket.recv())
+            try:
+                self._handle(peer, message)
+            except TransferError as error:
+                self._lose(peer, str(error))
+        if peer.endpoint in self._peers and int(peer.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            recv_monitor_message(peer.monitor)
+            self._lose(peer, "its process has gone")
+
+    def _handle(self, peer: _Peer, message: ToBorrower) -> None:
+        """Raises TransferError."""
+        if isinstance(message, KVLayout):
+            self._agent.connect(message)
+            peer.layout = message
+            return
+        if isinstance(message, LenderAlive):
+            return
+        fetching = peer.fetches.get(message.fetch)
+        if fetching is None or fetching.is_cancelled:
+            return
+        match message:
+            case Lent():
+                fetching.lent(message)
+            case BlocksReady():
+                assert peer.layout is not None, "a lender introduces itself first"
+                fetching.ready(message, self._agent, peer.layout)
+            case CannotLend():
+                fetching.trouble = message.reason
+            case Returned():
+                if not message.was_kept:
+                    fetching.trouble = "it did not keep the blocks"
+                del peer.fetches[message.fetch]
+                self._end(fetching, fetching.num_whole_begun if message.was_kept else 0)
+                return
+        self._collect(peer, fetching)
+
+    def _collect(self, peer: _Peer, fetching: Fetching) -> None:
+        try:
+            fetching.collect()
+        except TransferError as error:
+            self._lose(peer, str(error))
+        else:
+            self._settle(peer, fetching)
+
+    def _settle(self, peer: _Peer, fetching: Fetching) -> None:
+        """Take the step that a fetch without outstanding reads is ready for, if any."""
+        number = fetching.order.number
+        if fetching.is_given_back or fetching.has_reads:
+            return
+        if fetching.is_cancelled or (fetching.trouble is not None and not fetching.num_whole_begun):
+            del peer.fetches[number]
+            if not fetching.is_cancelled:
+                self._send(peer, CancelBorrow(number))
+            self._end(fetching, 0)
+        elif fetching.is_read or fetching.trouble is not None:
+            fetching.is_given_back = True
+            self._send(peer, GiveBack(number))
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        if self._peers.pop(peer.endpoint, None) is None:
+            return
+        self._disconnect(peer)
+        for fetching in peer.fetches.values():
+            fetching.trouble = reason
+            if fetching.stop_reads():
+                self._end(fetching, 0)
+            else:
+                self._stopping.append(fetching)
+        peer.fetches.clear()
+
+    def _disconnect(self, peer: _Peer) -> None:
+        peer.socket.disable_monitor()
+        peer.monitor.close(0)
+        peer.socket.close(0)
+        if peer.layout is not None:
+            self._agent.disconnect(peer.layout)
+
+    def _end(self, fetching: Fetching, num_filled: int) -> None:
+        trouble = None if fetching.is_cancelled else fetching.trouble
+        self._tell(Fetched(fetching.order.number, num_filled, fetching.num_cached_tokens, trouble))
+
+    def _send(self, peer: _Peer, message: ToLender) -> None:
+        with contextlib.suppress(zmq.Again):  # it has gone, as the monitor will tell
+            peer.socket.send(self._codec.encode(message), zmq.NOBLOCK)

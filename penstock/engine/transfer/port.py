@@ -1,0 +1,129 @@
+"""Between the engine's loop and the thread that moves KV: what each tells the other. Knows neither of them.
+
+The loop decides which blocks are lent and filled, and when they are free again; the thread talks to other engines and
+reads their memory. Neither waits for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import zmq
+
+from penstock.core.kv_transfer import KVSource
+from penstock.core.request import Request
+
+
+class Marker(Protocol):
+    """A point in the device's work. On a CPU nothing is ever outstanding, and there are no markers."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get the first blocks of a request from another engine, from block `first_block` on."""
+
+    number: int
+    source: KVSource
+    request: Request
+    first_block: int
+    block_ids: tuple[int, ...]  # here, where they go
+    marker: Marker | None  # before which nothing may be written to them
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFetch:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """Blocks are kept for the borrower of this loan."""
+
+    borrow: BorrowKey
+    block_ids: tuple[int, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """How far the blocks of a loan are computed, once the device has come to the marker."""
+
+    borrow: BorrowKey
+    num_whole_blocks: int
+    num_begun_blocks: int
+    num_layers: int
+    marker: Marker | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    borrow: BorrowKey
+    reason: str
+
+
+Order: TypeAlias = Fetch | CancelFetch | Lend | Ready | Refuse
+BorrowKey: TypeAlias = tuple[bytes, int]  # who borrows, and the number that they gave to it
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Nobody writes to the blocks of a fetch any more; so many of them are filled."""
+
+    number: int
+    num_filled: int
+    num_cached_tokens: int  # that the lender had before
+    trouble: str | None  # why it is not all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Another engine wants to borrow."""
+
+    borrow: BorrowKey
+    request: Request
+    num_blocks: int
+    computes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Nobody reads what was lent, or is waiting for it, any more."""
+
+    borrow: BorrowKey
+
+
+News: TypeAlias = Fetched | Asked | Over
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCalls:
+    """What the desk asks of the loop and its device."""
+
+    add: Callable[[Request], None]
+    abort: Callable[[str], None]
+    mark: Callable[[], Marker | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How sockets of other engines are reached. `bind` returns the endpoint, and whatever else others need to get
+    there; `connect` takes that."""
+
+    bind: Callable[[zmq.Socket[bytes]], str]
+    connect: Callable[[zmq.Socket[bytes], str], None]
+
+
+class KVPort(Protocol):
+    """The thread, as the loop sees it."""
+
+    def order(self, order: Order) -> None: ...
+
+    def news(self) -> list[News]:
+        """What happened since the last call."""
+        ...

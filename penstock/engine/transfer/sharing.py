@@ -1,0 +1,88 @@
+"""A model's KV, prepared to be read by other engines: described, watched, and connected to the engine's loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.core.clock import Clock
+from penstock.core.config import EngineConfig
+from penstock.core.errors import ConfigError
+from penstock.core.kv_transfer import MemoryRegion
+from penstock.engine.loop import EngineLoop
+from penstock.engine.record import PlanRecorder, RecordedExchange
+from penstock.engine.transfer.desk import TransferDesk
+from penstock.engine.transfer.nixl_memory import KVMemory
+from penstock.engine.transfer.port import LoopCalls, Marker, Wire
+from penstock.engine.transfer.thread import TransferThread
+from penstock.engine.transfer.watch import WatchedKVStore
+from penstock.kernels.interface import KVStore, Ops
+from penstock.models.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKV:
+    store: WatchedKVStore
+    memory: KVMemory
+    device: torch.device
+    clock: Clock
+    max_waiting: int  # requests that wait for KV of others, before more are refused
+
+    def open(self, wire: Wire, loop: EngineLoop, recorder: PlanRecorder | None) -> tuple[TransferThread, str]:
+        """Let other engines reach this one; returns the thread that serves them, and where they do."""
+        thread = TransferThread(wire, self.memory)
+        opened = thread.start()
+        exchange = RecordedExchange(loop.scheduler.exchange, self.clock, recorder)
+        calls = LoopCalls(loop.add, loop.abort, self._mark)
+        desk = TransferDesk(
+            thread, exchange, calls, block_size=self.store.block_size, max_waiting=self.max_waiting
+        )
+        loop.share_kv(desk)
+        self.store.on_layer = desk.lending.layer_begins
+        return thread, opened
+
+    def _mark(self) -> Marker | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Clock) -> SharedKV:
+    if not config.cache.enable_prefix_caching:
+        raise ConfigError("--kv-transfer needs prefix caching.", hint="Leave --no-enable-prefix-caching out.")
+    if config.parallel.num_ranks > 1:
+        raise ConfigError(
+            "--kv-transfer moves the KV of one process, and this model is shared out over several ranks.",
+            hint="Leave --tensor-parallel-size and --pipeline-parallel-size out.",
+        )
+    layers = tuple(
+        tuple(MemoryRegion(region.address, region.block_bytes) for region in kv.regions(layer))
+        for layer in range(model.num_layers)
+    )
+    settings = config.model
+    # What two engines must have in common for a block of one to mean the same in the other.
+    fingerprint = "/".join(
+        str(part)
+        for part in (
+            settings.model,
+            settings.quantization,
+            settings.load_format,
+            ops.name,
+            ops.dtype,
+            ops.kv_dtype,
+        )
+    )
+    is_cuda = ops.device.type == "cuda"
+    memory = KVMemory(
+        layers,
+        kv.num_blocks,
+        fingerprint,
+        memory="VRAM" if is_cuda else "DRAM",
+        device_id=(ops.device.index or 0) if is_cuda else 0,
+    )
+    limits = config.scheduler
+    max_waiting = limits.max_num_seqs + limits.max_queue_requests
+    return SharedKV(WatchedKVStore(kv), memory, ops.device, clock, max_waiting)

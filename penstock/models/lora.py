@@ -1,0 +1,200 @@
+"""LoRA adapters in the form that PEFT writes: read, checked, and stacked the way the model's own matrices are.
+
+An adapter adds `scale * B @ A` to some matrices of every layer. The model holds several of those stacked as one
+product (queries, keys and values, say); an adapter's share of such a stack is kept as one pair of matrices too. Knows
+no batch and no backend.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.core.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from penstock.core.errors import InvalidRequest
+from penstock.models.weights import NamedProduct
+
+Number = TypeVar("Number", int, float)
+
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PREFIX = "base_model.model."
+_LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"
+_RANK_MULTIPLE = 16  # that products like; what is added is zero
+# What changes the meaning of the matrices, or what comes beside them, is refused rather than ignored.
+_UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "layer_replication",
+    "trainable_token_indices",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductDelta:
+    """What an adapter adds to one product: `right @ (left @ x)`. The scale is part of `right`."""
+
+    left: Tensor  # [rank, in]; those of stacked matrices one below the other
+    right: Tensor  # [out, rank], zero where a row and a column belong to different matrices
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAWeights:
+    rank: int  # the largest of its matrices
+    deltas: Mapping[int, ProductDelta]  # by the product's index
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """`adapter_config.json`, as far as it changes what is computed."""
+
+    rank: int
+    alpha: float
+    has_root_scale: bool
+    ranks: Mapping[str, int]  # exceptions, by patterns that the end of a module's name matches
+    alphas: Mapping[str, float]
+
+    def scale(self, module: str) -> float:
+        rank = _exception(self.ranks, module, self.rank)
+        alpha = _exception(self.alphas, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.has_root_scale else rank)
+
+
+def read_lora_config(folder: Path) -> LoRAConfig:
+    """Raises InvalidRequest: whoever names an adapter is a client, or is told before the first one comes."""
+    path = folder / CONFIG_FILE
+    try:
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InvalidRequest(
+            f"{folder} has no {CONFIG_FILE}, so it is no LoRA adapter.",
+            hint="Give a folder as PEFT writes it.",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{path} cannot be read as JSON.") from error
+    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
+        raise InvalidRequest(f"{path} does not describe a LoRA adapter.")
+    for name in _UNSUPPORTED:
+        if fields.get(name):
+            raise InvalidRequest(f"The adapter in {folder} uses {name}, which is not supported.")
+    if fields.get("bias", "none") != "none":
+        raise InvalidRequest(f"The adapter in {folder} trains biases, which is not supported.")
+    try:
+        for pattern in (*(fields.get("rank_pattern") or {}), *(fields.get("alpha_pattern") or {})):
+            re.compile(pattern)
+        return LoRAConfig(
+            rank=_positive(fields["r"]),
+            alpha=float(fields["lora_alpha"]),
+            has_root_scale=bool(fields.get("use_rslora", False)),
+            ranks={str(name): _positive(rank) for name, rank in (fields.get("rank_pattern") or {}).items()},
+            alphas={str(name): float(alpha) for name, alpha in (fields.get("alpha_pattern") or {}).items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        raise InvalidRequest(f"{path} lacks a usable rank or alpha.") from error
+
+
+def adaptable_products(products: Sequence[NamedProduct]) -> list[NamedProduct]:
+    """Those that adapters may change: of attention and of dense MLPs."""
+    return [
+        product for product in products if all(name.rsplit(".", 1)[-1] in ADAPTABLE for name in product.names)
+    ]
+
+
+def read_lora(folder: Path, products: Sequence[NamedProduct], max_rank: int) -> LoRAWeights:
+    """The weights for a model's adaptable `products`. Raises InvalidRequest for an adapter that does not fit it."""
+    config = read_lora_config(folder)
+    parts = _read_pairs(folder, config)
+    rank = max((left.shape[0] for left, _ in parts.values()), default=0)
+    if rank > max_rank:
+        raise InvalidRequest(
+            f"The adapter in {folder} has rank {rank}, more than the {max_rank} that are allowed.",
+            hint="Raise --max-lora-rank.",
+        )
+    deltas = {}
+    for index, product in enumerate(products):
+        if any(name in parts for name in product.names):
+            deltas[index] = _stacked(product, [parts.pop(name, None) for name in product.names], folder)
+    if parts:
+        raise InvalidRequest(
+            f"The adapter in {folder} changes {min(parts)}, which this model does not allow."
+        )
+    if not deltas:
+        raise InvalidRequest(f"The adapter in {folder} changes nothing.")
+    return LoRAWeights(rank, deltas)
+
+
+def _read_pairs(folder: Path, config: LoRAConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    """`A` and the scaled `B` of each module that has them."""
+    path = folder / WEIGHTS_FILE
+    halves: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                for end in (_LEFT, _RIGHT):
+                    if name.startswith(_PREFIX) and name.endswith(end):
+                        module = _module_name(name.removeprefix(_PREFIX).removesuffix(end))
+                        halves.setdefault(module, {})[end] = opened.get_tensor(name).to(torch.float32)
+                        break
+                else:
+                    raise InvalidRequest(f"{path} has {name}, which is no part of a LoRA adapter.")
+    except FileNotFoundError as error:
+        raise InvalidRequest(f"{folder} has no {WEIGHTS_FILE}.") from error
+    except (SafetensorError, OSError) as error:
+        raise InvalidRequest(f"{path} cannot be read.", hint="Fetch the file again.") from error
+    pairs = {}
+    for module, pair in halves.items():
+        if len(pair) != len((_LEFT, _RIGHT)) or any(half.dim() != 2 for half in pair.values()):
+            raise InvalidRequest(f"{path} has half of {module} only, or in a shape of its own.")
+        pairs[module] = pair[_LEFT], pair[_RIGHT] * config.scale(module)
+    return pairs
+
+
+def _stacked(
+    product: NamedProduct, parts: Sequence[tuple[Tensor, Tensor] | None], folder: Path
+) -> ProductDelta:
+    total_rank = sum(part[0].shape[0] for part in parts if part is not None)
+    total_rank = -(-total_rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
+    left = torch.zeros(total_rank, product.columns)
+    right = torch.zeros(sum(product.rows), total_rank)
+    row = column = 0
+    for name, height, part in zip(product.names, product.rows, parts, strict=True):
+        if part is not None:
+            rank = part[0].shape[0]
+            if part[0].shape != (rank, product.columns) or part[1].shape != (height, rank):
+                raise InvalidRequest(
+                    f"The adapter in {folder} was made for another model: "
+                    f"{name} is {height} × {product.columns} here."
+                )
+            left[column : column + rank] = part[0]
+            right[row : row + height, column : column + rank] = part[1]
+            column += rank
+        row += height
+    return ProductDelta(left, right)
+
+
+def _positive(value: Any) -> int:
+    number = int(value)
+    if number < 1:
+        raise ValueError(f"{number} is no rank")
+    return number
+
+
+def _module_name(name: str) -> str:
+    """As in a checkpoint of the text model alone, like `safetensors_source` names them."""
+    return name.replace("language_model.", "", 1)
+
+
+def _exception(exceptions: Mapping[str, Number], module: str, usual: Number) -> Number:
+    for pattern, value in exceptions.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return usual

@@ -1,0 +1,123 @@
+"""Which part of a model a rank holds. Pure arithmetic: knows no tensor, no process and no file.
+
+A replica of `tensor_size × num_stages` ranks cuts each layer over the ranks of a stage, and its layers over the
+stages. Shares need not be equal: nine heads go to two ranks as six and three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.errors import ConfigError
+from penstock.models.config import ArchitectureConfig
+
+# Quantized weights share a scale between so many inputs of a row. A cut between two such groups needs no new scales.
+_GROUPS = (256, 128, 64, 32, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPart:
+    """A rank's query heads, and the key-value heads that they read."""
+
+    queries: range
+    keys: range
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's place. The default is the whole model."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    places_experts: bool = False  # whole experts go to ranks, instead of a slice of every expert
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def layers(self, num_layers: int) -> range:
+        return balanced(num_layers, self.num_stages)[self.stage]
+
+    def vocabulary(self, vocab_size: int) -> range:
+        return balanced(vocab_size, self.tensor_size)[self.tensor_rank]
+
+    def experts(self, count: int) -> range:
+        """The experts that this rank holds, whole or sliced."""
+        return balanced(count, self.tensor_size)[self.tensor_rank] if self.places_experts else range(count)
+
+    def expert_inner(self, intermediate_size: int) -> range:
+        return range(intermediate_size) if self.places_experts else self.inner(intermediate_size)
+
+    def inner(self, intermediate_size: int) -> range:
+        """Of the wide side of an MLP, cut where no group of a quantized weight is."""
+        size = self.tensor_size
+        even = (group for group in _GROUPS if intermediate_size % (group * size) == 0)
+        uneven = (
+            group
+            for group in _GROUPS
+            if intermediate_size % group == 0 and intermediate_size // group >= size
+        )
+        group = next(even, None) or next(uneven, 1)
+        return scaled(balanced(intermediate_size // group, size)[self.tensor_rank], group)
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> HeadPart:
+        """Key-value heads are shared out with the query heads that read them. Where there are fewer than ranks, some
+        ranks hold the same one, and share its query heads."""
+        per_kv_head = num_heads // num_kv_heads
+        if num_kv_heads >= self.tensor_size:
+            keys = balanced(num_kv_heads, self.tensor_size)[self.tensor_rank]
+            return HeadPart(scaled(keys, per_kv_head), keys)
+        sharers = balanced(self.tensor_size, num_kv_heads)
+        kv_head = next(head for head, ranks in enumerate(sharers) if self.tensor_rank in ranks)
+        ranks = sharers[kv_head]
+        queries = balanced(per_kv_head, len(ranks))[self.tensor_rank - ranks.start]
+        first = kv_head * per_kv_head
+        return HeadPart(range(first + queries.start, first + queries.stop), range(kv_head, kv_head + 1))
+
+    def check(self, config: ArchitectureConfig) -> None:
+        """Raises ConfigError when a rank of such a replica would hold nothing of some part of the model."""
+        per_kv_head = config.num_heads // config.num_kv_heads
+        sharers = -(-self.tensor_size // config.num_kv_heads)
+        if sharers > per_kv_head:
+            raise ConfigError(
+                f"The model's {config.num_heads} attention heads with {config.num_kv_heads} key-value heads "
+                f"cannot be shared out over {self.tensor_size} ranks.",
+                hint="Lower --tensor-parallel-size.",
+            )
+        if self.num_stages > config.num_layers:
+            raise ConfigError(
+                f"The model's {config.num_layers} layers do not fill {self.num_stages} stages.",
+                hint="Lower --pipeline-parallel-size.",
+            )
+        if not self.places_experts:
+            return
+        if config.experts is None:
+            raise ConfigError(
+                f"--enable-expert-parallel needs a mixture of experts; {config.architecture} has none.",
+                hint="Leave the flag out.",
+            )
+        if config.experts.count < self.tensor_size:
+            raise ConfigError(
+                f"The model's {config.experts.count} experts cannot be placed on {self.tensor_size} ranks.",
+                hint="Lower --tensor-parallel-size.",
+            )
+
+
+WHOLE = Shard()
+
+
+def balanced(total: int, parts: int) -> tuple[range, ...]:
+    """`total` neighbours in so many ranges, of which the first are longer by one where they do not come out even."""
+    size, longer = divmod(total, parts)
+    starts = [index * size + min(index, longer) for index in range(parts + 1)]
+    return tuple(range(starts[index], starts[index + 1]) for index in range(parts))
+
+
+def scaled(span: range, factor: int) -> range:
+    return range(span.start * factor, span.stop * factor)

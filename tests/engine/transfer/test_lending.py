@@ -1,0 +1,198 @@
+"""What a lender tells, and when: layer by layer, before the step that computes it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from penstock.core.clock import SystemClock
+from penstock.core.kv_transfer import (
+    BlocksReady,
+    Borrow,
+    GiveBack,
+    Introduce,
+    KVLayout,
+    LenderAlive,
+    Lent,
+    Returned,
+    ToBorrower,
+    TransferCodec,
+)
+from penstock.engine.build import Engine
+from penstock.engine.record import RecordedExchange
+from penstock.engine.transfer.desk import TransferDesk
+from penstock.engine.transfer.lender import LOAN_TIMEOUT_S, Lender
+from penstock.engine.transfer.port import Asked, Lend, LoopCalls, News, Order, Over, Ready, Refuse
+
+from ..tiny import request, tiny_engine, write_tiny_model
+
+NUM_LAYERS = 2
+BORROW = (b"somebody", 1)
+
+
+class FakePort:
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+        self.pending: list[News] = []
+
+    def order(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def news(self) -> list[News]:
+        news, self.pending = self.pending, []
+        return news
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def lending_engine(model: Path, **settings: object) -> tuple[Engine, FakePort]:
+    engine = tiny_engine(model, kv_transfer=True, **settings)
+    port = FakePort()
+    exchange = RecordedExchange(engine.loop.scheduler.exchange, SystemClock(), None)
+    calls = LoopCalls(engine.loop.add, engine.loop.abort, lambda: None)
+    desk = TransferDesk(port, exchange, calls, block_size=16, max_waiting=4)
+    engine.loop.share_kv(desk)
+    assert engine.shared_kv is not None
+    engine.shared_kv.store.on_layer = desk.lending.layer_begins
+    return engine, port
+
+
+def asked_for(num_tokens: int) -> Asked:
+    wanted = request("wanted", [5 + 3 * n % 290 for n in range(num_tokens)])
+    return Asked(BORROW, wanted, (num_tokens - 1) // 16, computes=True)
+
+
+def progress(orders: list[Order]) -> list[tuple[int, int, int]]:
+    return [
+        (order.num_whole_blocks, order.num_begun_blocks, order.num_layers)
+        for order in orders
+        if isinstance(order, Ready)
+    ]
+
+
+def test_each_layer_is_told_while_the_step_runs(model: Path) -> None:
+    engine, port = lending_engine(model, max_num_batched_tokens=40)
+    port.pending.append(asked_for(100))
+    engine.loop.step()
+    lent = port.orders[0]
+    assert isinstance(lent, Lend)
+    assert len(lent.block_ids) == 6
+    # 40 tokens are two blocks and a half: first in the first layer, then in all.
+    assert progress(port.orders) == [(0, 2, 1), (2, 2, 0)]
+    while engine.loop.has_work:
+        assert not engine.loop.step(), "nobody hears of a request that is computed for another engine"
+        engine.loop.scheduler.check_integrity()
+    assert progress(port.orders) == [(0, 2, 1), (2, 2, 0), (2, 5, 1), (5, 5, 0), (5, 6, 1), (6, 6, 0)]
+    assert engine.loop.stats().num_kv_blocks_used == 6, "the loan outlives the request"
+    port.pending.append(Over(BORROW))
+    engine.loop.step()
+    assert engine.loop.stats().num_kv_blocks_used == 0
+
+
+def test_cached_blocks_are_ready_at_once(model: Path) -> None:
+    engine, port = lending_engine(model)
+    port.pending.append(asked_for(100))
+    engine.loop.step()
+    port.pending.append(Over(BORROW))
+    engine.loop.step()
+    port.orders.clear()
+    port.pending.append(asked_for(100))
+    engine.loop.step()
+    assert isinstance(port.orders[0], Lend)
+    assert port.orders[0].num_cached_tokens == 96
+    assert progress(port.orders)[0] == (6, 6, 0)
+
+
+def test_a_step_that_is_done_in_parts_tells_only_what_is_certain(model: Path) -> None:
+    engine, port = lending_engine(model)
+    desk = engine.loop._transfers
+    assert desk is not None
+    port.pending.append(asked_for(100))
+    forward = engine.loop._executor.submit
+
+    def in_two_parts(plan: object) -> object:
+        desk.lending.layer_begins(0)  # a first attempt, which ends for want of memory
+        return forward(plan)  # type: ignore[arg-type]
+
+    engine.loop._executor.submit = in_two_parts  # type: ignore[method-assign, assignment]
+    engine.loop.step()
+    assert progress(port.orders) == [(6, 6, 0)]
+
+
+def test_one_that_is_preempted_is_given_up(model: Path) -> None:
+    engine, port = lending_engine(model, max_num_batched_tokens=16)
+    port.pending.append(asked_for(200))
+    engine.loop.step()
+    scheduler = engine.loop.scheduler
+    (sequence,) = scheduler._running.sequences
+    scheduler._preempt(sequence, 0.0)
+    engine.loop.step()
+    engine.loop.step()
+    assert isinstance(port.orders[-1], Refuse)
+    assert not engine.loop.has_work
+    scheduler.check_integrity()
+
+
+class TestTheWire:
+    @pytest.fixture
+    def ends(self, tmp_path: Path) -> Iterator[tuple[Lender, list[News], zmq.Socket[bytes]]]:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.bind(f"ipc://{tmp_path}/lender")
+        dealer.connect(f"ipc://{tmp_path}/lender")
+        told: list[News] = []
+        yield Lender(router, KVLayout("a", b"", "DRAM", 0, "m", ()), told.append, 0.0), told, dealer
+        context.destroy(linger=0)
+
+    def send(self, ends: tuple[Lender, list[News], zmq.Socket[bytes]], message: object) -> None:
+        lender, _, dealer = ends
+        dealer.send(TransferCodec().encode(message))  # type: ignore[arg-type]
+        assert lender._socket.poll(5000)
+        lender.read()
+
+    def hear(self, ends: tuple[Lender, list[News], zmq.Socket[bytes]]) -> ToBorrower:
+        assert ends[2].poll(5000)
+        return TransferCodec().decode_to_borrower(ends[2].recv())
+
+    def test_blocks_that_were_kept_too_long_are_not_vouched_for(
+        self, ends: tuple[Lender, list[News], zmq.Socket[bytes]]
+    ) -> None:
+        lender, told, _ = ends
+        self.send(ends, Introduce())
+        assert isinstance(self.hear(ends), KVLayout)
+        self.send(ends, Borrow(7, request("r", [1] * 40), 2, True))
+        (asked,) = told
+        assert isinstance(asked, Asked)
+        lender.obey(Lend(asked.borrow, (4, 5), 0), 1.0)
+        lender.obey(Ready(asked.borrow, 2, 2, 0, None), 2.0)
+        assert self.hear(ends) == Lent(7, (4, 5), 0)
+        assert self.hear(ends) == BlocksReady(7, 2, 2, 0)
+        lender.tick(2.0 + LOAN_TIMEOUT_S)
+        assert self.hear(ends) == LenderAlive()
+        assert len(lender) == 1
+        lender.tick(3.0 + LOAN_TIMEOUT_S)
+        assert told[-1] == Over(asked.borrow)
+        assert self.hear(ends) == LenderAlive()
+        self.send(ends, GiveBack(7))
+        assert self.hear(ends) == Returned(7, was_kept=False)
+
+    def test_a_borrower_that_has_gone_keeps_nothing(
+        self, ends: tuple[Lender, list[News], zmq.Socket[bytes]]
+    ) -> None:
+        lender, told, dealer = ends
+        self.send(ends, Borrow(7, request("r", [1] * 40), 2, True))
+        dealer.close(0)
+        for second in range(1, 200):
+            lender._socket.poll(10)
+            lender.tick(float(second))
+            if len(told) > 1:
+                break
+        assert told[-1] == Over(told[0].borrow)  # type: ignore[union-attr]
+        assert not len(lender)
