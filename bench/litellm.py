@@ -34,7 +34,10 @@ import uvloop
 from bench.echo_server import cpu_s, echo_server, free_port, started
 from bench.instant_upstream import NUM_TOKENS
 from bench.sockets import HOST, Call, run
-from penstock.cluster.local import LocalReplica
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.local import LocalLauncher
+from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import EngineConfig
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
@@ -142,15 +145,20 @@ class DirectEngine:
     """The engine process that Penstock stands in front of, asked over ZeroMQ without a gateway."""
 
     def __init__(self) -> None:
-        self._replica = LocalReplica(EngineConfig(), Path(ECHO_MODEL), log_level="ERROR")
+        self._supervisor = Supervisor({"local": LocalLauncher(log_level="ERROR")})
+        self._fleet = Fleet()
+        self._supervisor.on_change.append(self._fleet.update)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def __enter__(self) -> DirectEngine:
-        self._runner.run(self._replica.start())
+        spec = ReplicaSpec(model=ECHO_MODEL, engine=EngineConfig(), model_path=ECHO_MODEL)
+        self._runner.run(self._supervisor.launch(spec))
+        self._runner.run(self._fleet.wait_ready())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._runner.run(self._replica.stop())
+        self._runner.run(self._supervisor.close())
+        self._fleet.close()
         self._runner.close()
 
     def p50_ms(self, seconds: float) -> float:
@@ -168,7 +176,7 @@ class DirectEngine:
                 prompt_token_ids=tuple(PROMPT.encode()),
                 sampling=SamplingParams(max_tokens=NUM_TOKENS),
             )
-            self._replica.client.add(
+            self._fleet.add(
                 request,
                 timeout_s=None,
                 on_event=partial(_note_end, is_over),

@@ -25,8 +25,19 @@ from bench.echo_server import Books, cpu_s, free_port, started
 from bench.sockets import HOST, Call
 from penstock.cli.front_door import open_front_door, prepare_process
 from penstock.cli.serve_app import bind
-from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.config import GatewayConfig, LedgerConfig, ServeConfig, ServerConfig, StoreConfig
+from penstock.cluster.control_link import ControlLink
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.replica import Member, ReplicaSpec
+from penstock.core.config import (
+    EngineConfig,
+    GatewayConfig,
+    LedgerConfig,
+    ServeConfig,
+    ServerConfig,
+    StoreConfig,
+)
+from penstock.engine.echo import ECHO_MODEL
+from penstock.router import Replica
 
 _PATH = "/v1/chat/completions"
 _CHUNK = b'"content":"a'  # what the engine writes
@@ -42,10 +53,13 @@ async def serve(endpoint: str, port: int, data_dir: str, settings: str) -> None:
     )
     config = prepare_process(config)
     listener = bind(config.server)
-    client = ZmqEngineClient(endpoint)
-    client.start()
-    await client.wait_ready()
-    async with open_front_door(config, client, listener, is_open=False):
+    spec = ReplicaSpec(model=ECHO_MODEL, engine=EngineConfig(), model_path=ECHO_MODEL)
+    replica = Replica(id="paced", models=frozenset((ECHO_MODEL,)))
+    fleet = Fleet()
+    fleet.update([Member(replica=replica, spec=spec, endpoint=endpoint)])
+    await fleet.wait_ready()
+    nobody = ControlLink(Path(data_dir) / "control.sock", fleet)  # no control plane listens there
+    async with open_front_door(config, fleet, listener, is_open=False, desk=nobody):
         await asyncio.Event().wait()
 
 
