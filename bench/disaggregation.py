@@ -26,7 +26,7 @@ from penstock.cli.models import fetch_model
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.config import EngineConfig, ModelConfig
+from penstock.core.engine_config import EngineConfig, ModelConfig
 from penstock.core.errors import PenstockError
 from penstock.core.kv_transfer import KVSource
 from penstock.core.plan import TokenEvent

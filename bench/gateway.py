@@ -21,8 +21,8 @@ import psutil
 import uvicorn
 
 from penstock.api.app import create_app
-from penstock.core.config import GatewayConfig, ServerConfig
 from penstock.core.errors import PenstockError
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.messages import EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request

@@ -17,7 +17,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, Quantization, SchedulerConfig
+from penstock.core.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Quantization,
+    SchedulerConfig,
+)
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.offline import OfflineEngine
 

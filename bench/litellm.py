@@ -38,7 +38,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.echo import ECHO_MODEL

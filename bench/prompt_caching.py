@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.models import fetch_model
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.plan import CacheUse
 from penstock.core.request import CacheBreakpoint, Request, SamplingParams
 from penstock.engine.build import Engine, build_engine

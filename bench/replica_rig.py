@@ -18,7 +18,7 @@ from penstock.cluster.fleet_config import FleetConfig
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.supervisor import Supervisor
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request

@@ -15,7 +15,7 @@ import gc
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from penstock.core.config import SchedulerConfig
+from penstock.core.engine_config import SchedulerConfig
 from penstock.router import POLICIES
 from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
 from penstock.simulator.fleet_simulation import FleetConfig, FleetReport, simulate_fleet

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import deque
 
-from penstock.core.config import SchedulerConfig
+from penstock.core.engine_config import SchedulerConfig
 from penstock.core.plan import SampledToken, StepPlan, StepResult
 from penstock.core.request import Request, SamplingParams
 from penstock.kvcache.cache import KVCache

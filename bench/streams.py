@@ -28,14 +28,9 @@ from penstock.cli.serve_app import bind
 from penstock.cluster.control_link import ControlLink
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.replica import Member, ReplicaSpec
-from penstock.core.config import (
-    EngineConfig,
-    GatewayConfig,
-    LedgerConfig,
-    ServeConfig,
-    ServerConfig,
-    StoreConfig,
-)
+from penstock.core.config import ServeConfig
+from penstock.core.engine_config import EngineConfig
+from penstock.core.gateway_config import GatewayConfig, LedgerConfig, ServerConfig, StoreConfig
 from penstock.engine.echo import ECHO_MODEL
 from penstock.router import Replica
 

@@ -27,8 +27,8 @@ from penstock.api.responses_endpoints import ResponsesEndpoints
 from penstock.api.responses_service import Responses
 from penstock.api.service_endpoints import ServiceEndpoints
 from penstock.api.websocket import WebSocketEndpoint
-from penstock.core.config import ServerConfig
 from penstock.core.errors import PenstockError
+from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.batches.service import StoredWork
 from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway

@@ -21,8 +21,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 
 from penstock.api.errors import error_body
-from penstock.core.config import ServerConfig
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
+from penstock.core.gateway_config import ServerConfig
 
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
 MAX_DISCARDED_BYTES = 64 << 20

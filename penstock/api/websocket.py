@@ -31,7 +31,6 @@ from penstock.api.socket_messages import (
     error_message,
     pong_message,
 )
-from penstock.core.config import ServerConfig
 from penstock.core.errors import (
     Conflict,
     InvalidRequest,
@@ -41,6 +40,7 @@ from penstock.core.errors import (
     PermissionDenied,
     RateLimited,
 )
+from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest

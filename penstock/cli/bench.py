@@ -17,7 +17,7 @@ from penstock.cli.console import count_progress, spinner, stdout_console
 from penstock.cli.environment import API_KEY_VARIABLE
 from penstock.cli.models import fetch_model
 from penstock.cli.options import config_options
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import PenstockError, UsageError
 
 if TYPE_CHECKING:

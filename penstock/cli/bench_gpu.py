@@ -21,7 +21,14 @@ from penstock.bench.gpu_peers import PEER_FIGURES, PEER_NAME, PeerFigures, Shape
 from penstock.bench.workload import IntRange
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import spinner, stdout_console
-from penstock.core.config import CacheConfig, Device, EngineConfig, ModelConfig, Quantization, SchedulerConfig
+from penstock.core.engine_config import (
+    CacheConfig,
+    Device,
+    EngineConfig,
+    ModelConfig,
+    Quantization,
+    SchedulerConfig,
+)
 from penstock.core.errors import EngineUnavailable, UsageError
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from penstock.api.settings_endpoints import SettingsEndpoints
 from penstock.api.usage_endpoints import UsageEndpoints
 from penstock.cli.stores import data_dir
 from penstock.cluster.client import EngineClient
-from penstock.core.config import GatewayConfig, ServeConfig
+from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.accounts import Accounts, Observer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.ledger.journal import Journal

@@ -12,7 +12,7 @@ from penstock.cli.commands import PenstockCommand, sigterm_unwinds
 from penstock.cli.environment import API_KEY_VARIABLE
 from penstock.cli.models import fetch_model
 from penstock.cli.options import model_argument
-from penstock.core.config import ModelConfig
+from penstock.core.engine_config import ModelConfig
 from penstock.core.errors import PenstockError, UsageError
 
 if TYPE_CHECKING:

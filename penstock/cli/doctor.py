@@ -18,7 +18,7 @@ import click
 from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
 from penstock.cli.console import spinner, stdout_console
 from penstock.cli.models import model_hub
-from penstock.core.config import ServerConfig
+from penstock.core.gateway_config import ServerConfig
 from penstock.models.hub import ModelHub
 from penstock.version import __version__
 

@@ -27,7 +27,8 @@ from penstock.cli.external_pool import open_external_pool
 from penstock.cli.stores import data_dir, open_database
 from penstock.cli.telemetry import build_journal, build_observer
 from penstock.cluster.fleet import Fleet
-from penstock.core.config import ServeConfig, ServerConfig
+from penstock.core.config import ServeConfig
+from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.adapter_trial import try_given
 from penstock.gateway.adapters import open_adapters
 from penstock.gateway.batches.service import StoredWork

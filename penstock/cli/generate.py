@@ -10,7 +10,7 @@ from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import spinner
 from penstock.cli.models import fetch_model
 from penstock.cli.options import config_options
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import PenstockError, UsageError
 from penstock.core.request import SamplingParams
 

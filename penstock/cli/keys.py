@@ -24,8 +24,8 @@ from penstock.cli.tenants import (
     say_more,
     shown_time,
 )
-from penstock.core.config import StoreConfig
 from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import StoreConfig
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
 

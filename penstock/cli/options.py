@@ -30,26 +30,25 @@ from penstock.cli.served_models import (
     read_model_tables,
 )
 from penstock.cli.setting import Section, Setting, SettingOption, unwrapped
-from penstock.core.config import (
+from penstock.core.config import ClusterConfig, ScalingConfig, ServeConfig, ServingConfig
+from penstock.core.engine_config import (
     CacheConfig,
-    ClusterConfig,
     EngineConfig,
-    GatewayConfig,
-    LedgerConfig,
     LoRAConfig,
     ModelConfig,
-    OidcConfig,
     ParallelConfig,
-    ScalingConfig,
     SchedulerConfig,
-    ServeConfig,
+)
+from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import (
+    GatewayConfig,
+    LedgerConfig,
+    OidcConfig,
     ServerConfig,
-    ServingConfig,
     StoreConfig,
     TelemetryConfig,
     TenantsConfig,
 )
-from penstock.core.errors import ConfigError
 
 # Its own name keeps it apart from --model, with which config_options unites it.
 model_argument = click.argument("positional_model", metavar="[MODEL]", required=False)

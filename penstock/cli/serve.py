@@ -16,8 +16,9 @@ from penstock.cli.console import stderr_console
 from penstock.cli.models import fetch_model
 from penstock.cli.options import config_options, model_argument
 from penstock.cli.stores import open_database
-from penstock.core.config import ServeConfig, ServerConfig, TenantsConfig
+from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import ServerConfig, TenantsConfig
 from penstock.core.messages import EngineReady, LoadProgress
 from penstock.version import __version__
 

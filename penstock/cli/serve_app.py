@@ -28,8 +28,9 @@ from penstock.cluster.local import LocalLauncher
 from penstock.cluster.ray_launcher import RayLauncher
 from penstock.cluster.replica import Launcher, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
-from penstock.core.config import ServeConfig, ServerConfig
+from penstock.core.config import ServeConfig
 from penstock.core.errors import UsageError
+from penstock.core.gateway_config import ServerConfig
 from penstock.core.messages import EngineReady, LoadProgress
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,10 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from penstock.core.config import EngineConfig, ExtraModelConfig, NamesConfig
+from penstock.core.config import ExtraModelConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import NamesConfig
 
 # Of one model, and not inherited by another.
 _OWN_SETTINGS = frozenset({"model", "served_model_name", "max_model_len", "quantization", "load_format"})

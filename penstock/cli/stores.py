@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.environment import state_dir
-from penstock.core.config import StoreConfig
+from penstock.core.gateway_config import StoreConfig
 
 if TYPE_CHECKING:
     from penstock.gateway.store.database import Database

@@ -11,7 +11,7 @@ import threading
 
 from penstock.api.access_log import RequestJournal
 from penstock.cli.environment import otel_sampled_share, otel_service_name, otlp_headers
-from penstock.core.config import TelemetryConfig
+from penstock.core.gateway_config import TelemetryConfig
 from penstock.core.log_format import formatter
 from penstock.gateway.telemetry.observer import RequestObserver
 from penstock.version import __version__

@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from penstock.cli.stores import open_database
-from penstock.core.config import StoreConfig
+from penstock.core.gateway_config import StoreConfig
 
 if TYPE_CHECKING:
     from penstock.gateway.tenants.directory import Directory

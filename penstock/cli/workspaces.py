@@ -21,7 +21,7 @@ from penstock.cli.tenants import (
     say_more,
     shown_time,
 )
-from penstock.core.config import StoreConfig
+from penstock.core.gateway_config import StoreConfig
 
 if TYPE_CHECKING:
     from penstock.gateway.tenants.audit import Actor

@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.router import Replica
 
 # What a replica does: everything, or one half of the work where prefill and decode are kept apart.

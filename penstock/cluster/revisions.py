@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.cluster.replica import ReplicaSpec
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import InvalidRequest
 
 # A release changes how a model is served, not what clients call it; its weights are given by themselves.

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from penstock.cluster.endpoints import KeyPair, bind, connect, with_key
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.kv_events import KVEvent
 from penstock.core.log_format import formatter

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.core.config import SchedulerConfig
+from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import UsageError
 from penstock.core.plan import Chunk, StepPlan, StepResult
 from penstock.core.request import Request

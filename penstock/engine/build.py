@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.core.clock import Clock, SystemClock
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.clock import Clock
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import ModelCard
 from penstock.engine.adapter_desk import AdapterDesk

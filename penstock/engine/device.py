@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.kernels.interface import Ops
 from penstock.kernels.reference import TorchOps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.sizes import format_bytes, parse_bytes
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import InvalidRequest, Overloaded, error_from_code
 from penstock.core.messages import EngineStats, ModelCard
 from penstock.core.plan import TokenEvent

@@ -18,8 +18,8 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.core.adapter_files import adapter_digest
-from penstock.core.config import NamesConfig
 from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
+from penstock.core.gateway_config import NamesConfig
 from penstock.core.request import Adapter
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.cluster.client import EngineClient
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import Conflict, EngineUnavailable, ModelNotFound, PermissionDenied
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.messages import EngineReady
 from penstock.gateway.adapters import AdapterRegistry, RegisteredAdapter

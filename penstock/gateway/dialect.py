@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import InvalidRequest
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import ModelCard
 from penstock.core.request import CacheBreakpoint, Grammar
 from penstock.gateway.plain_text import RenderedChat

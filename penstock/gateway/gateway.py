@@ -17,8 +17,8 @@ import msgspec
 
 from penstock.cluster.client import EngineClient
 from penstock.core.clock import Clock, SystemClock
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, PenstockError, ShuttingDown
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Accounts, Claim
 from penstock.gateway.auto import AutoModel

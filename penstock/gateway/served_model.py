@@ -9,7 +9,7 @@ from functools import cached_property
 
 import msgspec
 
-from penstock.core.config import GatewayConfig
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.grammar_text import token_ids_by_number
 from penstock.core.messages import EngineReady
 from penstock.core.request import Adapter, CacheBreakpoint, Grammar, Request

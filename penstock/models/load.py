@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.core.config import Quantization
+from penstock.core.engine_config import Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.sizes import format_bytes
 from penstock.kernels.interface import Ops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.core.config import Quantization
+from penstock.core.engine_config import Quantization
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
 
 _GROUPS = (32, 16)

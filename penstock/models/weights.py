@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.core.config import Quantization
+from penstock.core.engine_config import Quantization
 from penstock.kernels.interface import (
     DenseWeight,
     ExpertWeights,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import exp
 
-from penstock.core.config import SchedulerConfig
+from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import Overloaded
 from penstock.scheduler.fairness import TenantAccount, least_served
 from penstock.scheduler.keyed_heap import KeyedHeap

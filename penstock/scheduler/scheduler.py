@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from penstock.core.config import SchedulerConfig
+from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.kv_events import KVEvent
 from penstock.core.messages import EngineStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from penstock.core.config import CacheConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, SchedulerConfig
 from penstock.kvcache import KVCache
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.cost import LLAMA_8B_ON_H200, LinearCost

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from penstock.api.app import create_app
-from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
 from tests.gateway.fake_engine import FakeEngine

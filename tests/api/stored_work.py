@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from penstock.api.app import create_app
-from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.batches.runner import BatchesConfig

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from penstock.api.app import create_app
-from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database, sqlite_url

@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 
 from penstock.api.access_log import RequestJournal
 from penstock.api.app import create_app
-from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.log_format import JsonFormatter, TextFormatter, without_secrets
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway

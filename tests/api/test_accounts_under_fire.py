@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from penstock.api.app import create_app
 from penstock.core.clock import VirtualClock
-from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import Principal
 from penstock.core.limits import RateLimits
 from penstock.gateway.accounts import Accounts, Claim, Lease, Outcome

@@ -9,8 +9,8 @@ import anthropic
 import httpx
 import pytest
 
-from penstock.core.config import ServerConfig
 from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
+from penstock.core.gateway_config import ServerConfig
 from penstock.core.plan import CacheUse, TokenEvent
 from penstock.core.request import FinishReason, Request, Tier
 from tests.api.conftest import Serve, Served

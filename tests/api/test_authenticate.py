@@ -26,7 +26,7 @@ from penstock.api.authenticate import OPEN_PATHS, Authenticate, scope_of
 from penstock.api.context import principal_of
 from penstock.api.settings_endpoints import SettingsEndpoints
 from penstock.api.usage_endpoints import UsageEndpoints
-from penstock.core.config import ServerConfig
+from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.service import StoredWork
 from penstock.gateway.tenants.authenticator import Authenticator

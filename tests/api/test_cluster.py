@@ -11,8 +11,8 @@ import pytest_asyncio
 from penstock.api.app import create_app
 from penstock.api.cluster_endpoints import ClusterEndpoints
 from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
-from penstock.core.config import ServerConfig
 from penstock.core.errors import Conflict, InvalidRequest
+from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.pool_metrics import POOL_METRICS, PoolMetrics
 from tests.api.tenant_server import TenantServer

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import Overloaded, PenstockError
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request

@@ -18,8 +18,9 @@ from starlette.responses import JSONResponse
 from penstock.api.app import create_app
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
-from penstock.core.config import ExternalServerConfig, GatewayConfig, ServerConfig
+from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import Overloaded
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.external.models import ExternalModels

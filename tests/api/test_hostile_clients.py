@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from tests.api.bounded_server import BoundedServed, ThreadedEngine, bounded_server
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from penstock.core.clock import VirtualClock
-from penstock.core.config import GatewayConfig
+from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.ratelimits.local import LocalLimiter

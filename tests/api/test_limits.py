@@ -13,8 +13,8 @@ import pytest
 
 from penstock.api.limit_headers import duration
 from penstock.core.clock import VirtualClock
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, Tier

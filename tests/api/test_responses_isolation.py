@@ -9,8 +9,8 @@ import httpx
 import pytest_asyncio
 
 from penstock.api.app import create_app
-from penstock.core.config import ServerConfig
 from penstock.core.errors import StoreUnavailable
+from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.responses.store import MemoryResponses, StoredResponse
 from tests.api.tenant_server import ACTOR, TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.api import responses_service
 from penstock.api.app import create_app
-from penstock.core.config import GatewayConfig, ServerConfig
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses.database import DatabaseResponses
 from penstock.gateway.store.database import Database, sqlite_url

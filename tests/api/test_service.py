@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from penstock.core.config import GatewayConfig
+from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.gateway import Gateway
 from penstock.version import __version__
 from tests.api.conftest import direct_client

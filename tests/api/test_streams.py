@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.core.config import GatewayConfig
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import FinishReason
 from tests.api.conftest import Serve, Served
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text

@@ -11,7 +11,7 @@ import httpx
 import pytest_asyncio
 
 from penstock.api.app import create_app
-from penstock.core.config import ServerConfig
+from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.service import StoredWork
 from penstock.gateway.responses.database import DatabaseResponses

@@ -15,7 +15,8 @@ import pytest
 
 from penstock.api.app import create_app
 from penstock.cli.books import Books, open_books
-from penstock.core.config import GatewayConfig, LedgerConfig, ServeConfig, ServerConfig, StoreConfig
+from penstock.core.config import ServeConfig
+from penstock.core.gateway_config import GatewayConfig, LedgerConfig, ServerConfig, StoreConfig
 from penstock.core.identity import Scope
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.tenants.audit import Actor

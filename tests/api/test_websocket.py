@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from penstock.core.config import GatewayConfig, ServerConfig
 from penstock.core.errors import AuthenticationFailed
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.guards.settings import guard_settings
 from penstock.gateway.tenants.authenticator import Authenticator

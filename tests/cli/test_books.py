@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.cli.books import open_books
-from penstock.core.config import GatewayConfig, LedgerConfig, ServeConfig, StoreConfig
+from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import GatewayConfig, LedgerConfig, StoreConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.store.database import Database, sqlite_url

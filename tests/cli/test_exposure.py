@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from penstock.cli.serve import check_exposure
-from penstock.core.config import OidcConfig, ServerConfig, TenantsConfig
 from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import OidcConfig, ServerConfig, TenantsConfig
 
 LOOPBACK = ["127.0.0.1", "::1", "localhost", "127.8.8.8"]
 BEYOND = ["0.0.0.0", "::", "192.168.1.5", "example.org", ""]

@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.options import config_options, model_argument, read_config_file, resolve, settings
-from penstock.core.config import EngineConfig, ServeConfig
+from penstock.core.config import ServeConfig
+from penstock.core.engine_config import EngineConfig
 
 
 @click.command(cls=PenstockCommand)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from penstock.cli.environment import visible_gpus
 from penstock.cli.options import resolve
 from penstock.cli.replicas import planned_replicas, shared_engine
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.sizes import parse_bytes
 
 

@@ -24,8 +24,8 @@ from penstock.cli.telemetry import (
     configure_server_logging,
     writes_access_lines,
 )
-from penstock.core.config import ServerConfig, TelemetryConfig
 from penstock.core.errors import UsageError
+from penstock.core.gateway_config import ServerConfig, TelemetryConfig
 from penstock.core.log_format import JsonFormatter
 from penstock.gateway.telemetry.observer import NoTracing
 

@@ -19,7 +19,7 @@ from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.revisions import revision_of
 from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams

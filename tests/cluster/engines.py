@@ -11,7 +11,7 @@ from penstock.cluster.client import EngineClient
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from penstock.cluster.replica import Member, ReplicaSpec
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.kv_events import KVEvent
 from penstock.core.messages import EngineReady, EngineStats

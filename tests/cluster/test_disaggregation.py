@@ -17,7 +17,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import Member, ReplicaSpec, Role, RunningReplica
 from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import PenstockError
 from penstock.core.kv_transfer import KVSource
 from penstock.core.plan import TokenEvent

@@ -19,7 +19,7 @@ from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.supervisor import Supervisor
 from penstock.control.outliers import OutlierConfig
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.router import ReplicaState
 from tests.cluster.engines import WAIT_S, Inbox, echo_spec, send, until

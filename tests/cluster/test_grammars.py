@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cluster.client import EngineClient
 from penstock.cluster.replica import ReplicaSpec
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar, Request, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineStats

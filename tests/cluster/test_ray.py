@@ -16,7 +16,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.fleet_config import FleetConfig
 from penstock.cluster.ray_launcher import RayLauncher
 from penstock.cluster.supervisor import Supervisor
-from penstock.core.config import CacheConfig
+from penstock.core.engine_config import CacheConfig
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams

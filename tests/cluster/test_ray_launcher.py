@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.ray_launcher import RayLauncher, resources
-from penstock.core.config import ModelConfig, ParallelConfig
+from penstock.core.engine_config import ModelConfig, ParallelConfig
 from penstock.core.errors import ConfigError
 from tests.cluster.control_stage import ENGINE, SPEC
 

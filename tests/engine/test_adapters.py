@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.core.adapter_files import adapter_digest
-from penstock.core.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Adapter, FinishReason, Request

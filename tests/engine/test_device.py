@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import ConfigError
 from penstock.engine import device as device_module
 from penstock.engine.device import choose_ops

@@ -18,7 +18,7 @@ import zmq
 from msgspec.structs import replace
 from torch import Tensor
 
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.messages import AddRequest, Codec, EngineFailed, EngineReady, Hello
 from penstock.core.plan import Chunk
 from penstock.core.request import FinishReason

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.cli.models import fetch_model
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.request import FinishReason, Grammar, SamplingParams
 from penstock.engine.offline import OfflineEngine
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.config import CacheConfig, EngineConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.plan import CacheUse
 from penstock.core.request import CacheBreakpoint
 from penstock.engine import device

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.plan import TokenEvent
 from penstock.core.request import CacheBreakpoint, Request, SamplingParams
 from penstock.engine.build import Engine, build_engine

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import InvalidRequest
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import EngineStats
 from penstock.core.plan import CacheUse, TokenEvent
 from penstock.core.request import CacheBreakpoint, FinishReason, Request

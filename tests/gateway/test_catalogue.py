@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from penstock.core.clock import VirtualClock
-from penstock.core.config import GatewayConfig, NamesConfig
 from penstock.core.errors import (
     ConfigError,
     Conflict,
@@ -19,6 +18,7 @@ from penstock.core.errors import (
     NotFound,
     PermissionDenied,
 )
+from penstock.core.gateway_config import GatewayConfig, NamesConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.request import Adapter
 from penstock.gateway.adapter_trial import AdapterTrial, try_given

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from penstock.core.clock import VirtualClock
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -19,6 +18,7 @@ from penstock.core.errors import (
     PenstockError,
     ShuttingDown,
 )
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.plan import TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request, Tier
 from penstock.gateway.choice import Delta

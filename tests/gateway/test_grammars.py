@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import InvalidRequest
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.grammar_text import lenient
 from penstock.core.request import Grammar
 from penstock.gateway import grammars

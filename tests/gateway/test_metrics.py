@@ -4,7 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.clock import VirtualClock
-from penstock.core.config import GatewayConfig
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.core.config import GatewayConfig
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import FinishReason
 from penstock.gateway.choice import Delta
 from penstock.gateway.gateway import Gateway

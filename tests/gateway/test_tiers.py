@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.config import GatewayConfig
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.gateway import Gateway

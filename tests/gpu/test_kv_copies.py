@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.plan import CacheUse
 from penstock.core.request import CacheBreakpoint
 

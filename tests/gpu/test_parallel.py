@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from penstock.core.config import ParallelConfig
+from penstock.core.engine_config import ParallelConfig
 from penstock.kernels.select import select_ops
 from penstock.models.load import load_model
 from tests.engine.parallel.rank_pool import RankPool

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.core.config import Quantization
+from penstock.core.engine_config import Quantization
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Routing
 from penstock.models.quantize import quantize
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from penstock.cli.models import fetch_model
-from penstock.core.config import EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import ModelLoadError
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.build import build_engine

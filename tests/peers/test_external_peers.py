@@ -15,7 +15,8 @@ import pytest
 from penstock.api.app import create_app
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
-from penstock.core.config import ExternalServerConfig, GatewayConfig, ServerConfig
+from penstock.core.config import ExternalServerConfig
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from penstock.core.config import SchedulerConfig
+from penstock.core.engine_config import SchedulerConfig
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import CacheBreakpoint, FinishReason, Request, SamplingParams, Tier

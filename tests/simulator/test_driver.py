@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from penstock.core.config import CacheConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, SchedulerConfig
 from penstock.core.plan import StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request, Tier
 from penstock.kvcache import KVCache

@@ -6,7 +6,7 @@ from random import Random
 import msgspec
 import pytest
 
-from penstock.core.config import SchedulerConfig
+from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import UsageError
 from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent, TokenLogprobs
 from penstock.core.plan_log import (

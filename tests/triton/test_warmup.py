@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.core.config import Quantization
+from penstock.core.engine_config import Quantization
 from penstock.engine.warmup import warm_up
 from penstock.kernels.triton import attention
 from penstock.kernels.triton.ops import TritonOps

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core.clock import Clock
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.parallel.processes import RankProcesses, rank_config
 

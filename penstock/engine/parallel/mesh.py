@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from penstock.core.config import ParallelConfig
+from penstock.core.engine_config import ParallelConfig
 from penstock.models.sharding import Shard
 
 # All ranks are told of a step before any of them computes it, so none waits for another much longer than it takes.

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.plan import SampledToken, StepPlan
 from penstock.core.request import Request
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
 from penstock.core.log_format import JsonFormatter
 from penstock.engine.parallel.messages import (

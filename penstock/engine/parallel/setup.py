@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.device import choose_device
 from penstock.engine.parallel.mesh import Mesh, shard_of

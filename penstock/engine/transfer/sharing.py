@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.config import EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.kv_transfer import MemoryRegion
 from penstock.engine.loop import EngineLoop

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.accounts import Limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.metrics import LimiterMetrics

@@ -19,8 +19,8 @@ from importlib import resources
 import msgspec
 from redis.asyncio import Redis
 
-from penstock.core.config import RedisPolicy
 from penstock.core.errors import ConfigError, LimitsUnavailable, RateLimited
+from penstock.core.gateway_config import RedisPolicy
 from penstock.core.identity import Principal
 from penstock.core.limits import LimitState, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome

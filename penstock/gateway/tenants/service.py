@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from penstock.core.clock import Clock
-from penstock.core.config import OidcConfig
+from penstock.core.gateway_config import OidcConfig
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Authenticator
 from penstock.gateway.tenants.directory import Directory

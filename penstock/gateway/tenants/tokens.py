@@ -16,8 +16,8 @@ from typing import Any
 import jwt
 import msgspec
 
-from penstock.core.config import OidcConfig
 from penstock.core.errors import AuthenticationFailed, PermissionDenied
+from penstock.core.gateway_config import OidcConfig
 from penstock.core.identity import Principal, Scope
 from penstock.gateway.tenants.jwks import PublicKey, PublicKeys
 from penstock.gateway.tenants.keyring import KeyRing

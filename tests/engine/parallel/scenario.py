@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.core.config import ParallelConfig
+from penstock.core.engine_config import ParallelConfig
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.setup import OneOfSeveralRanks
 from penstock.kernels.select import select_ops

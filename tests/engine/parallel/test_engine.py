@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core.config import EngineConfig, ModelConfig, ParallelConfig
+from penstock.core.engine_config import EngineConfig, ModelConfig, ParallelConfig
 from penstock.core.errors import ConfigError, EngineUnavailable, ModelLoadError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar, Pooling, Request, SamplingParams

@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from penstock.core.config import ParallelConfig
+from penstock.core.engine_config import ParallelConfig
 from penstock.kernels.select import select_ops
 from penstock.models.load import load_model
 from tests.engine.parallel.rank_pool import RankPool

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from penstock.cluster.external.call import ExternalCall
 from penstock.cluster.external.wire import StreamChunk
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import EngineUnavailable, PenstockError
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Accounts, Claim, Outcome

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import ConfigError, ContentRefused, InvalidRequest, ModelNotFound, SafetyCheckFailed
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.choice import Delta, ToolCallDelta

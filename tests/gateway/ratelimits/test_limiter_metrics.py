@@ -4,8 +4,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.core.clock import VirtualClock
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import RateLimited
+from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.ratelimits.build import build_limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.metrics import LimiterMetrics

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from redis.asyncio import Redis
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import (
     ConfigError,
     LimitsUnavailable,
@@ -16,6 +15,7 @@ from penstock.core.errors import (
     RateLimited,
     RequestExceedsLimit,
 )
+from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.accounts import Lease
 from penstock.gateway.ratelimits import script_pipe, shared
 from penstock.gateway.ratelimits.build import build_limiter

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.clock import VirtualClock
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import Overloaded
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts, Claim, Outcome

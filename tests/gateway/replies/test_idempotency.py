@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import Conflict, InvalidRequest, Overloaded, StoreUnavailable
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from penstock.api.access_log import RequestJournal
 from penstock.api.app import create_app
-from penstock.core.config import GatewayConfig, ServerConfig
 from penstock.core.errors import PenstockError
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.settings import guard_settings

@@ -17,8 +17,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from penstock.core.config import OidcConfig
 from penstock.core.errors import AuthenticationFailed, ConfigError, PermissionDenied, StoreUnavailable
+from penstock.core.gateway_config import OidcConfig
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
 from penstock.gateway.tenants.jwks import LOOK_AGAIN_AFTER_S, REFRESH_EVERY_S, RETRY_AFTER_S, PublicKeys

@@ -7,8 +7,8 @@ import json
 import llguidance
 import pytest
 
-from penstock.core.config import GatewayConfig
 from penstock.core.errors import InvalidRequest
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.grammar_text import grammar_text
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart, Tool, ToolCall, ToolChoice

@@ -1,0 +1,178 @@
+"""The settings of an engine: model, cache, scheduler, ranks. See `config`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "int4", "fp8"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: Annotated[
+        str, Meta(description="A known model name, a Hugging Face id, a folder or a .gguf file.")
+    ] = "smollm2-135m"
+    served_model_name: (
+        Annotated[str, Meta(description="Name that clients use for the model. Default: as given.")] | None
+    ) = None
+    device: Annotated[Device, Meta(description="Where to run: auto takes CUDA where there is one.")] = "auto"
+    dtype: Annotated[
+        DType,
+        Meta(
+            description="Compute type: auto takes bfloat16 where the hardware has it, else float32. "
+            "On a CPU only auto may round quantized weights again, to 8 bits, for speed."
+        ),
+    ] = "auto"
+    quantization: (
+        Annotated[Quantization, Meta(description="Round weights while loading: int8, int4 or fp8.")] | None
+    ) = None
+    attention_backend: Annotated[
+        Literal["triton", "flashinfer"],
+        Meta(description="Who computes attention over prompts on CUDA; flashinfer is an extra."),
+    ] = "triton"
+    max_model_len: (
+        Annotated[
+            int,
+            Meta(description="Longest prompt plus answer, in tokens. Default: what the model allows.", ge=1),
+        ]
+        | None
+    ) = None
+    seed: Annotated[int, Meta(description="Seed for requests that bring none, and for random weights.")] = 0
+    load_format: Annotated[
+        Literal["auto", "random"],
+        Meta(
+            description="auto reads the checkpoint; random fills weights from config.json alone, for benchmarks."
+        ),
+    ] = "auto"
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    block_size: Annotated[int, Meta(description="Tokens per KV block.", ge=16, le=16)] = 16
+    kv_cache_memory: (
+        Annotated[
+            str,
+            Meta(description="Memory for the KV cache, such as 512MiB or 8GiB. Default: 512MiB on a CPU."),
+        ]
+        | None
+    ) = None
+    num_kv_blocks: Annotated[int, Meta(description="KV blocks, instead of a memory size.", ge=2)] | None = (
+        None
+    )
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "int8"],
+        Meta(
+            description="Type of cached keys and values: auto is the compute type; fp8 (CUDA only) and int8 halve it."
+        ),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float, Meta(description="Share of a GPU's memory that Penstock may use.", gt=0, le=1)
+    ] = 0.9
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of prefixes seen before.")] = True
+    max_pinned_fraction: Annotated[
+        float, Meta(description="Share of the KV cache that pins may hold.", ge=0, le=1)
+    ] = 0.5
+    kv_host_memory: (
+        Annotated[
+            str,
+            Meta(
+                description="Host memory for pinned KV that the cache has no room for, such as 4GiB; 0 for none. "
+                "Default: as much as the KV cache, at most 4GiB."
+            ),
+        ]
+        | None
+    ) = None
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_num_seqs: Annotated[int, Meta(description="Requests that run at once.", ge=1)] = 256
+    max_num_batched_tokens: Annotated[int, Meta(description="Most tokens in one step.", ge=1)] = 2048
+    itl_target_ms: (
+        Annotated[
+            float,
+            Meta(description="Keep predicted steps under this while answers stream; 0 turns it off.", ge=0),
+        ]
+        | None
+    ) = 100.0
+    max_queue_requests: Annotated[int, Meta(description="Requests that may wait; more get 503.", ge=0)] = 1024
+    max_queue_tokens: Annotated[int, Meta(description="Prompt tokens that may wait; more get 503.", ge=0)] = (
+        1_000_000
+    )
+    max_output_tokens: (
+        Annotated[int, Meta(description="Server cap on max_tokens. Default: the model's context.", ge=1)]
+        | None
+    ) = None
+    queue_timeout_s: (
+        Annotated[float, Meta(description="Longest wait for a first token's computation before 503.", gt=0)]
+        | None
+    ) = 600.0
+    aging_s: Annotated[
+        float,
+        Meta(description="After this long in the queue a request counts as one tier more urgent.", gt=0),
+    ] = 30.0
+    min_cacheable_tokens: Annotated[
+        int,
+        Meta(description="Shortest prompt prefix that a cache breakpoint keeps; shorter ones are not.", ge=1),
+    ] = 1024
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one replica is cut up over several processes, each with a device of its own."""
+
+    tensor_parallel_size: Annotated[
+        int, Meta(description="Ranks that each layer is cut over.", ge=1, le=64)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(description="Stages that the layers are shared out over.", ge=1, le=64)
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(description="Place whole experts on the tensor-parallel ranks, not a slice of every expert."),
+    ] = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_loras: Annotated[
+        int, Meta(description="LoRA adapters that are loaded at once; requests for more wait.", ge=1)
+    ] = 8
+    max_lora_rank: Annotated[int, Meta(description="Largest rank of a LoRA adapter.", ge=1, le=512)] = 64
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything one engine process needs. Serialised to it as JSON."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    lora: LoRAConfig = LoRAConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    num_threads: (
+        Annotated[int, Meta(description="CPU threads for kernels. Default: every core.", ge=1)] | None
+    ) = None
+    steps_in_flight: (
+        Annotated[
+            int,
+            Meta(
+                description="Steps submitted before the first is collected. "
+                "Default: 2 on a GPU or in stages, else 1.",
+                ge=1,
+                le=4,
+            ),
+        ]
+        | None
+    ) = None
+    kv_transfer: Annotated[
+        bool,
+        Meta(description="Exchange KV blocks with other replicas, through NIXL (penstock[disaggregation])."),
+    ] = False
+    record_plans: (
+        Annotated[str, Meta(description="File to log every scheduler call to, for replay and diagnosis.")]
+        | None
+    ) = None

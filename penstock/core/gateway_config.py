@@ -1,0 +1,222 @@
+"""The settings of a gateway: names, limits, store, callers, HTTP, telemetry. See `config`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock.core.identity import Scope
+from penstock.core.request import Tier
+
+RedisPolicy = Literal["open", "closed"]
+# Only signatures that a public key checks: with a shared secret, whoever can check a token could also make one.
+TokenAlgorithm = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
+]
+
+
+class NamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What clients may call models, as far as it is settled at the start: `[[models]]` of the file, and flags."""
+
+    first: str = ""  # the model of requests that name none; empty: whichever is ready
+    aliases: dict[str, str] = {}  # to the name of a served model
+    adapters: tuple[tuple[str, str, str | None], ...] = ()  # LoRA: name, folder, base model (None: the first)
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_stream_buffer_bytes: Annotated[
+        int, Meta(description="Text held for a slow reader before its request is aborted.", ge=1024)
+    ] = 1 << 20
+    default_max_tokens: (
+        Annotated[
+            int,
+            Meta(description="max_tokens for chat requests without one. Default: up to the context.", ge=1),
+        ]
+        | None
+    ) = None
+    request_timeout_s: (
+        Annotated[float, Meta(description="Longest life of one request. Default: none.", gt=0)] | None
+    ) = None
+    settings: (
+        Annotated[
+            str,
+            Meta(
+                description="TOML file with limits, prices, policies, tiers and caches; read again when it changes."
+            ),
+        ]
+        | None
+    ) = None
+    redis_url: (
+        Annotated[str, Meta(description="redis://… that gateways share limits through. Default: none.")]
+        | None
+    ) = None
+    redis_policy: Annotated[
+        RedisPolicy,
+        Meta(description="While Redis is gone: open applies limits in each process, closed answers 503."),
+    ] = "open"
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "gemma"],
+        Meta(description="How the model writes tool calls. auto: as its chat template shows."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "think"],
+        Meta(description="How the model marks its reasoning. auto: as its chat template shows."),
+    ] = "auto"
+    embedding_cache_memory: Annotated[
+        str, Meta(description="Memory for vectors of texts embedded before, such as 256MiB; 0 for none.")
+    ] = "64MiB"
+    stored_response_days: Annotated[
+        float, Meta(description="How long a stored response can be looked up or continued.", gt=0)
+    ] = 30.0
+    names: NamesConfig = NamesConfig()
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where keys, usage, files and batches are kept. Nothing is written before one of them is used."""
+
+    data_dir: (
+        Annotated[
+            str, Meta(description="Folder for the database and files. Default: ~/.local/state/penstock.")
+        ]
+        | None
+    ) = None
+    database_url: (
+        Annotated[
+            str, Meta(description="postgresql://… or sqlite:///…. Default: a SQLite file in the data folder.")
+        ]
+        | None
+    ) = None
+
+
+class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What happens to the record of every request's usage."""
+
+    usage_ledger: (
+        Annotated[
+            bool,
+            Meta(
+                description="Keep a row for every request in the database. "
+                "Default: where keys have been made or tokens are taken, and where the settings file has prices."
+            ),
+        ]
+        | None
+    ) = None
+    when_unrecorded: Annotated[
+        Literal["serve", "refuse"],
+        Meta(description="What to do with new requests while usage cannot be written down (a full disk)."),
+    ] = "serve"
+    usage_sync_s: (
+        Annotated[
+            float,
+            Meta(
+                description="Sync the usage journal to the disk so often, where power may fail. Default: never.",
+                gt=0,
+            ),
+        ]
+        | None
+    ) = None
+
+
+class OidcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bearer tokens (JWT) of an identity provider, as an alternative to keys. The table `[oidc]` of the file.
+
+    A claim may be a dotted path. The maps translate what the provider writes into what Penstock knows."""
+
+    issuer: str
+    audience: str
+    jwks_url: str | None = None  # None asks the issuer's discovery document
+    algorithms: tuple[TokenAlgorithm, ...] = ("RS256", "ES256")
+    leeway_s: Annotated[float, Meta(ge=0, le=300)] = 30.0  # between our clock and the issuer's
+    workspace_claim: str = "workspace"
+    workspaces: dict[str, str] = {}  # the claim's value → a workspace's id; empty: the claim holds the id
+    default_workspace: str | None = None  # for tokens without the claim; None refuses them
+    scopes_claim: str = "scope"  # words in one text, or a list
+    scopes: dict[str, Scope] = msgspec.field(
+        default_factory=lambda: {f"penstock:{scope}": scope for scope in Scope}
+    )
+    default_scopes: tuple[Scope, ...] = (Scope.INFERENCE,)  # for tokens in which no word is known
+    tier_claim: str = "tier"
+    tiers: dict[str, Tier] = msgspec.field(default_factory=lambda: {str(tier): tier for tier in Tier})
+    default_tier: Tier = Tier.DEFAULT
+    models_claim: str | None = None  # a list of models that the token may use; None allows every model
+
+
+class TenantsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    require_keys: (
+        Annotated[
+            bool,
+            Meta(
+                description="Ask every caller for a key or token. "
+                "Default: beyond loopback, and wherever keys have been made."
+            ),
+        ]
+        | None
+    ) = None
+    oidc: OidcConfig | None = None
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: Annotated[str, Meta(description="Address to listen on. Beyond loopback a key is required.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Meta(description="Port to listen on; 0 takes a free one.", ge=0, le=65535)] = 8000
+    api_key: Annotated[str, Meta(description="Key that clients must send as a bearer token.")] | None = None
+    allow_open: Annotated[
+        bool,
+        Meta(description="Listen beyond loopback without a key. Anyone who reaches the port can use it."),
+    ] = False
+    api_workers: Annotated[
+        int,
+        Meta(
+            description="Gateway processes that share the port, for machines with many cores.", ge=1, le=256
+        ),
+    ] = 1
+    drain_timeout: Annotated[
+        float, Meta(description="Seconds that running answers get to finish after SIGTERM.", ge=0)
+    ] = 60.0
+    max_body_bytes: Annotated[int, Meta(description="Largest request body.", ge=1024)] = 32 << 20
+    max_connections: Annotated[
+        int, Meta(description="Open connections; more are refused with 503.", ge=1)
+    ] = 16_384
+    max_websockets: Annotated[int, Meta(description="Open WebSockets; more are refused with 503.", ge=0)] = (
+        10_000
+    )
+    max_websocket_requests: Annotated[
+        int, Meta(description="Requests that one WebSocket runs at once.", ge=1)
+    ] = 64
+    websocket_idle_timeout_s: Annotated[
+        float, Meta(description="Close a WebSocket on which nothing runs after so long.", gt=0)
+    ] = 600.0
+    header_timeout_s: Annotated[
+        float, Meta(description="Time that a client gets to send a request's headers.", gt=0)
+    ] = 20.0
+    body_timeout_s: Annotated[
+        float, Meta(description="How often at least 16 KiB of a request's body must arrive.", gt=0)
+    ] = 30.0
+    max_header_bytes: Annotated[
+        int, Meta(description="Largest head of a request: its path and all headers.", ge=1024)
+    ] = 32 << 10
+    write_timeout_s: Annotated[
+        float, Meta(description="Drop a connection whose client reads nothing for so long.", gt=0)
+    ] = 60.0
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="How log lines look; json also turns on --access-log.")
+    ] = "text"
+    access_log: (
+        Annotated[bool, Meta(description="Write a line for every request. Default: with --log-format json.")]
+        | None
+    ) = None
+    log_prompts: Annotated[
+        bool, Meta(description="Let access lines hold the text of prompts, which may be personal.")
+    ] = False
+    otlp_endpoint: (
+        Annotated[
+            str, Meta(description="OpenTelemetry collector to send traces to, such as http://localhost:4318.")
+        ]
+        | None
+    ) = None
