@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -151,6 +153,20 @@ def _create_engine(url: str) -> Engine:
     )
 
 
+def _switch_to_wal(connection: sqlite3.Connection) -> None:
+    """So that readers and one writer do not wait for each other. Only the switch itself does not heed the busy
+    timeout: of processes that make it at the same moment, one must ask again."""
+    give_up_at = time.monotonic() + _BUSY_TIMEOUT_MS / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > give_up_at:
+                raise
+        time.sleep(0.01)
+
+
 def _create_sqlite(url: sqlalchemy.URL) -> Engine:
     options: dict[str, Any] = {}
     if url.database in (None, "", ":memory:"):
@@ -161,7 +177,7 @@ def _create_sqlite(url: sqlalchemy.URL) -> Engine:
     def prepare(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # the driver's own idea of when a transaction begins is left out
         connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
-        connection.execute("PRAGMA journal_mode = WAL")  # readers and one writer do not wait for each other
+        _switch_to_wal(connection)
         connection.execute(
             "PRAGMA synchronous = NORMAL"
         )  # survives a killed process; WAL keeps it consistent

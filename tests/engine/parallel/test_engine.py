@@ -171,7 +171,7 @@ def test_when_a_rank_is_killed_the_engine_says_so_and_none_is_left(several: Engi
 def test_ranks_end_with_their_engine(model: Path) -> None:
     """However it ends, and whatever state they are in."""
     script = (
-        "import sys, time; from pathlib import Path; from penstock.core.config import ParallelConfig;"
+        "import sys, time; from pathlib import Path; from penstock.core.engine_config import ParallelConfig;"
         "from tests.engine.tiny import tiny_engine;"
         "engine = tiny_engine(Path(sys.argv[1]), parallel=ParallelConfig(tensor_parallel_size=2));"
         "print(*engine.ranks.pids, flush=True); time.sleep(60)"
