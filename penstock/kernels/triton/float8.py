@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.interface import Activation, Float8Weight
+from penstock.kernels.interface import Float8Weight
 from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
-from penstock.kernels.triton.skinny import RowTile, gate_with
+from penstock.kernels.triton.skinny import RowProduct, RowTile, finish_row
 from penstock.kernels.triton.words import four_float8, in_fours
 
 MAX_ROWS = 32
@@ -109,56 +109,28 @@ def _one_row_kernel(
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     result = tl.sum(total, axis=1) * factor * tl.load(scales + outputs, mask=inside, other=0.0)
+    up = result
     if GATED:
         up = tl.sum(total_up, axis=1) * factor * tl.load(scales + N + outputs, mask=inside, other=0.0)
-        result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
-    if BIAS:
-        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
+    finish_row(result, up, outputs, inside, bias, residual, out, GATED, IS_SILU, BIAS, ADD)
 
 
-def one_row(
-    x: Tensor,
-    weight: Float8Linear,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Activation | None = None,
-    residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """As `skinny.linear`, for a single row, which is not rounded."""
-    width = x.shape[1]
-    outputs = weight.out_features // (2 if gate else 1)
-    out = residual
-    if out is None:
-        out = torch.empty(1, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    tile = _row_tile(outputs, width, gate is not None)
-    absent = x  # any pointer will do
-    parts = (part if part is not None else absent for part in (weight.bias, norm, residual))
-    _one_row_kernel[(triton.cdiv(outputs, tile.outputs),)](
+def one_row(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
+    """A single row is not rounded."""
+    outputs = product.num_outputs(weight.out_features)
+    tile = _row_tile(outputs, x.shape[1], product.gate is not None)
+    return product.launch(
+        _one_row_kernel,
+        triton.cdiv(outputs, tile.outputs),
         x,
-        weight.weight.view(torch.int32),
-        weight.scales,
-        *parts,
-        out,
+        (weight.weight.view(torch.int32), weight.scales),
+        weight.bias,
         outputs,
-        width,
-        eps,
-        NORM=norm is not None,
-        GATED=gate is not None,
-        IS_SILU=gate == "silu",
-        ADD=residual is not None,
-        BIAS=weight.bias is not None,
         OUTPUTS=tile.outputs,
         WORDS=tile.width,
         AHEAD=tile.ahead,
         num_warps=tile.num_warps,
-        launch_pdl=True,
     )
-    return out
 
 
 def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:

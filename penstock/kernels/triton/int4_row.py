@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.interface import Activation
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.int4 import Int4Linear, load_factors
 from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
-from penstock.kernels.triton.skinny import RowTile, gate_with
+from penstock.kernels.triton.skinny import RowProduct, RowTile, finish_row
 from penstock.kernels.triton.words import CODE_BASE, eight_codes, in_fours
 
 MOST_WORDS = 512  # of an input that is held in registers
@@ -95,20 +94,17 @@ def _held_kernel(
         next_scale, next_offset = load_factors(factors, own[:, None] * (K // GROUP) + group_of_quad[None, :])
         made = _products(words, scale, offset, sums, x0, x1, x2, x3, x4, x5, x6, x7, OUTPUTS, WORDS)
         result = tl.sum(made, axis=1) * factor
+        up = result
         if GATED:
             words, scale, offset = next_up, up_scale, up_offset
             own += second
             next_up = tl.load(codes + own[:, None] * WORDS + index[None, :])
             up_scale, up_offset = load_factors(factors, own[:, None] * (K // GROUP) + group_of_quad[None, :])
             made = _products(words, scale, offset, sums, x0, x1, x2, x3, x4, x5, x6, x7, OUTPUTS, WORDS)
-            result = gate_with(result, tl.sum(made, axis=1) * factor, out.dtype.element_ty, IS_SILU)
+            up = tl.sum(made, axis=1) * factor
         outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
         inside = outputs < N
-        if BIAS:
-            result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
-        if ADD:
-            result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
+        finish_row(result, up, outputs, inside, bias, residual, out, GATED, IS_SILU, BIAS, ADD)
 
 
 @triton.jit
@@ -164,13 +160,8 @@ def _walking_kernel(
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     result = tl.sum(total, axis=1) * factor
-    if GATED:
-        result = gate_with(result, tl.sum(total_up, axis=1) * factor, out.dtype.element_ty, IS_SILU)
-    if BIAS:
-        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
+    up = tl.sum(total_up, axis=1) * factor
+    finish_row(result, up, outputs, inside, bias, residual, out, GATED, IS_SILU, BIAS, ADD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,52 +173,27 @@ class HeldTile:
     per_processor: int
 
 
-def one_row(
-    x: Tensor,
-    weight: Int4Linear,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Activation | None = None,
-    residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """As `skinny.linear`, for a single row."""
-    width = x.shape[1]
-    outputs = weight.out_features // (2 if gate else 1)
-    out = residual
-    if out is None:
-        out = torch.empty(1, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    tile = _tile(outputs, width, gate is not None)
+def one_row(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
+    outputs = product.num_outputs(weight.out_features)
+    tile = _tile(outputs, x.shape[1], product.gate is not None)
     programs = triton.cdiv(outputs, tile.outputs)
     if isinstance(tile, HeldTile):
-        kernel, words = _held_kernel, width // 8
+        kernel, words = _held_kernel, x.shape[1] // 8
         programs = min(programs, tile.per_processor * num_processors(x.device.index or 0))
     else:
         kernel, words = _walking_kernel, tile.width
-    absent = x  # any pointer will do
-    parts = (part if part is not None else absent for part in (weight.bias, norm, residual))
-    kernel[(programs,)](
+    return product.launch(
+        kernel,
+        programs,
         x,
-        weight.codes.view(torch.int32),
-        weight.factors,
-        *parts,
-        out,
+        (weight.codes.view(torch.int32), weight.factors),
+        weight.bias,
         outputs,
-        width,
-        eps,
-        NORM=norm is not None,
-        GATED=gate is not None,
-        IS_SILU=gate == "silu",
-        ADD=residual is not None,
-        BIAS=weight.bias is not None,
         OUTPUTS=tile.outputs,
         WORDS=words,
         GROUP=weight.group,
         num_warps=tile.num_warps,
-        launch_pdl=True,
     )
-    return out
 
 
 def _tile(outputs: int, width: int, gated: bool) -> HeldTile | RowTile:

@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.interface import Activation, Float8Weight, GroupQuantWeight
+from penstock.kernels.interface import Float8Weight, GroupQuantWeight
 from penstock.kernels.triton.overlap import wait_for_previous
-from penstock.kernels.triton.skinny import gate_with
+from penstock.kernels.triton.skinny import RowProduct, finish_row
 
 MAX_ROWS = 64
+ROW_OUTPUTS = 2  # for one program of a one-row kernel
 SMALLEST_GROUP = 16
 
 
@@ -130,14 +131,8 @@ def _one_row_kernel(
     if NORM:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
     result = tl.sum(tl.sum(total, axis=2), axis=1) * factor
-    if GATED:
-        up = tl.sum(tl.sum(total_up, axis=2), axis=1) * factor
-        result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
-    if BIAS:
-        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
+    up = tl.sum(tl.sum(total_up, axis=2), axis=1) * factor
+    finish_row(result, up, outputs, inside, bias, residual, out, GATED, IS_SILU, BIAS, ADD)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -186,49 +181,22 @@ def _unpack_kernel(
     tl.store(out + output * K + column, weight.to(out.dtype.element_ty), mask=inside)
 
 
-def one_row(
-    x: Tensor,
-    weight: Int8Linear,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Activation | None = None,
-    residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """As `skinny.linear`, for a single row."""
-    width = x.shape[1]
-    outputs = weight.out_features // (2 if gate else 1)
-    out = residual
-    if out is None:
-        out = torch.empty(1, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    num_groups = width // weight.group
-    per_program = 2
-    absent = x  # any pointer will do
-    parts = (part if part is not None else absent for part in (weight.bias, norm, residual))
-    _one_row_kernel[(triton.cdiv(outputs, per_program),)](
+def one_row(x: Tensor, weight: Int8Linear, product: RowProduct) -> Tensor:
+    outputs = product.num_outputs(weight.out_features)
+    num_groups = x.shape[1] // weight.group
+    return product.launch(
+        _one_row_kernel,
+        triton.cdiv(outputs, ROW_OUTPUTS),
         x,
-        weight.codes,
-        weight.scales,
-        absent if weight.offsets is None else weight.offsets,
-        *parts,
-        out,
+        (weight.codes, weight.scales, x if weight.offsets is None else weight.offsets),
+        weight.bias,
         outputs,
-        width,
-        eps,
         OFFSETS=weight.offsets is not None,
-        NORM=norm is not None,
-        GATED=gate is not None,
-        IS_SILU=gate == "silu",
-        ADD=residual is not None,
-        BIAS=weight.bias is not None,
-        OUTPUTS=per_program,
+        OUTPUTS=ROW_OUTPUTS,
         GROUPS=min(num_groups & -num_groups, max(1, 1024 // weight.group)),
         GROUP=weight.group,
         num_warps=2,
-        launch_pdl=True,
     )
-    return out
 
 
 def few_rows(

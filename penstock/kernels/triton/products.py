@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from penstock.kernels.triton.float8 import Float8Linear
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int8 import Int8Linear
 from penstock.kernels.triton.packing import Grouped, Packed, ReorderedLinear, StackedLinear
+from penstock.kernels.triton.skinny import RowProduct
 
 
 def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -30,7 +32,7 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
     if isinstance(weight, ReorderedLinear):
         return linear(x.index_select(1, weight.order), weight.inner, out_dtype)
     if isinstance(weight, Int4Linear | Int8Linear | Float8Linear) and x.shape[0] == 1:
-        return _one_row(weight)(x, weight, out_dtype=out_dtype)
+        return _one_row(weight)(x, weight, RowProduct(out_dtype=out_dtype))
     if isinstance(weight, Int4Linear | Int8Linear | Float8Linear):
         kernels = _kernels(weight)
         if x.shape[0] <= kernels.MAX_ROWS:
@@ -53,7 +55,7 @@ def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
         case ReorderedLinear():
             add_linear(x.index_select(1, weight.order), weight.inner, residual)
         case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] == 1:
-            _one_row(weight)(x, weight, residual=residual)
+            _one_row(weight)(x, weight, RowProduct(residual=residual))
         case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] <= _kernels(weight).MAX_ROWS:
             _kernels(weight).few_rows(x, weight, residual=residual)
         case TorchLinear() if skinny.fits(x, weight.weight):
@@ -68,7 +70,7 @@ def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed) -> Tensor
     """linear(rms_norm(x, norm, eps), weight)"""
     match weight:
         case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] == 1:
-            return _one_row(weight)(x, weight, norm=norm, eps=eps)
+            return _one_row(weight)(x, weight, RowProduct(norm, eps))
         case TorchLinear() if skinny.fits(x, weight.weight):
             return skinny.linear(x, weight.weight, weight.bias, norm=norm, eps=eps)
         case _:
@@ -79,14 +81,14 @@ def normed_gated(x: Tensor, norm: Tensor, eps: float, weight: Packed, activation
     """gated(linear(rms_norm(x, norm, eps), weight), activation)"""
     match weight:
         case Int4Linear(bias=None) | Int8Linear(bias=None) | Float8Linear(bias=None) if x.shape[0] == 1:
-            return _one_row(weight)(x, weight, norm=norm, eps=eps, gate=activation)
+            return _one_row(weight)(x, weight, RowProduct(norm, eps, activation))
         case TorchLinear(bias=None) if skinny.fits(x, weight.weight):
             return skinny.linear(x, weight.weight, norm=norm, eps=eps, gate=activation)
         case _:
             return gated(normed_linear(x, norm, eps, weight), activation)
 
 
-def _one_row(weight: Grouped | Float8Linear) -> Callable[..., Tensor]:
+def _one_row(weight: Grouped | Float8Linear) -> Callable[[Tensor, Any, RowProduct], Tensor]:
     match weight:
         case Float8Linear():
             return float8.one_row

@@ -11,6 +11,7 @@ before it reads them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +29,21 @@ MAX_ROWS = 32
 def gate_with(gate, up, dtype: tl.constexpr, IS_SILU: tl.constexpr):
     """Rounded where a product of its own would round, so that few and many rows agree."""
     return activate(gate.to(dtype).to(tl.float32), IS_SILU) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def finish_row(
+    result, up, outputs, inside, bias, residual, out,
+    GATED: tl.constexpr, IS_SILU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """What follows the product of a single row in every format: gate, bias, residual sum, store."""
+    if GATED:
+        result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
+    if BIAS:
+        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -79,13 +95,8 @@ def _one_row_kernel(
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     result = tl.sum(total, axis=1) * scale
-    if GATED:
-        result = gate_with(result, tl.sum(total_up, axis=1) * scale, out.dtype.element_ty, IS_SILU)
-    if BIAS:
-        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
+    up = tl.sum(total_up, axis=1) * scale
+    finish_row(result, up, outputs, inside, bias, residual, out, GATED, IS_SILU, BIAS, ADD)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -148,6 +159,53 @@ class Tile:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowProduct:
+    """What surrounds the product of a single row, whatever the format of the weights: see `linear`."""
+
+    norm: Tensor | None = None
+    eps: float = 0.0
+    gate: Activation | None = None
+    residual: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+
+    def num_outputs(self, out_features: int) -> int:
+        return out_features // (2 if self.gate else 1)
+
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        x: Tensor,
+        weight: tuple[Tensor, ...],
+        bias: Tensor | None,
+        outputs: int,
+        **options: Any,
+    ) -> Tensor:
+        out = self.residual
+        if out is None:
+            out = torch.empty(1, outputs, dtype=self.out_dtype or x.dtype, device=x.device)
+        absent = x  # any pointer will do
+        parts = (part if part is not None else absent for part in (bias, self.norm, self.residual))
+        kernel[(programs,)](
+            x,
+            *weight,
+            *parts,
+            out,
+            outputs,
+            x.shape[1],
+            self.eps,
+            NORM=self.norm is not None,
+            GATED=self.gate is not None,
+            IS_SILU=self.gate == "silu",
+            ADD=self.residual is not None,
+            BIAS=bias is not None,
+            launch_pdl=True,
+            **options,
+        )
+        return out
+
+
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels here take this product."""
     return 0 < x.shape[0] <= MAX_ROWS and x.dtype != torch.float32 and weight.shape[1] % 128 == 0
@@ -168,36 +226,47 @@ def linear(
     two halves of the outputs activation(first) × second; with `residual` the result is added to it, in place."""
     rows, width = x.shape
     outputs = weight.shape[0] // (2 if gate else 1)
+    if rows == 1:
+        row_tile = _row_tile(outputs, width, gate is not None)
+        return RowProduct(norm, eps, gate, residual, out_dtype).launch(
+            _one_row_kernel,
+            triton.cdiv(outputs, row_tile.outputs),
+            x,
+            (weight,),
+            bias,
+            outputs,
+            OUTPUTS=row_tile.outputs,
+            WIDTH=row_tile.width,
+            AHEAD=row_tile.ahead,
+            num_warps=row_tile.num_warps,
+        )
     out = residual
     if out is None:
         out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    tile: RowTile | Tile
-    if rows == 1:
-        tile = _row_tile(outputs, width, gate is not None)
-    else:
-        tile = _tile(rows, outputs, width, gate is not None)
-    options = {
-        "NORM": norm is not None,
-        "GATED": gate is not None,
-        "IS_SILU": gate == "silu",
-        "ADD": residual is not None,
-        "BIAS": bias is not None,
-        "OUTPUTS": tile.outputs,
-        "WIDTH": tile.width,
-        "num_warps": tile.num_warps,
-        "launch_pdl": True,
-    }
+    tile = _tile(rows, outputs, width, gate is not None)
     absent = x  # any pointer will do
-    parts = [part if part is not None else absent for part in (bias, norm, residual)]
-    grid = (triton.cdiv(outputs, tile.outputs),)
-    if isinstance(tile, RowTile):
-        _one_row_kernel[grid](x, weight, *parts, out, outputs, width, eps, AHEAD=tile.ahead, **options)
-    else:
-        padded = max(16, triton.next_power_of_2(rows))
-        _few_rows_kernel[grid](
-            x, weight, *parts, out, rows, outputs, width, eps,
-            ROWS=padded, num_stages=tile.num_stages, **options,
-        )  # fmt: skip
+    parts = (part if part is not None else absent for part in (bias, norm, residual))
+    _few_rows_kernel[(triton.cdiv(outputs, tile.outputs),)](
+        x,
+        weight,
+        *parts,
+        out,
+        rows,
+        outputs,
+        width,
+        eps,
+        NORM=norm is not None,
+        GATED=gate is not None,
+        IS_SILU=gate == "silu",
+        ADD=residual is not None,
+        BIAS=bias is not None,
+        OUTPUTS=tile.outputs,
+        WIDTH=tile.width,
+        ROWS=max(16, triton.next_power_of_2(rows)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        launch_pdl=True,
+    )
     return out
 
 
