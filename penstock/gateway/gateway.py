@@ -30,6 +30,7 @@ from penstock.gateway.dialect import PreparedPrompt
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.calls import calls_for
 from penstock.gateway.external.models import ExternalModel
+from penstock.gateway.generation import Generation
 from penstock.gateway.guards.keeper import GuardKeeper
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.metrics_exchange import MetricsExchange
@@ -38,7 +39,7 @@ from penstock.gateway.queue_times import QueueTimes
 from penstock.gateway.replies.desk import ReplyDesk
 from penstock.gateway.replies.source import AnswerSource
 from penstock.gateway.served_model import ServedModel
-from penstock.gateway.stream import AnswerStream, Generation
+from penstock.gateway.stream import AnswerStream
 from penstock.gateway.telemetry.record import current_record
 from penstock.gateway.tiers import TierSettings
 

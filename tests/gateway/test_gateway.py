@@ -23,6 +23,7 @@ from penstock.core.plan import TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request, Tier
 from penstock.gateway.choice import Delta
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.generation import Generation
 from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -33,7 +34,7 @@ from penstock.gateway.prompts import (
     TokenPrompt,
     Usage,
 )
-from penstock.gateway.stream import Generation, ReaderGone
+from penstock.gateway.stream import ReaderGone
 from tests.gateway.fake_engine import EOS_ID, FakeEngine, engine_ready, model_card, script_text
 
 

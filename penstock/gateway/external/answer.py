@@ -1,7 +1,6 @@
 """The answers of external servers to one request, read like those of our own engines.
 
-A task per answer reads what a server sends. The rest is as in `gateway.stream`: news is merged until the reader
-comes, a reader that falls too far behind loses the request, and its account is settled before the end is seen.
+A task per answer reads what a server sends; the rest is `gateway.stream`.
 """
 
 from __future__ import annotations
@@ -15,21 +14,18 @@ import msgspec
 
 from penstock.cluster.external.call import ExternalCall
 from penstock.cluster.external.pool import ExternalPool
-from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
-from penstock.core.request import FinishReason, Tier
-from penstock.gateway.accounts import Account, Outcome, RateLimits
-from penstock.gateway.choice import Delta
+from penstock.core.errors import DeadlineExceeded, EngineUnavailable, PenstockError
+from penstock.core.request import FinishReason
+from penstock.gateway.accounts import Account
 from penstock.gateway.external.choice import ExternalChoice
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import CacheStatus, ReaderGone, StreamContext
+from penstock.gateway.stream import MeteredAnswer, StreamContext
 
 log = logging.getLogger(__name__)
 
 
-class ExternalAnswer:
-    """An AnswerStream. `start` it once."""
-
-    cache_status: CacheStatus | None = None
+class ExternalAnswer(MeteredAnswer[ExternalChoice]):
+    """`start` it once."""
 
     def __init__(
         self,
@@ -37,22 +33,11 @@ class ExternalAnswer:
         calls: Sequence[ExternalCall],
         n: int,
         context: StreamContext,
-        on_end: Callable[[ExternalAnswer], None],
+        on_end: Callable[[MeteredAnswer[ExternalChoice]], None],
     ) -> None:
-        self.account = account
+        choices = [ExternalChoice(index, call.estimated_tokens) for index, call in enumerate(calls)]
+        super().__init__(account, choices, n, context, on_end)
         self._calls = calls
-        self._n = n
-        self._context = context
-        self._metrics = context.metrics.of(account.claim.model)
-        self._on_end = on_end
-        self._choices = [ExternalChoice(index, call.estimated_tokens) for index, call in enumerate(calls)]
-        self._arrived_at = context.clock.now()
-        self._num_open = len(calls)
-        self._dirty: list[ExternalChoice] = []
-        self._error: PenstockError | ReaderGone | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._wants_all_at_once = False
-        self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, pool: ExternalPool, timeout_s: float | None) -> None:
@@ -63,63 +48,19 @@ class ExternalAnswer:
             self._tasks.append(asyncio.create_task(self._follow(pool, timed, choice)))
 
     @property
-    def id(self) -> str:
-        return self.account.claim.request_id
-
-    @property
-    def model(self) -> str:
-        return self.account.claim.model
-
-    @property
-    def tier(self) -> Tier:
-        return self.account.claim.tier
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        return self.account.rate_limits
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._choices)
-
-    @property
     def usage(self) -> Usage:
         """As the servers tell it, else as it is estimated. A prompt counts once, however many answers share it."""
         leaders = self._choices[:: self._n]
         return Usage(
-            prompt_tokens=sum(leader.prompt_tokens for leader in leaders),
+            prompt_tokens=sum(leader.num_prompt_tokens for leader in leaders),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=sum(leader.cached_tokens for leader in leaders),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
         )
 
-    def __aiter__(self) -> ExternalAnswer:
-        return self
-
-    async def __anext__(self) -> list[Delta]:
-        while True:
-            if self._dirty and not (self._wants_all_at_once and self._num_open):
-                return self._take()
-            if self._error is not None:
-                raise self._error
-            if not self._num_open:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-
-    async def collect(self) -> list[Delta]:
-        self._wants_all_at_once = True
-        deltas = await anext(self)
-        if self._error is not None:
-            raise self._error
-        return sorted(deltas, key=lambda delta: delta.index)
-
-    def cancel(self) -> None:
+    def _abandon(self, choices: Sequence[ExternalChoice]) -> None:
         """Closes the connections, by which the servers learn of it."""
-        self._end_early(ReaderGone())
-
-    def fail(self, error: PenstockError) -> None:
-        self._end_early(error)
+        self._stop_reading()
 
     async def _follow(self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice) -> None:
         try:
@@ -127,7 +68,7 @@ class ExternalAnswer:
                 async for chunk in chunks:
                     if choice.push(chunk):
                         self._time_token(choice)
-                        self._tell(choice)
+                        self._pass_on(choice)
             if choice.ending is None:
                 raise EngineUnavailable("The server of this model broke off its answer.", hint="Try again.")
         except PenstockError as error:
@@ -147,52 +88,25 @@ class ExternalAnswer:
             self._metrics.inter_token_s.observe(now - choice.last_token_at)
         choice.last_token_at = now
 
-    def _tell(self, choice: ExternalChoice) -> None:
+    def _pass_on(self, choice: ExternalChoice) -> None:
         if self._error is not None:
             return
-        if choice.buffered_bytes > self._context.max_buffer_bytes and not self._wants_all_at_once:
+        if self._is_far_behind(choice):
             self._give_up_on_reader()
-            return
-        if not choice.is_dirty:
-            choice.is_dirty = True
-            self._dirty.append(choice)
-        if not (self._wants_all_at_once and self._num_open):
-            self._wake()
+        else:
+            self._tell(choice)
 
     def _finish(self, choice: ExternalChoice, reason: FinishReason) -> None:
         choice.finish_reason = reason
         self._close(choice, reason)
-        self._tell(choice)
+        self._pass_on(choice)
 
     def _close(self, choice: ExternalChoice, reason: FinishReason) -> None:
-        metrics = self._metrics
-        metrics.finished[reason] += 1
-        metrics.generation_tokens += choice.num_tokens
+        # Only now is it known how many there were.
+        self._metrics.generation_tokens += choice.num_tokens
         if choice.first_token_at is not None:
-            metrics.prompt_tokens += choice.prompt_tokens
-            metrics.end_to_end_s.observe(self._context.clock.now() - self._arrived_at)
-            metrics.decode_s.observe(choice.last_token_at - choice.first_token_at)
-            metrics.request_prompt_tokens.observe(choice.prompt_tokens)
-            metrics.request_generation_tokens.observe(choice.num_tokens)
-        self._num_open -= 1
-        if not self._num_open:
-            if self._timer is not None:
-                self._timer.cancel()
-            self.account.settle(self._outcome())
-            self._on_end(self)
-
-    def _outcome(self) -> Outcome:
-        begun = [choice.first_token_at for choice in self._choices if choice.first_token_at is not None]
-        error = self._error
-        failed = isinstance(error, PenstockError)
-        return Outcome(
-            usage=self.usage,
-            status="completed" if error is None else "failed" if failed else "cancelled",
-            error_code=error.code if isinstance(error, PenstockError) else None,
-            duration_s=self._context.clock.now() - self._arrived_at,
-            first_token_s=min(begun) - self._arrived_at if begun else None,
-            finish_reasons=tuple(choice.finish_reason for choice in self._choices if choice.finish_reason),
-        )
+            self._metrics.prompt_tokens += choice.num_prompt_tokens
+        super()._close(choice, reason)
 
     def _time_out(self) -> None:
         """An answer that has begun ends where it is; without any there is only the error."""
@@ -204,38 +118,8 @@ class ExternalAnswer:
         for choice in open_choices:
             self._finish(choice, choice.ending or FinishReason.DEADLINE)
 
-    def _give_up_on_reader(self) -> None:
-        for choice in self._choices:
-            choice.drop_buffer()
-        self._dirty.clear()
-        limit = self._context.max_buffer_bytes
-        self.fail(Overloaded(f"The reader fell more than {limit} bytes behind, so the request was aborted."))
-
-    def _end_early(self, error: PenstockError | ReaderGone) -> None:
-        if self._error is not None or not self._num_open:
-            return
-        self._error = error
-        self._stop_reading()
-        reason = FinishReason.ABORT if isinstance(error, ReaderGone | Overloaded) else FinishReason.ERROR
-        for choice in self._choices:
-            if choice.finish_reason is None:  # and stays so: the error tells how it ended
-                self._close(choice, reason)
-        self._wake()
-
     def _stop_reading(self) -> None:
         current = asyncio.current_task()
         for task in self._tasks:
             if task is not current:
                 task.cancel()
-
-    def _take(self) -> list[Delta]:
-        dirty, self._dirty = self._dirty, []
-        deltas = []
-        for choice in dirty:
-            choice.is_dirty = False
-            deltas.append(choice.take())
-        return deltas
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

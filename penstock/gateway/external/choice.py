@@ -47,14 +47,14 @@ class ExternalChoice:
         self._stop_sequence: str | None = None
 
     @property
-    def prompt_tokens(self) -> int:
+    def num_prompt_tokens(self) -> int:
         """As the server counts them, once it has told."""
         return self._estimated_prompt_tokens if self._usage is None else self._usage.prompt_tokens
 
     @property
     def cached_tokens(self) -> int:
         told = None if self._usage is None else self._usage.cached_tokens
-        return min(self.prompt_tokens, self._cached_tokens if told is None else told)
+        return min(self.num_prompt_tokens, self._cached_tokens if told is None else told)
 
     @property
     def num_tokens(self) -> int:

@@ -104,13 +104,13 @@ def test_log_probabilities_of_a_completion() -> None:
 
 def test_usage_is_estimated_until_it_is_told() -> None:
     choice = fed(chunk({"content": "a"}), chunk({"content": "b"}))
-    assert (choice.prompt_tokens, choice.num_tokens, choice.cached_tokens) == (11, 2, 0)
+    assert (choice.num_prompt_tokens, choice.num_tokens, choice.cached_tokens) == (11, 2, 0)
     details = {
         "prompt_tokens_details": {"cached_tokens": 16},
         "completion_tokens_details": {"reasoning_tokens": 1},
     }
     choice.push(told(usage={"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23, **details}))
-    assert (choice.prompt_tokens, choice.num_tokens, choice.cached_tokens) == (20, 3, 16)
+    assert (choice.num_prompt_tokens, choice.num_tokens, choice.cached_tokens) == (20, 3, 16)
     assert choice.num_reasoning_tokens == 1
 
 
