@@ -81,11 +81,11 @@ class BatchRunner:
     async def stop(self, timeout_s: float = 0.0) -> None:
         """Let lines in flight end within `timeout_s` and leave the rest to whoever starts next."""
         self._is_stopping = True
+        self._pause_runs()
         if self._loop is not None:
             self.wake()  # and not cancelled: it might just be taking the lease
             await asyncio.wait((self._loop,))
-        for run, _ in self._runs.values():
-            run.pause()
+        self._pause_runs()  # those that its last look began
         tasks = [task for _, task in self._runs.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
@@ -93,6 +93,10 @@ class BatchRunner:
         if self._has_lease:
             self._has_lease = False
             await self._store.release_lease(self._holder)
+
+    def _pause_runs(self) -> None:
+        for run, _ in self._runs.values():
+            run.pause()
 
     async def _run_loop(self) -> None:
         while not self._is_stopping:

@@ -76,11 +76,15 @@ class Server:
     ) -> None:
         self.wall = wall
         self.dialect = dialect or ScriptedDialect()
-        self.files = FileStore(database, data_dir, wall_clock=wall)
-        self.store = BatchStore(database, wall_clock=wall)
+        self.files = FileStore(database, data_dir, wall_clock=self._now)
+        self.store = BatchStore(database, wall_clock=self._now)
         config = BatchesConfig(max_concurrent_lines=4, poll_s=0.005, lease_s=30.0)
-        self.runner = BatchRunner(self.store, self.files, config, wall_clock=wall)
+        self.runner = BatchRunner(self.store, self.files, config, wall_clock=self._now)
         self.runner.teach("scripted", self.dialect)
+        self._stalled_at: float | None = None
+
+    def _now(self) -> float:
+        return self.wall() if self._stalled_at is None else self._stalled_at
 
     async def hand_in(self, lines: list[str | bytes], batch_id: str = "batch_1") -> Batch:
         """A batch of one line for each text, or of raw bytes."""
@@ -115,8 +119,16 @@ class Server:
     async def until_over(self, batch_id: str = "batch_1") -> Batch:
         return await self.until(lambda batch: not batch.is_active and not self.runner.num_running, batch_id)
 
+    def stall(self) -> None:
+        """It no longer looks, but its lines still run. What one of its threads has begun ends at the time of now, so
+        that it cannot take the lease once more when the wall's time goes on."""
+        self._stalled_at = self.wall()
+        assert self.runner._loop is not None
+        self.runner._loop.cancel()
+
     def kill(self) -> None:
         """As kill -9 would: nothing is written, and the lease is not given back."""
+        self._stalled_at = self.wall()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
