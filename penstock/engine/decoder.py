@@ -17,7 +17,7 @@ from penstock.core.messages import ModelCard
 from penstock.engine.adapter_desk import AdapterDesk
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows
-from penstock.engine.device import choose_ops
+from penstock.engine.device import choose_ops, leave_cores_to
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import build_compiler
 from penstock.engine.grammar_desk import GrammarDesk
@@ -56,7 +56,8 @@ def load_decoder(
     setup: OneRank | None = None,
 ) -> Loaded:
     setup = setup or OneRank()
-    ops = setup.ops(choose_ops(config))
+    whole_ops = choose_ops(config)
+    ops = setup.ops(whole_ops)
     loaded = load_model(
         model_path,
         ops,
@@ -67,6 +68,7 @@ def load_decoder(
         shard=setup.shard,
         on_progress=on_progress,
     )
+    leave_cores_to(whole_ops)
     model = setup.model(loaded, ops)
     num_blocks = setup.agreed(num_kv_blocks(config, model, ops))
     max_model_len = _fit_context(config, model.max_model_len, num_blocks)

@@ -11,6 +11,7 @@ import torch
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.kernels.interface import Ops
+from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
 
@@ -43,6 +44,13 @@ def choose_ops(config: EngineConfig) -> Ops:
     elif isinstance(ops, TorchOps):
         log.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
     return ops
+
+
+def leave_cores_to(ops: Ops) -> None:
+    """Once the model is loaded: what torch still does in a step is too little to share, but its threads would spin
+    for milliseconds after it, on the cores that the CPU kernels' own threads need."""
+    if isinstance(ops, NativeOps):
+        torch.set_num_threads(1)
 
 
 def choose_device(asked: str) -> torch.device:

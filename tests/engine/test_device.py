@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import ConfigError
 from penstock.engine import device as device_module
-from penstock.engine.device import choose_ops
+from penstock.engine.device import choose_ops, leave_cores_to
 from penstock.kernels import library
 from penstock.kernels.interface import GroupQuantWeight
 
@@ -37,6 +39,24 @@ def test_the_native_backend_says_nothing(caplog: pytest.LogCaptureFixture) -> No
         pytest.skip("needs the native kernels")
     choose_ops(config(dtype="float32"))
     assert not caplog.text
+
+
+@pytest.fixture
+def _torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_torch_threads")
+@pytest.mark.parametrize(("dtype", "backend", "left"), [("float32", "native", 1), ("float16", "torch", 3)])
+def test_torch_does_not_spin_beside_the_kernels_threads(dtype: str, backend: str, left: int) -> None:
+    ops = choose_ops(EngineConfig(model=ModelConfig(device="cpu", dtype=dtype), num_threads=3))
+    if ops.name != backend:
+        pytest.skip("needs the native kernels")
+    assert torch.get_num_threads() == 3  # a model is loaded with all of them
+    leave_cores_to(ops)
+    assert torch.get_num_threads() == left
 
 
 def test_only_auto_rounds_weights_that_come_quantized() -> None:

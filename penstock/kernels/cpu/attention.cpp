@@ -11,7 +11,9 @@ namespace {
 
 // Below this many elements of Q, K and V waking other threads costs more than it saves.
 constexpr int64_t kSerialElements = 8192;
-constexpr int64_t kTokensPerItem = 4;
+// Neighbouring tokens of a prompt share the lines of memory that their keys go to.
+constexpr int64_t kTokensPerItem = kUnitTokens;
+constexpr int64_t kFewTokensPerItem = 4;
 constexpr int64_t kSerialMerges = 12;
 
 void store_tokens(const AttendCall& call) {
@@ -22,9 +24,10 @@ void store_tokens(const AttendCall& call) {
     for (int64_t token = 0; token < tokens; ++token) store(call, token);
     return;
   }
-  parallel_for(ceil_div(tokens, kTokensPerItem), [&](int64_t item) {
-    const int64_t end = std::min(tokens, (item + 1) * kTokensPerItem);
-    for (int64_t token = item * kTokensPerItem; token < end; ++token) store(call, token);
+  const int64_t per_item = call.batch->num_requests == tokens ? kFewTokensPerItem : kTokensPerItem;
+  parallel_for(ceil_div(tokens, per_item), [&](int64_t item) {
+    const int64_t end = std::min(tokens, (item + 1) * per_item);
+    for (int64_t token = item * per_item; token < end; ++token) store(call, token);
   });
 }
 

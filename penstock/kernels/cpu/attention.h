@@ -81,6 +81,7 @@ struct AttendCall {
   // The physical unit that holds a request's tokens 16 * index, 16 * index + 1, ...
   int64_t unit_of(int64_t request, int64_t index) const {
     const int32_t* table = batch->block_tables + request * batch->table_stride;
+    if (layout.units_per_block == 1) return table[index];
     return table[index / layout.units_per_block] * layout.units_per_block + index % layout.units_per_block;
   }
 };

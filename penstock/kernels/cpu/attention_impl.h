@@ -60,6 +60,9 @@ PENSTOCK_INLINE RowUnits row_units(int64_t num_units, int64_t start, int64_t fir
   return {from / kUnitTokens, ceil_div(to, kUnitTokens), from % kUnitTokens != 0, to % kUnitTokens != 0};
 }
 
+PENSTOCK_INLINE Floats weight_of(const float*, Floats x) { return exponential(x); }
+PENSTOCK_INLINE Floats weight_of(const bf16*, Floats x) { return rough_exponential(x); }
+
 // Scores of one row → weights, their maximum and their sum. The row sees keys [first, end).
 template <typename Weight>
 static void soften_row(const AttentionLayer& layer, float* scores, Weight* weights, int64_t num_units, int64_t start,
@@ -92,7 +95,7 @@ static void soften_row(const AttentionLayer& layer, float* scores, Weight* weigh
   Floats sum = zeros();
   for (int64_t unit = 0; unit < first_unit; ++unit) store(weights + unit * kUnitTokens, zeros());
   for (int64_t unit = first_unit; unit < end_unit; ++unit) {
-    const Floats weight = exponential(multiply_add(load(scores + unit * kUnitTokens), factor, shift));
+    const Floats weight = weight_of(weights, multiply_add(load(scores + unit * kUnitTokens), factor, shift));
     sum = sum + weight;
     store(weights + unit * kUnitTokens, weight);
   }
@@ -125,25 +128,20 @@ static void merge_states(RowState& into, const RowState& from, int64_t num_rows,
   }
 }
 
-static void clear_state(RowState& state, int64_t num_rows, int64_t value_dim) {
-  for (int row = 0; row < kTileRows; ++row) {
-    state.maximum[row] = -__builtin_inff();
-    state.weight_sum[row] = 0.0f;
-  }
-  memset(state.output, 0, sizeof(float) * static_cast<size_t>(num_rows * value_dim));
-}
-
 template <typename Element>
 static void write_rows(const AttendCall& call, const QueryTile& tile, const RowState& state) {
   const int64_t heads = call.heads_per_kv_head(), dim = call.layer->head_dim;
-  const int64_t first_token = call.batch->query_starts[tile.request];
+  int64_t token = call.batch->query_starts[tile.request] + tile.first_row / heads, head = tile.first_row % heads;
   for (int64_t row = 0; row < tile.num_rows; ++row) {
-    const int64_t index = tile.first_row + row;
-    const int64_t token = first_token + index / heads, head = tile.kv_head * heads + index % heads;
-    Element* to = static_cast<Element*>(call.out) + (token * call.layer->num_heads + head) * dim;
-    const Floats divide = broadcast(1.0f) / broadcast(state.weight_sum[row]);
+    Element* to = static_cast<Element*>(call.out) +
+                  (token * call.layer->num_heads + tile.kv_head * heads + head) * dim;
+    const Floats divide = broadcast(1.0f / state.weight_sum[row]);
     const float* from = state.output + row * call.layout.value_dim;
     for (int64_t d = 0; d < dim; d += kLanes) store_some(to + d, load(from + d) * divide, dim - d);
+    if (++head == heads) {
+      head = 0;
+      ++token;
+    }
   }
 }
 
@@ -177,14 +175,13 @@ static void attend_split(const AttendCall& call, const QueryTile& tile, const Si
   const int64_t start = unit * kUnitTokens, num_units = end_unit - unit;
 
   for (int64_t i = 0; i < num_units; ++i) {
-    const int64_t physical = call.unit_of(tile.request, unit + i);
-    scratch.keys[i] = call.keys(physical, tile.kv_head);
-    scratch.values[i] = call.values(physical, tile.kv_head);
-    const int64_t filled = context_len - (unit + i) * kUnitTokens;
-    if (filled < kUnitTokens) {
-      scratch.values[i] =
-          without_tail<typename Engine::Element>(call, scratch.values[i], filled, scratch.last_values);
-    }
+    scratch.keys[i] = call.keys(call.unit_of(tile.request, unit + i), tile.kv_head);
+    scratch.values[i] = scratch.keys[i] + call.layout.keys_bytes();
+  }
+  const int64_t filled = context_len - (end_unit - 1) * kUnitTokens;
+  if (filled < kUnitTokens) {
+    const uint8_t*& last = scratch.values[num_units - 1];
+    last = without_tail<typename Engine::Element>(call, last, filled, scratch.last_values);
   }
   Engine::score(call, tile, scratch.keys, num_units, scratch.scores);
   for (int64_t row = 0; row < tile.num_rows; ++row) {
@@ -198,21 +195,17 @@ template <typename Engine>
 static void attend_tile_with(const AttendCall& call, const QueryTile& tile) {
   static thread_local AttendScratch<typename Engine::Weight> scratch;
   const Sight sight = sight_of(call, tile);
-  RowState whole;
-  whole.output = tile.partial != nullptr ? tile.partial->output : scratch.output;
-  clear_state(whole, tile.num_rows, call.layout.value_dim);
-  RowState part;
+  RowState written, part;
+  written.output = scratch.output;
   part.output = scratch.split_output;
+  RowState& whole = tile.partial != nullptr ? *tile.partial : written;
   Engine::begin(call, tile);
-  for (int64_t split = tile.first_split; split < tile.end_split; ++split) {
+  attend_split<Engine>(call, tile, sight, tile.first_split, scratch, whole);
+  for (int64_t split = tile.first_split + 1; split < tile.end_split; ++split) {
     attend_split<Engine>(call, tile, sight, split, scratch, part);
     merge_states(whole, part, tile.num_rows, call.layout.value_dim);
   }
-  if (tile.partial != nullptr) {
-    *tile.partial = whole;
-  } else {
-    write_rows<typename Engine::Element>(call, tile, whole);
-  }
+  if (tile.partial == nullptr) write_rows<typename Engine::Element>(call, tile, whole);
 }
 
 template <typename Element>

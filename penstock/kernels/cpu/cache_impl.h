@@ -32,6 +32,35 @@ static void round_head(const float* head, int64_t dim, Element* to) {
   for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(head + d));
 }
 
+// The key and the value of token `offset` of a unit to their places, padded with zeros.
+PENSTOCK_INLINE void place_key(const float* key, int64_t key_dim, int64_t offset, float* keys) {
+  for (int64_t d = 0; d < key_dim; ++d) keys[d * kUnitTokens + offset] = key[d];
+}
+
+PENSTOCK_INLINE void place_value(const float* value, int64_t dim, int64_t value_dim, int64_t offset, float* values) {
+  for (int64_t d = 0; d < value_dim; ++d) values[offset * value_dim + d] = d < dim ? value[d] : 0.0f;
+}
+
+PENSTOCK_INLINE void place_key(const bf16* key, int64_t key_dim, int64_t offset, bf16* keys) {
+  for (int64_t pair = 0; pair < key_dim / 2; ++pair) {
+    memcpy(keys + (pair * kUnitTokens + offset) * 2, key + pair * 2, 2 * sizeof(bf16));
+  }
+}
+
+// Every second element: those between are another token's, which another thread may be writing.
+PENSTOCK_INLINE void place_value(const bf16* value, int64_t dim, int64_t value_dim, int64_t offset, bf16* values) {
+  bf16* to = values + offset / 2 * value_dim * 2 + offset % 2;
+  int64_t d = 0;
+#if PENSTOCK_REGISTER_BYTES == 64
+  for (; d + kLanes <= dim; d += kLanes) {
+    const __m512i words = (__m512i)load_words(value + d).part[0];
+    _mm512_mask_storeu_epi16(to + d * 2, 0x55555555, words);
+  }
+#endif
+  for (; d < dim; ++d) to[d * 2] = value[d];
+  for (; d < value_dim; ++d) to[d * 2] = 0;
+}
+
 template <typename Element, typename Query>
 static void store_token_as(const AttendCall& call, int64_t token) {
   const AttentionLayer& layer = *call.layer;
@@ -58,17 +87,8 @@ static void store_token_as(const AttendCall& call, int64_t token) {
     const Element* value = row + (layer.num_heads + layer.num_kv_heads + index) * dim;
     Element* keys = reinterpret_cast<Element*>(call.keys(unit, index));
     Element* values = reinterpret_cast<Element*>(call.values(unit, index));
-    if (sizeof(Element) == 4) {
-      for (int64_t d = 0; d < key_dim; ++d) keys[d * kUnitTokens + offset] = rounded[d];
-      for (int64_t d = 0; d < value_dim; ++d) values[offset * value_dim + d] = d < dim ? value[d] : Element{0};
-    } else {
-      for (int64_t d = 0; d < key_dim; ++d) {
-        keys[((d / 2) * kUnitTokens + offset) * 2 + d % 2] = rounded[d];
-      }
-      for (int64_t d = 0; d < value_dim; ++d) {
-        values[((offset / 2) * value_dim + d) * 2 + offset % 2] = d < dim ? value[d] : Element{0};
-      }
-    }
+    place_key(rounded, key_dim, offset, keys);
+    place_value(value, dim, value_dim, offset, values);
   }
 }
 

@@ -67,13 +67,25 @@ static void add_rms_norm_as(const ElementwiseArgs& args, const void* x, void* re
   return add_rms_norm_as<bf16>(args, x, residual, y);
 }
 
-// Both are x times a logistic function: (1 + tanh(z)) / 2 is that of 2z.
+// Both are x times a logistic function, of this: (1 + tanh(z)) / 2 is that of 2z.
+PENSTOCK_INLINE Floats logistic_argument(Activation activation, Floats x) {
+  if (activation != Activation::gelu_tanh) return x;
+  return broadcast(2 * 0.7978845608f) * multiply_add(broadcast(0.044715f), x * x * x, x);
+}
+
 PENSTOCK_INLINE Floats activate(Activation activation, Floats x) {
-  Floats inner = x;
-  if (activation == Activation::gelu_tanh) {
-    inner = broadcast(2 * 0.7978845608f) * multiply_add(broadcast(0.044715f), x * x * x, x);
-  }
-  return x / (broadcast(1.0f) + exponential(zeros() - inner));
+  return x / (broadcast(1.0f) + exponential(zeros() - logistic_argument(activation, x)));
+}
+
+// For bfloat16, to which the result is rounded.
+PENSTOCK_INLINE Floats activate_roughly(Activation activation, Floats x) {
+  const Floats inner = maximum(logistic_argument(activation, x), broadcast(-80.0f));  // so that the power is finite
+  return x * reciprocal(broadcast(1.0f) + rough_exponential(zeros() - inner));
+}
+
+PENSTOCK_INLINE Floats activate_as(const float*, Activation activation, Floats x) { return activate(activation, x); }
+PENSTOCK_INLINE Floats activate_as(const bf16*, Activation activation, Floats x) {
+  return activate_roughly(activation, x);
 }
 
 template <typename T>
@@ -81,7 +93,7 @@ static void gated_as(Activation activation, int64_t width, const void* gate_up, 
   const T* gate = static_cast<const T*>(gate_up);
   for (int64_t i = 0; i < width; i += kLanes) {
     const int64_t left = width - i;
-    const Floats active = activate(activation, load_some(gate + i, left));
+    const Floats active = activate_as(gate, activation, load_some(gate + i, left));
     store_some(static_cast<T*>(y) + i, active * load_some(gate + width + i, left), left);
   }
 }

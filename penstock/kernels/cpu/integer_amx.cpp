@@ -46,9 +46,9 @@ struct IntegerTiles {
     const uint8_t* planes = call.row_planes(row);
     const uint8_t* first = pair.panel[0]->tiles;
     const uint8_t* second = kTwoPanels ? pair.panel[1]->tiles : nullptr;
-    _tile_zero(0);
+    _tile_loadd(0, pair.panel[0]->offsets, 0);  // the same for every row
     _tile_zero(1);
-    if (kTwoPanels) _tile_zero(2);
+    if (kTwoPanels) _tile_loadd(2, pair.panel[1]->offsets, 0);
     if (kTwoPanels) _tile_zero(3);
     for (int64_t t = 0; t < call.num_tiles; ++t) {
       if (kFetches) prefetch(first, pair.next[0], call.num_tiles, t);

@@ -52,11 +52,11 @@ PENSTOCK_INLINE Floats round_to_bf16(Floats value) {
   return load(rounded);
 }
 
-// Row `block_row` of a panel's sums.
+// Row `block_row` of a panel's sums, which begin with the panel's offsets.
 PENSTOCK_INLINE Floats scale_sums(const Panel& panel, const int32_t (&sums)[2][kIntegerBlockRows][kPanelOutputs],
                                   int64_t block_row, float row_scale) {
-  const Floats high = to_floats(load_ints(sums[0][block_row]) + load_ints(panel.offsets));
-  const Floats whole = multiply_add(high, broadcast(256.0f), to_floats(load_ints(sums[1][block_row])));
+  const Floats high = to_floats(load_ints(sums[0][block_row])), low = to_floats(load_ints(sums[1][block_row]));
+  const Floats whole = multiply_add(high, broadcast(256.0f), low);
   return whole * load(panel.scales) * broadcast(row_scale);
 }
 
@@ -94,7 +94,19 @@ PENSTOCK_INLINE void for_rows_of_pairs(const IntegerCall& call, const PanelPair*
   write_some(kIntegerBlockRows);
 }
 
-// The most common case: whole panels of bfloat16 without bias.
+// Rounded, or added to what is there after rounding.
+template <bool kAdds>
+PENSTOCK_INLINE void write_two(bf16* to, Floats first, Floats second) {
+  if (kAdds) {
+    bf16 rounded[2 * kLanes];
+    store_two(rounded, first, second);
+    first = load(rounded) + load(to);
+    second = load(rounded + kLanes) + load(to + kLanes);
+  }
+  store_two(to, first, second);
+}
+
+// The most common case: whole panels of bfloat16 side by side, without bias.
 template <typename Engine, bool kAdds>
 static void multiply_whole_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
                                   int64_t first_row, int64_t end_row) {
@@ -106,8 +118,7 @@ static void multiply_whole_panels(const IntegerCall& call, const PanelPair* pair
     const float row_scale = row_scales[row];
     const Floats low = scale_sums(first, sums.of[0], block_row, row_scale);
     const Floats high = scale_sums(second, sums.of[1], block_row, row_scale);
-    write_as(y + row * stride + first.first_output, low, kLanes, kAdds);
-    write_as(y + row * stride + second.first_output, high, kLanes, kAdds);
+    write_two<kAdds>(y + row * stride + first.first_output, low, high);
   };
   for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
 }
@@ -118,6 +129,7 @@ static void multiply_panels_with(const IntegerCall& call, const PanelPair* pairs
   bool whole = call.y_dtype == Dtype::bfloat16 && call.bias == nullptr;
   for (const PanelPair* pair = pairs; whole && pair < pairs + num_pairs; ++pair) {
     for (const Panel* panel : pair->panel) whole = whole && panel != nullptr && panel->num_outputs == kPanelOutputs;
+    whole = whole && pair->panel[1]->first_output == pair->panel[0]->first_output + kPanelOutputs;
   }
   if (whole && call.adds) return multiply_whole_panels<Engine, true>(call, pairs, num_pairs, first_row, end_row);
   if (whole) return multiply_whole_panels<Engine, false>(call, pairs, num_pairs, first_row, end_row);
@@ -141,7 +153,7 @@ static void multiply_gated_panels_with(const IntegerCall& call, const PanelPair*
     const Floats gates = round_to_bf16(scale_sums(gate, sums.of[0], block_row, row_scale));
     const Floats ups = round_to_bf16(scale_sums(up, sums.of[1], block_row, row_scale));
     bf16* to = static_cast<bf16*>(call.y) + row * call.out_features + gate.first_output;
-    store_some(to, activate(activation, gates) * ups, gate.num_outputs);
+    store_some(to, activate_roughly(activation, gates) * ups, gate.num_outputs);
   };
   for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
 }
@@ -154,14 +166,13 @@ struct PlainEngine {
     for (int p = 0; p < 2 && pair.panel[p] != nullptr; ++p) {
       for (int64_t r = 0; r < rows; ++r) {
         const uint8_t *tiles = pair.panel[p]->tiles, *x = call.row_planes(row + r);
-        sum_plane(tiles, x, call.num_tiles, sums->of[p][0][r]);
-        sum_plane(tiles, x + kPlaneTileBytes, call.num_tiles, sums->of[p][1][r]);
+        sum_plane(tiles, x, call.num_tiles, load_ints(pair.panel[p]->offsets), sums->of[p][0][r]);
+        sum_plane(tiles, x + kPlaneTileBytes, call.num_tiles, broadcast_int(0), sums->of[p][1][r]);
       }
     }
   }
 
-  static void sum_plane(const uint8_t* tiles, const uint8_t* x, int64_t num_tiles, int32_t* to) {
-    Ints sum = broadcast_int(0);
+  static void sum_plane(const uint8_t* tiles, const uint8_t* x, int64_t num_tiles, Ints sum, int32_t* to) {
     for (int64_t t = 0; t < num_tiles; ++t) {
       for (int64_t input = 0; input < kIntegerTileInputs; ++input) {
         const Ints codes = load_ints(tiles + t * kIntegerTileBytes + input / kQuadInputs * kQuadBytes);

@@ -34,9 +34,10 @@ struct VnniEngine {
   static void sum_rows(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t block_row,
                        IntegerSums* sums) {
     __m512i sum[kPanels][2][kRows];
-    for (int p = 0; p < kPanels; ++p)
-      for (int plane = 0; plane < 2; ++plane)
-        for (int r = 0; r < kRows; ++r) sum[p][plane][r] = _mm512_setzero_si512();
+    for (int p = 0; p < kPanels; ++p) {
+      const __m512i offsets = _mm512_loadu_si512(pair.panel[p]->offsets);
+      for (int r = 0; r < kRows; ++r) sum[p][0][r] = offsets, sum[p][1][r] = _mm512_setzero_si512();
+    }
     constexpr int64_t quads_per_tile = kIntegerTileInputs / kQuadInputs;
     const uint8_t* x = call.row_planes(row);
     for (int64_t quad = 0; quad < call.num_tiles * quads_per_tile; ++quad) {

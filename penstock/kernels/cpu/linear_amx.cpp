@@ -254,7 +254,7 @@ static inline __m512i round_outputs(const float* sums, int64_t output, int64_t n
 static inline __m512 gate_rows(Activation activation, __m256i gate, __m256i up) {
   Floats value;
   value.part[0] = (FloatRegister)widen_bf16(gate);
-  return _mm512_mul_ps((__m512)activate(activation, value).part[0], widen_bf16(up));
+  return _mm512_mul_ps((__m512)activate_roughly(activation, value).part[0], widen_bf16(up));
 }
 
 // The gate strip's results wait, rounded, until those of the up strip are there. Outputs down and rows across is

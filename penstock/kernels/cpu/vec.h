@@ -227,6 +227,17 @@ PENSTOCK_INLINE void store(bf16* to, Floats a) {
   }
 }
 
+// One after the other.
+PENSTOCK_INLINE void store_two(bf16* to, Floats first, Floats second) {
+#ifdef PENSTOCK_NATIVE_BF16
+  const __m512bh narrow = _mm512_cvtne2ps_pbh((__m512)second.part[0], (__m512)first.part[0]);
+  memcpy(to, &narrow, sizeof narrow);
+#else
+  store(to, first);
+  store(to + kLanes, second);
+#endif
+}
+
 // The lowest byte of each lane.
 PENSTOCK_INLINE void store_bytes(uint8_t* to, Ints a) {
   FOR_PARTS {
@@ -304,20 +315,33 @@ PENSTOCK_INLINE void reduce_four(Floats a, Floats b, Floats c, Floats d, float* 
   for (int i = 0; i < 4; ++i) to[i] = (lanes[4 * i] + lanes[4 * i + 1]) + (lanes[4 * i + 2] + lanes[4 * i + 3]);
 }
 
+PENSTOCK_INLINE IntRegister lanes_from(int32_t first) {
+  IntRegister lanes;
+  for (int i = 0; i < kRegisterLanes; ++i) lanes[i] = (i + first) % kRegisterLanes;
+  return lanes;
+}
+
+// Lane i with lane i + 8, then with i + 4, i + 2 and i + 1, on every machine.
+template <typename Combine>
+PENSTOCK_INLINE float reduce(Floats a, const Combine& combine) {
+#pragma GCC unroll 4
+  for (int count = kRegisters / 2; count > 0; count /= 2) {
+    for (int i = 0; i < count; ++i) a.part[i] = combine(a.part[i], a.part[i + count]);
+  }
+  FloatRegister left = a.part[0];
+#pragma GCC unroll 4
+  for (int width = kRegisterLanes / 2; width > 0; width /= 2) {
+    left = combine(left, shuffle(left, left, lanes_from(width)));
+  }
+  return left[0];
+}
+
 PENSTOCK_INLINE float reduce_sum(Floats a) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, a);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+  return reduce(a, [](FloatRegister x, FloatRegister y) { return x + y; });
 }
 
 PENSTOCK_INLINE float reduce_max(Floats a) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, a);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  return lanes[0];
+  return reduce(a, [](FloatRegister x, FloatRegister y) { return x > y ? x : y; });
 }
 
 // Lane i of the result is a's where first <= start + i < end, else `other`.
@@ -366,6 +390,38 @@ PENSTOCK_INLINE Floats exponential(Floats x) {
 #endif
   }
   return out;
+}
+
+// e^x to about 1 in 10^5, for what is rounded to bfloat16 in the end; 0 for -infinity, NaN for NaN.
+PENSTOCK_INLINE Floats rough_exponential(Floats x) {
+#if PENSTOCK_REGISTER_BYTES == 64
+  constexpr int kMinusFloor = 0x09;
+  const FloatRegister power = x.part[0] * 1.44269504f;
+  const FloatRegister r = (FloatRegister)_mm512_reduce_ps((__m512)power, kMinusFloor);
+  FloatRegister p = FloatRegister{} + 1.87757667e-3f;
+  p = p * r + 8.98934009e-3f;
+  p = p * r + 5.58263180e-2f;
+  p = p * r + 2.40153617e-1f;
+  p = p * r + 6.93153073e-1f;
+  p = p * r + 9.99999925e-1f;
+  Floats out;
+  out.part[0] = (FloatRegister)_mm512_scalef_ps((__m512)p, (__m512)power);  // which takes the floor itself
+  return out;
+#else
+  return exponential(x);
+#endif
+}
+
+// 1 / x to about 1 in 10^7, for what is neither zero nor infinite.
+PENSTOCK_INLINE Floats reciprocal(Floats x) {
+#if PENSTOCK_REGISTER_BYTES == 64
+  const FloatRegister near = (FloatRegister)_mm512_rcp14_ps((__m512)x.part[0]);
+  Floats out;
+  out.part[0] = near * (2.0f - x.part[0] * near);
+  return out;
+#else
+  return broadcast(1.0f) / x;
+#endif
 }
 
 PENSTOCK_INLINE Floats hyperbolic_tangent(Floats x) {
