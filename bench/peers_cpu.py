@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -145,13 +146,26 @@ def resident_bytes(process: subprocess.Popen[bytes]) -> int:
     return sum(each.memory_info().rss for each in family)
 
 
+async def sample_fragmentation(samples: list[float]) -> None:
+    """The share of running requests' KV slots that hold nothing, where a server tells it."""
+    async with httpx.AsyncClient() as client:
+        while True:
+            text = (await client.get(f"{URL}/metrics")).text
+            values = [float(value) for value in re.findall(r"^penstock_kv_fragmentation\S* (\S+)$", text, re.M)]
+            samples.extend(value for value in values if value > 0)
+            await asyncio.sleep(0.1)
+
+
 async def measure(server: Server, round_number: int) -> None:
     target = await find_target(server.name, URL, MODEL, None)
     for name, standard in STANDARD_WORKLOADS.items():
         # A new seed each round: nothing measured was cached by an earlier round.
         workload = replace(standard, seed=round_number)
         await run_load(target, workload.warm_up(2))
+        fragmentation: list[float] = []
+        sampling = asyncio.create_task(sample_fragmentation(fragmentation))
         summary = summarize(target, workload, await run_load(target, workload))
+        sampling.cancel()
         if summary.num_errors or summary.ttft_ms is None or summary.itl_ms is None:
             raise RuntimeError(f"{server.name}, {name}: {summary.errors}")
         figures = {
@@ -159,6 +173,8 @@ async def measure(server: Server, round_number: int) -> None:
             "TTFT p50 ms": summary.ttft_ms.p50,
             "ITL p50 ms": summary.itl_ms.p50,
         }
+        if fragmentation:
+            figures["KV fragmentation %"] = 100 * statistics.mean(fragmentation)
         for figure, value in figures.items():
             server.figures.setdefault(f"{workload}: {figure}", []).append(value)
 
@@ -182,6 +198,9 @@ def table(servers: list[Server]) -> Table:
         result.add_column(server.name, justify="right")
     result.add_column("ratio to the better peer", justify="right")
     for figure in ours.figures:
+        if any(figure not in peer.figures for peer in peers):
+            result.add_row(figure, f"{statistics.median(ours.figures[figure]):,.1f}")
+            continue
         medians = [statistics.median(server.figures[figure]) for server in servers]
         more_is_better = figure.endswith("tok/s")
         best = (max if more_is_better else min)(medians[1:]) if peers else medians[0]
