@@ -24,7 +24,7 @@ FLAGS = [
     "-pthread",
     "-g0",
 ]
-FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized"]  # noise from the compilers' own vector headers
+FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # noise from the compilers' own vector headers
 
 extensions = []
 if SOURCES and platform.system() in ("Linux", "Darwin"):
