@@ -24,7 +24,8 @@ FLAGS = [
     "-pthread",
     "-g0",
 ]
-FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # noise from the compilers' own vector headers
+# Noise from the compilers' own vector headers.
+FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 
 extensions = []
 if SOURCES and platform.system() in ("Linux", "Darwin"):
