@@ -69,6 +69,26 @@ def test_a_row_has_the_same_bits_in_every_batch(ops: NativeOps, inputs: int) -> 
         assert torch.equal(ops.linear(x[-rows:].contiguous(), packed), alone[-rows:]), f"last {rows} rows"
 
 
+@pytest.mark.parametrize("num_threads", [2, 3, 5, 70])  # of which more than 64 share ranges of rows
+def test_threads_that_keep_to_their_rows_leave_no_trace(library: Library, num_threads: int) -> None:
+    ops = NativeOps(library, torch.bfloat16, integer_products=True)
+    gate_up, down = ops.pack_linear(stack([64, 64], 96)), ops.pack_linear(stack([96], 64))
+    norm = torch.rand(96)
+    x = torch.randn(64 * num_threads + 7, 96).bfloat16()
+    own_threads = library.num_threads()
+    results = []
+    try:
+        for count in (1, num_threads):
+            library.set_num_threads(count)
+            residual = x.clone()
+            ops.mlp_block(residual, norm, 1e-5, gate_up, down, "silu")
+            results.append((ops.linear(x, gate_up), residual))
+    finally:
+        library.set_num_threads(own_threads)
+    for alone, shared in zip(*results, strict=True):
+        assert torch.equal(alone, shared)
+
+
 def test_sums_are_exact_so_every_instruction_set_agrees(library: Library) -> None:
     """But for roundings of activations that a fused multiplication gets right and two operations miss."""
     ops = NativeOps(library, torch.bfloat16, integer_products=True)

@@ -28,7 +28,7 @@ void store_tokens(const AttendCall& call) {
   parallel_for(ceil_div(tokens, per_item), [&](int64_t item) {
     const int64_t end = std::min(tokens, (item + 1) * per_item);
     for (int64_t token = item * per_item; token < end; ++token) store(call, token);
-  });
+  }, num_threads());
 }
 
 void merge_pieces(const AttendCall& call, const AttentionPieces& work) {

@@ -41,12 +41,26 @@ IntegerCall make_call(const Linear& linear, const OutputRows& out) {
   return call;
 }
 
-int64_t rows_per_item(const IntegerCall& call, int64_t num_pairs, int64_t rows) {
-  const int64_t wanted = ceil_div(num_threads() * kItemsPerThread, num_pairs);
-  const int64_t pieces = std::clamp<int64_t>(wanted, 1, ceil_div(rows, kMinRowsPerItem));
-  const int64_t row_bytes = 2 * call.num_tiles * kIntegerTileInputs;
+// From this many rows for each thread, a thread keeps to its rows and reads all weights, rather than to its weights: the
+// rows stay in its cache from one product to the next.
+constexpr int64_t kOwnRows = 64;
+
+struct RowPieces {
+  int64_t rows;   // of each but the last
+  int64_t count;
+  bool owned;     // whether each thread has the same rows in every product
+};
+
+RowPieces cut_rows(const IntegerCall& call, int64_t num_pairs, int64_t rows) {
+  const int64_t threads = num_threads(), row_bytes = 2 * call.num_tiles * kIntegerTileInputs;
   const int64_t cached = std::max<int64_t>(kMinRowsPerItem, kItemPlaneBytes / row_bytes);
-  return round_up(std::min(ceil_div(rows, pieces), cached), kIntegerBlockRows);
+  const bool owned = threads > 1 && rows >= threads * kOwnRows;
+  const int64_t wanted = owned ? threads : ceil_div(threads * kItemsPerThread, num_pairs);
+  const int64_t most = ceil_div(rows, kMinRowsPerItem);
+  int64_t pieces = std::clamp<int64_t>(wanted, 1, most);
+  pieces *= ceil_div(ceil_div(rows, pieces), cached);
+  const int64_t piece = round_up(ceil_div(rows, pieces), kIntegerBlockRows);
+  return {piece, ceil_div(rows, piece), owned};
 }
 
 // Which panels are multiplied side by side: i * step and i * step + second, for every i < count.
@@ -82,18 +96,19 @@ int64_t pairs_per_item(const Pairing& pairing, int64_t rows) {
 template <typename Body>
 void for_pairs(const IntegerCall& call, const Linear& linear, const Pairing& pairing, int64_t rows, const Body& body) {
   const int64_t group = pairs_per_item(pairing, rows), groups = ceil_div(pairing.count, group);
-  const int64_t piece = rows_per_item(call, groups, rows);
-  const int64_t skipped = (num_threads() - 1) * group;  // by the thread, which others take meanwhile
-  parallel_for(ceil_div(rows, piece) * groups, [&](int64_t item) {
+  const RowPieces pieces = cut_rows(call, groups, rows);
+  const int64_t skipped = pieces.owned ? 0 : (num_threads() - 1) * group;  // by the thread: others take them meanwhile
+  const auto run = [&](int64_t item) {
     const int64_t first = item % groups * group, count = std::min(group, pairing.count - first);
-    const int64_t first_row = item / groups * piece;
+    const int64_t first_row = item / groups * pieces.rows;
     PanelPair pairs[kMostPairsPerItem];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t next = first + i + 1 + (i + 1 < count ? 0 : skipped);
       pairs[i] = pairing.pair(linear.panels, first + i, next < pairing.count ? next : first + i);
     }
-    body(pairs, count, first_row, std::min(rows, first_row + piece));
-  });
+    body(pairs, count, first_row, std::min(rows, first_row + pieces.rows));
+  };
+  parallel_for(pieces.count * groups, run, pieces.owned ? num_threads() : 1);
 }
 
 }  // namespace

@@ -56,7 +56,6 @@ void split_row_by_bytes(const IntegerCall& call, const bf16* x, int64_t width, i
   }
 }
 
-// How many tiles ahead of its use memory is asked for. Panels are too short for the processor to find out by itself.
 constexpr int64_t kTilesAhead = 4;
 
 // Tiles 0 to 3 accumulate (panel, plane), 4 and 5 hold weights, 6 and 7 the planes.
@@ -71,16 +70,24 @@ struct IntegerTiles {
     return made;
   }
 
-  static inline void prefetch(const uint8_t* tiles, const uint8_t* next, int64_t num_tiles, int64_t tile) {
-    const int64_t ahead = tile + kTilesAhead;
-    const uint8_t* from = ahead < num_tiles ? tiles + ahead * kIntegerTileBytes
-                                            : next + (ahead - num_tiles) * kIntegerTileBytes;
-    for (int64_t line = 0; line < kIntegerTileBytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
+  // Panels are too short for the processor to find out by itself what comes after them. A single block asks for what it
+  // needs in a moment; one of several for its share of the next panel.
+  template <bool kSingleBlock>
+  static inline void fetch(const uint8_t* tiles, const uint8_t* next, int64_t num_tiles, int64_t tile,
+                           const BytesAhead& ahead) {
+    if (kSingleBlock) {
+      const int64_t at = tile + kTilesAhead;
+      const uint8_t* from = at < num_tiles ? tiles + at * kIntegerTileBytes : next + (at - num_tiles) * kIntegerTileBytes;
+      for (int64_t line = 0; line < kIntegerTileBytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
+    } else {
+      const uint8_t* from = next + tile * kIntegerTileBytes;
+      for (int64_t line = ahead.first; line < ahead.end; line += 64) _mm_prefetch(from + line, _MM_HINT_T1);
+    }
   }
 
-  template <bool kTwoPanels, bool kFetches, typename Meanwhile>
-  static inline void sum_tiles(const IntegerCall& call, const PanelPair& pair, int64_t row, IntegerSums* sums,
-                               const Meanwhile& meanwhile) {
+  template <bool kTwoPanels, bool kSingleBlock, typename Meanwhile>
+  static inline void sum_tiles(const IntegerCall& call, const PanelPair& pair, int64_t row, const BytesAhead& ahead,
+                               IntegerSums* sums, const Meanwhile& meanwhile) {
     const uint8_t* planes = call.row_planes(row);
     const uint8_t* first = pair.panel[0]->tiles;
     const uint8_t* second = kTwoPanels ? pair.panel[1]->tiles : nullptr;
@@ -89,14 +96,14 @@ struct IntegerTiles {
     if (kTwoPanels) _tile_loadd(2, pair.panel[1]->offsets, 0);
     if (kTwoPanels) _tile_zero(3);
     for (int64_t t = 0; t < call.num_tiles; ++t) {
-      if (kFetches) prefetch(first, pair.next[0], call.num_tiles, t);
+      fetch<kSingleBlock>(first, pair.next[0], call.num_tiles, t, ahead);
       _tile_stream_loadd(6, planes + t * kPlanesStep, 64);
       _tile_loadd(4, first + t * kIntegerTileBytes, 64);
       _tile_dpbusd(0, 6, 4);
       _tile_stream_loadd(7, planes + t * kPlanesStep + kPlaneTileBytes, 64);
       _tile_dpbusd(1, 7, 4);
       if (kTwoPanels) {
-        if (kFetches) prefetch(second, pair.next[1], call.num_tiles, t);
+        fetch<kSingleBlock>(second, pair.next[1], call.num_tiles, t, ahead);
         _tile_loadd(5, second + t * kIntegerTileBytes, 64);
         _tile_dpbusd(2, 6, 5);
         _tile_dpbusd(3, 7, 5);
@@ -110,12 +117,12 @@ struct IntegerTiles {
   }
 
   template <typename Meanwhile>
-  static inline void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, bool fetches,
-                         IntegerSums* sums, const Meanwhile& meanwhile) {
+  static inline void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows,
+                         const BytesAhead& ahead, IntegerSums* sums, const Meanwhile& meanwhile) {
     use_tiles(shapes(rows));
-    if (pair.panel[1] == nullptr) return sum_tiles<false, true>(call, pair, row, sums, meanwhile);
-    if (fetches) return sum_tiles<true, true>(call, pair, row, sums, meanwhile);
-    return sum_tiles<true, false>(call, pair, row, sums, meanwhile);
+    if (pair.panel[1] == nullptr) return sum_tiles<false, false>(call, pair, row, ahead, sums, meanwhile);
+    if (ahead.is_all()) return sum_tiles<true, true>(call, pair, row, ahead, sums, meanwhile);
+    return sum_tiles<true, false>(call, pair, row, ahead, sums, meanwhile);
   }
 };
 

@@ -60,6 +60,20 @@ PENSTOCK_INLINE Floats scale_sums(const Panel& panel, const int32_t (&sums)[2][k
   return whole * load(panel.scales) * broadcast(row_scale);
 }
 
+// Which bytes of each of the next pair's tiles to ask memory for while a block is summed: every block of a pair takes
+// its share, so that memory is as busy with the last as with the first.
+struct BytesAhead {
+  int64_t first;
+  int64_t end;
+
+  bool is_all() const { return first == 0 && end == kIntegerTileBytes; }
+
+  static BytesAhead of_block(int64_t block, int64_t num_blocks) {
+    const int64_t share = round_up(ceil_div(kIntegerTileBytes, num_blocks), 64), first = block * share;
+    return {first, first + share < kIntegerTileBytes ? first + share : kIntegerTileBytes};
+  }
+};
+
 // Sums that wait to be written.
 struct WaitingSums {
   const PanelPair* pair;
@@ -82,10 +96,12 @@ PENSTOCK_INLINE void for_rows_of_pairs(const IntegerCall& call, const PanelPair*
     }
   };
   const int64_t rows_per_tile = ceil_div(kIntegerBlockRows, call.num_tiles);
+  const int64_t num_blocks = ceil_div(end_row - first_row, kIntegerBlockRows);
   for (const PanelPair* pair = pairs; pair < pairs + num_pairs; ++pair) {
     for (int64_t row = first_row; row < end_row; row += kIntegerBlockRows) {
       const int64_t rows = end_row - row < kIntegerBlockRows ? end_row - row : kIntegerBlockRows;
-      Engine::sum(call, *pair, row, rows, row == first_row, &buffers[current], [&] { write_some(rows_per_tile); });
+      const BytesAhead ahead = BytesAhead::of_block((row - first_row) / kIntegerBlockRows, num_blocks);
+      Engine::sum(call, *pair, row, rows, ahead, &buffers[current], [&] { write_some(rows_per_tile); });
       write_some(kIntegerBlockRows);
       waiting = {pair, row, rows, 0};
       current = 1 - current;
@@ -161,7 +177,7 @@ static void multiply_gated_panels_with(const IntegerCall& call, const PanelPair*
 // Sixteen outputs at a time, one input after the other.
 struct PlainEngine {
   template <typename Meanwhile>
-  static void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, bool, IntegerSums* sums,
+  static void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, const BytesAhead&, IntegerSums* sums,
                   const Meanwhile&) {
     for (int p = 0; p < 2 && pair.panel[p] != nullptr; ++p) {
       for (int64_t r = 0; r < rows; ++r) {

@@ -58,10 +58,16 @@ class Patience {
   Clock::time_point alone_until_;
 };
 
+constexpr int64_t kMostRanges = 64;
+
+struct alignas(64) NextItem {
+  std::atomic<int64_t> item{0};
+};
+
 class Pool {
  public:
   explicit Pool(int workers) {
-    for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+    for (int i = 0; i < workers; ++i) threads_.emplace_back([this, i] { work(i + 1); });
   }
 
   ~Pool() {
@@ -76,18 +82,19 @@ class Pool {
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
 
-  void run(int64_t items, ItemFunction function, const void* context) {
+  void run(int64_t items, ItemFunction function, const void* context, int64_t ranges) {
     function_ = function;
     context_ = context;
     items_ = items;
-    next_.store(0, std::memory_order_relaxed);
+    ranges_ = std::clamp<int64_t>(ranges, 1, kMostRanges);
+    for (int64_t r = 0; r < ranges_; ++r) next_[r].item.store(first_item(r), std::memory_order_relaxed);
     gate_.fetch_and(~kClosed, std::memory_order_release);
     epoch_.fetch_add(1);
     if (sleepers_.load() > 0) {
       { std::lock_guard<std::mutex> lock(sleep_mutex_); }
       wake_.notify_all();
     }
-    take_items();
+    take_items(0);
     gate_.fetch_or(kClosed, std::memory_order_acq_rel);
     for (int pauses = 0; occupied() && pauses < kPausesBeforeYield; ++pauses) pause_briefly();
     if (!occupied()) return;
@@ -105,21 +112,26 @@ class Pool {
 
   bool occupied() const { return (gate_.load(std::memory_order_acquire) & ~kClosed) != 0; }
 
-  void take_items() {
-    const int64_t items = items_;
-    for (int64_t item = next_.fetch_add(1, std::memory_order_relaxed); item < items;
-         item = next_.fetch_add(1, std::memory_order_relaxed)) {
-      function_(context_, item);
+  int64_t first_item(int64_t range) const { return range * items_ / ranges_; }
+
+  void take_items(int64_t thread) {
+    for (int64_t r = 0; r < ranges_; ++r) {
+      const int64_t range = (thread + r) % ranges_, end = first_item(range + 1);
+      std::atomic<int64_t>& next = next_[range].item;
+      for (int64_t item = next.fetch_add(1, std::memory_order_relaxed); item < end;
+           item = next.fetch_add(1, std::memory_order_relaxed)) {
+        function_(context_, item);
+      }
     }
   }
 
-  void work() {
+  void work(int64_t thread) {
     uint32_t seen = 0;
     for (;;) {
       await_change(seen);
       seen = epoch_.load(std::memory_order_acquire);
       if (stopping_) return;
-      if ((gate_.fetch_add(1, std::memory_order_acq_rel) & kClosed) == 0) take_items();
+      if ((gate_.fetch_add(1, std::memory_order_acq_rel) & kClosed) == 0) take_items(thread);
       gate_.fetch_sub(1, std::memory_order_release);
     }
   }
@@ -143,7 +155,8 @@ class Pool {
   ItemFunction function_ = nullptr;
   const void* context_ = nullptr;
   int64_t items_ = 0;
-  alignas(64) std::atomic<int64_t> next_{0};
+  int64_t ranges_ = 1;
+  NextItem next_[kMostRanges];
   alignas(64) std::atomic<int32_t> gate_{kClosed};
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<int> sleepers_{0};
@@ -164,11 +177,11 @@ Pool*& shared_pool() {
 
 }  // namespace
 
-void run_items(int64_t items, ItemFunction function, const void* context) {
+void run_items(int64_t items, ItemFunction function, const void* context, int64_t ranges) {
   if (items > 1) {
     std::unique_lock<std::mutex> lock(region_mutex, std::try_to_lock);
     if (lock.owns_lock() && shared_pool()->ready()) {
-      shared_pool()->run(items, function, context);
+      shared_pool()->run(items, function, context, ranges);
       return;
     }
   }

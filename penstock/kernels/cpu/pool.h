@@ -10,12 +10,15 @@ using ItemFunction = void (*)(const void* context, int64_t item);
 
 // Runs function(context, i) for every i in [0, items), on the caller and whichever workers arrive in time.
 // Several threads may call at once: one gets the workers, the others do their items alone.
-void run_items(int64_t items, ItemFunction function, const void* context);
+//
+// Items may be parted into equal ranges. Each thread begins with one of them, the same in every call, and helps the
+// others when it is through: what it left in its own cache in one region it finds there in the next.
+void run_items(int64_t items, ItemFunction function, const void* context, int64_t ranges = 1);
 
 template <typename Body>
-void parallel_for(int64_t items, const Body& body) {
+void parallel_for(int64_t items, const Body& body, int64_t ranges = 1) {
   run_items(
-      items, [](const void* context, int64_t item) { (*static_cast<const Body*>(context))(item); }, &body);
+      items, [](const void* context, int64_t item) { (*static_cast<const Body*>(context))(item); }, &body, ranges);
 }
 
 int num_threads();

@@ -43,7 +43,7 @@ void for_row_blocks(int64_t rows, int64_t width, Body&& body) {
     body(first, left < kPackRows ? left : kPackRows);
   };
   const int64_t blocks = ceil_div(rows, kPackRows);
-  if (rows * width > serial_elements) return parallel_for(blocks, one);
+  if (rows * width > serial_elements) return parallel_for(blocks, one, num_threads());
   for (int64_t block = 0; block < blocks; ++block) one(block);
 }
 
