@@ -151,7 +151,9 @@ async def sample_fragmentation(samples: list[float]) -> None:
     async with httpx.AsyncClient() as client:
         while True:
             text = (await client.get(f"{URL}/metrics")).text
-            values = [float(value) for value in re.findall(r"^penstock_kv_fragmentation\S* (\S+)$", text, re.M)]
+            values = [
+                float(value) for value in re.findall(r"^penstock_kv_fragmentation\S* (\S+)$", text, re.M)
+            ]
             samples.extend(value for value in values if value > 0)
             await asyncio.sleep(0.1)
 
