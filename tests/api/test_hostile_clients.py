@@ -255,8 +255,10 @@ def test_hundreds_of_slow_clients_do_not_keep_others_waiting() -> None:
         for connection in slow:
             connection.sendall(COMPLETION)
         assert all(serves(served) for _ in range(5))
-        served.wait_until(lambda: served.connections.num_open <= 1)
-        assert served.connections.num_timed_out == 300
+        served.wait_until(lambda: served.connections.num_timed_out == len(slow))
+        served.wait_until(
+            lambda: served.connections.num_open <= 1
+        )  # a kept-alive one of those that were served
         for connection in slow:
             connection.close()
 

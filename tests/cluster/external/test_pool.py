@@ -203,22 +203,25 @@ async def test_a_server_that_never_was_there() -> None:
 
 
 class CachingServer(OpenAIServer):
-    """Takes its time for a system prompt that it has not seen."""
+    """Takes its time for a system prompt that it has not seen. The pool's clock knows no other time than that: how
+    long this machine takes must not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         super().__init__(script=self.answer)
         self.known: set[str] = set()
+        self._clock = clock
 
     def answer(self, body: dict[str, Any]) -> list[Any]:
         beginning = body["messages"][0]["content"][:60]
-        pause_s = 0.0 if beginning in self.known else 0.05
+        self._clock.advance(0.001 if beginning in self.known else 0.05)
         self.known.add(beginning)
-        return [pause_s, *text_chunks("ok")]
+        return text_chunks("ok")
 
 
 async def test_requests_with_the_same_beginning_go_to_the_same_server() -> None:
-    servers = [CachingServer() for _ in range(3)]
-    async with pool_of(*servers, router=Router()) as pool:
+    clock = VirtualClock()
+    servers = [CachingServer(clock) for _ in range(3)]
+    async with pool_of(*servers, router=Router(), clock=clock) as pool:
         for turn in range(5):
             for tenant in range(6):
                 system = f"You are the assistant of tenant number {tenant}. " * 40
