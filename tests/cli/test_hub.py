@@ -193,6 +193,8 @@ def test_an_interrupted_command_leaves_nothing_and_no_process(
         env={**os.environ, "PENSTOCK_CACHE": str(cache), "PYTHONPATH": search_path},
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has them ignore it, and their children with them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         while not (fake_pip.folder / "pip" / "hanging").exists():
