@@ -42,6 +42,7 @@ from penstock.models.load import load_tokenizer, open_checkpoint
 PORT = 8791
 URL = f"http://127.0.0.1:{PORT}"
 MODEL = "smollm2-135m"
+OURS = "Penstock"
 
 
 @dataclass
@@ -147,7 +148,8 @@ def resident_bytes(process: subprocess.Popen[bytes]) -> int:
 
 
 async def sample_fragmentation(samples: list[float]) -> None:
-    """The share of running requests' KV slots that hold nothing, where a server tells it."""
+    """The share of running requests' KV slots that hold nothing. Asked of Penstock alone: a server's metrics cost it
+    time."""
     async with httpx.AsyncClient() as client:
         while True:
             text = (await client.get(f"{URL}/metrics")).text
@@ -165,9 +167,10 @@ async def measure(server: Server, round_number: int) -> None:
         workload = replace(standard, seed=round_number)
         await run_load(target, workload.warm_up(2))
         fragmentation: list[float] = []
-        sampling = asyncio.create_task(sample_fragmentation(fragmentation))
+        sampling = asyncio.create_task(sample_fragmentation(fragmentation)) if server.name == OURS else None
         summary = summarize(target, workload, await run_load(target, workload))
-        sampling.cancel()
+        if sampling is not None:
+            sampling.cancel()
         if summary.num_errors or summary.ttft_ms is None or summary.itl_ms is None:
             raise RuntimeError(f"{server.name}, {name}: {summary.errors}")
         figures = {
@@ -220,7 +223,7 @@ def main() -> None:
     arguments = parser.parse_args()
     gguf = ModelHub(cache_dir()).resolve(MODEL)
     penstock = str(Path(sys.executable).with_name("penstock"))
-    servers = [Server("Penstock", [penstock, "serve", MODEL, "--port", str(PORT)])]
+    servers = [Server(OURS, [penstock, "serve", MODEL, "--port", str(PORT)])]
     if arguments.vllm_python:
         folder = export_for_vllm(gguf, gguf.parent / "bfloat16")
         options = f"--served-model-name {MODEL} --port {PORT} --dtype bfloat16 --max-model-len 2048"

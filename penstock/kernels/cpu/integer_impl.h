@@ -177,8 +177,8 @@ static void multiply_gated_panels_with(const IntegerCall& call, const PanelPair*
 // Sixteen outputs at a time, one input after the other.
 struct PlainEngine {
   template <typename Meanwhile>
-  static void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, const BytesAhead&, IntegerSums* sums,
-                  const Meanwhile&) {
+  static void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, const BytesAhead&,
+                  IntegerSums* sums, const Meanwhile&) {
     for (int p = 0; p < 2 && pair.panel[p] != nullptr; ++p) {
       for (int64_t r = 0; r < rows; ++r) {
         const uint8_t *tiles = pair.panel[p]->tiles, *x = call.row_planes(row + r);

@@ -12,8 +12,8 @@ struct VnniEngine {
   static constexpr int kRowsAtOnce = 4;
 
   template <typename Meanwhile>
-  static void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, const BytesAhead&, IntegerSums* sums,
-                  const Meanwhile&) {
+  static void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, const BytesAhead&,
+                  IntegerSums* sums, const Meanwhile&) {
     for (int64_t r = 0; r < rows; r += rows - r < kRowsAtOnce ? 1 : kRowsAtOnce) {
       const bool single = rows - r < kRowsAtOnce;
       if (pair.panel[1] == nullptr) {
