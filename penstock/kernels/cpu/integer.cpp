@@ -41,8 +41,8 @@ IntegerCall make_call(const Linear& linear, const OutputRows& out) {
   return call;
 }
 
-// From this many rows for each thread, a thread keeps to its rows and reads all weights, rather than to its weights: the
-// rows stay in its cache from one product to the next.
+// From this many rows for each thread, a thread keeps to its rows and reads all weights, rather than to its weights:
+// the rows stay in its cache from one product to the next.
 constexpr int64_t kOwnRows = 64;
 
 struct RowPieces {

@@ -18,8 +18,8 @@ PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,
 namespace penstock {
 namespace amx {
 
-// As `split_row`, 64 inputs at a time: even and odd inputs are made codes apart, joined again as 16 bits each, and their
-// bytes sorted by one permutation for each plane. Needs VBMI, which a virtual machine may hide.
+// As `split_row`, 64 inputs at a time: even and odd inputs are made codes apart, joined again as 16 bits each, and
+// their bytes sorted by one permutation for each plane. Needs VBMI, which a virtual machine may hide.
 void split_row_by_bytes(const IntegerCall& call, const bf16* x, int64_t width, int64_t row) {
   const __m512i magnitude = _mm512_set1_epi16(0x7fff), odd = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
   const auto load_words = [&](int64_t at) {
@@ -77,7 +77,8 @@ struct IntegerTiles {
                            const BytesAhead& ahead) {
     if (kSingleBlock) {
       const int64_t at = tile + kTilesAhead;
-      const uint8_t* from = at < num_tiles ? tiles + at * kIntegerTileBytes : next + (at - num_tiles) * kIntegerTileBytes;
+      const uint8_t* from =
+          at < num_tiles ? tiles + at * kIntegerTileBytes : next + (at - num_tiles) * kIntegerTileBytes;
       for (int64_t line = 0; line < kIntegerTileBytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
     } else {
       const uint8_t* from = next + tile * kIntegerTileBytes;
