@@ -13,7 +13,8 @@ from typing import BinaryIO
 import uvloop
 
 from penstock.cli.control import open_link
-from penstock.cli.front_door import open_front_door, prepare_process
+from penstock.cli.front_door import open_front_door
+from penstock.cli.listening import prepare_process
 from penstock.cli.telemetry import configure_server_logging
 from penstock.cli.waiting import until
 from penstock.cli.worker_messages import (

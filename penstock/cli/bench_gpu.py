@@ -8,9 +8,8 @@ import json
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +19,7 @@ import msgspec
 from penstock.bench.gpu_peers import PEER_FIGURES, PEER_NAME, PeerFigures, Shape
 from penstock.bench.workload import IntRange
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import spinner, stdout_console
+from penstock.cli.console import spinner, stderr_console, stdout_console
 from penstock.core.engine_config import (
     CacheConfig,
     Device,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.engine.offline import OfflineEngine
 
 KVType = Literal["auto", "fp8", "int8"]
+Found = Callable[[Sequence["Figure"]], None]
 PARTS = ("decode", "prefill", "offline", "served")
 _OFFLINE_CONTEXT = 4096
 _SERVED_CONTEXT = 20_000
@@ -51,6 +51,10 @@ _PORT = 8801
               help="What to measure; may be given several times. Default: everything.")  # fmt: skip
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1),
               help="Sizes of decode batches; may be given several times. Default: 1, 8, 32, 128, 256.")  # fmt: skip
+@click.option("--load", "loads", multiple=True, metavar="TEXT",
+              help="Of the served loads, only those whose names hold this; may be given several times.")  # fmt: skip
+@click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=_BATCHED_TOKENS, show_default=True,
+              help="Most tokens in one step.")  # fmt: skip
 @click.option(
     "--quantization", type=click.Choice(("int8", "int4", "fp8")), help="Round weights while loading."
 )
@@ -65,6 +69,8 @@ def bench_gpu(
     folder: Path,
     parts: tuple[str, ...],
     batches: tuple[int, ...],
+    loads: tuple[str, ...],
+    max_num_batched_tokens: int,
     quantization: Quantization | None,
     kv_cache_dtype: KVType,
     device: Device,
@@ -87,19 +93,26 @@ def bench_gpu(
             max_model_len=_OFFLINE_CONTEXT,
         ),
         cache=CacheConfig(kv_cache_dtype=kv_cache_dtype),
-        scheduler=SchedulerConfig(max_num_batched_tokens=_BATCHED_TOKENS, itl_target_ms=None),
+        scheduler=SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, itl_target_ms=None),
     )
     chosen = parts or PARTS
     settings = read_settings(folder)
     peer = PEER_FIGURES.get(shape_of(settings))
     vocabulary = IntRange(min(1000, settings["vocab_size"] - 1), min(39_999, settings["vocab_size"] - 1))
     figures: list[Figure] = []
+
+    def found(more: Sequence[Figure]) -> None:
+        """Kept at once: the whole takes minutes, and may be cut short."""
+        figures.extend(more)
+        for figure in more:
+            stderr_console().print(f"{figure.what}: {_shown(figure.value)}", highlight=False)
+        if json_file:
+            json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+
     if set(chosen) - {"served"}:
-        figures += _measure_engine(config, folder, chosen, batches, vocabulary, peer)
+        _measure_engine(config, folder, chosen, batches, vocabulary, peer, found)
     if "served" in chosen:
-        figures += _measure_server(config, folder, vocabulary, peer)
-    if json_file:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+        _measure_server(config, folder, loads, vocabulary, peer, found)
     _print(folder.name, figures)
 
 
@@ -127,7 +140,8 @@ def _measure_engine(
     batches: Sequence[int],
     vocabulary: IntRange,
     peer: PeerFigures | None,
-) -> list[Figure]:
+    found: Found,
+) -> None:
     from penstock.bench.gpu import DECODE_BATCHES, PREFILL_COUNTS, Figure, decode_step_ms
     from penstock.core.clock import SystemClock
     from penstock.core.request import SamplingParams
@@ -139,33 +153,27 @@ def _measure_engine(
 
         engine = OfflineEngine(config, folder)
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
-    figures = [
-        Figure(
-            what="load to first token, s", value=clock.now() - started_s, peer=peer.start_s if peer else None
-        )
-    ]
+    start_s = clock.now() - started_s
+    found([Figure(what="load to first token, s", value=start_s, peer=peer.start_s if peer else None)])
     try:
         for batch in batches or DECODE_BATCHES if "decode" in parts else ():
             with spinner(f"Decoding, batch {batch}"):
                 decode_step_ms(engine.loop, batch, vocabulary, 2 * batch, clock)
                 taken_ms = decode_step_ms(engine.loop, batch, vocabulary, 2 * batch + 1, clock)
             theirs = peer.decode_ms.get(batch) if peer else None
-            figures.append(Figure(what=f"decode, batch {batch}, ms", value=taken_ms, peer=theirs))
+            found([Figure(what=f"decode, batch {batch}, ms", value=taken_ms, peer=theirs)])
         for count in PREFILL_COUNTS if "prefill" in parts else ():
             with spinner(f"Prefilling {count} prompts"):
                 taken_ms = _prefill(engine, count, vocabulary)
             theirs = peer.prefill_ms.get(count) if peer else None
-            figures.append(Figure(what=f"prefill {count} × 512 tokens, ms", value=taken_ms, peer=theirs))
+            found([Figure(what=f"prefill {count} × 512 tokens, ms", value=taken_ms, peer=theirs)])
         if "offline" in parts:
             with spinner("Answering 256 prompts"):
                 rate = _offline(engine, vocabulary)
             theirs = peer.offline_tokens_per_s if peer else None
-            figures.append(
-                Figure(what="offline, output tokens/s", value=rate, peer=theirs, more_is_better=True)
-            )
+            found([Figure(what="offline, output tokens/s", value=rate, peer=theirs, more_is_better=True)])
     finally:
         engine.close()
-    return figures
 
 
 def _prefill(engine: OfflineEngine, count: int, vocabulary: IntRange) -> float:
@@ -205,29 +213,44 @@ def _offline(engine: OfflineEngine, vocabulary: IntRange) -> float:
 
 
 def _measure_server(
-    config: EngineConfig, folder: Path, vocabulary: IntRange, peer: PeerFigures | None
-) -> list[Figure]:
+    config: EngineConfig,
+    folder: Path,
+    loads: Sequence[str],
+    vocabulary: IntRange,
+    peer: PeerFigures | None,
+    found: Found,
+) -> None:
     started_s = time.monotonic()
     with _server(config, folder) as url:
         with spinner("Starting the server"):
             _wait_until_ready(url)
-        return asyncio.run(_load(url, vocabulary, peer, started_s))
+        asyncio.run(_load(url, loads, vocabulary, peer, started_s, found))
 
 
-async def _load(url: str, vocabulary: IntRange, peer: PeerFigures | None, started_s: float) -> list[Figure]:
+async def _load(
+    url: str,
+    loads: Sequence[str],
+    vocabulary: IntRange,
+    peer: PeerFigures | None,
+    started_s: float,
+    found: Found,
+) -> None:
+    from dataclasses import replace
+
     from penstock.bench.gpu import Figure, measure_served, served_figures, served_workloads
     from penstock.bench.load import find_target, run_load
 
     target = await find_target("penstock", url, None, None)
     workloads = served_workloads(vocabulary)
-    await run_load(target, workloads["1 stream"].warm_up(1))
+    await run_load(target, replace(workloads["1 stream"].warm_up(1), output_len=IntRange(1, 1)))
     start_s = time.monotonic() - started_s
-    figures = [Figure(what="serve to first answer, s", value=start_s, peer=peer.start_s if peer else None)]
+    found([Figure(what="serve to first token, s", value=start_s, peer=peer.start_s if peer else None)])
     for name, workload in workloads.items():
+        if loads and not any(part in name for part in loads):
+            continue
         with spinner(f"Serving {name}"):
             summary = await measure_served(target, name, workload)
-        figures += served_figures(name, summary, peer)
-    return figures
+        found(served_figures(name, summary, peer))
 
 
 @contextlib.contextmanager
@@ -235,7 +258,8 @@ def _server(config: EngineConfig, folder: Path) -> Iterator[str]:
     model = config.model
     command = [sys.executable, "-m", "penstock.main", "serve", str(folder), "--load-format", "random"]
     command += ["--device", model.device, "--port", str(_PORT), "--max-model-len", str(_SERVED_CONTEXT)]
-    command += ["--max-num-batched-tokens", str(_BATCHED_TOKENS), "--itl-target-ms", str(_ITL_TARGET_MS)]
+    command += ["--max-num-batched-tokens", str(config.scheduler.max_num_batched_tokens)]
+    command += ["--itl-target-ms", str(_ITL_TARGET_MS)]
     command += ["--kv-cache-dtype", config.cache.kv_cache_dtype]
     if model.quantization is not None:
         command += ["--quantization", model.quantization]
@@ -250,7 +274,7 @@ def _server(config: EngineConfig, folder: Path) -> Iterator[str]:
 def _wait_until_ready(url: str) -> None:
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+        with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{url}/ready", timeout=1).close()
             return
         time.sleep(0.05)

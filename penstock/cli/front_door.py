@@ -10,25 +10,21 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
-import msgspec
 import uvicorn
 
 from penstock.api.app import create_app
 from penstock.api.cluster_endpoints import ClusterEndpoints
-from penstock.api.http_protocol import ClientNoise, bounded_protocols
+from penstock.api.http_protocol import bounded_protocols
 from penstock.cli.books import open_books
 from penstock.cli.external_pool import open_external_pool
 from penstock.cli.stores import data_dir, open_database
 from penstock.cli.telemetry import build_journal, build_observer
 from penstock.cluster.fleet import Fleet
 from penstock.core.config import ServeConfig
-from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.adapter_trial import try_given
 from penstock.gateway.adapters import open_adapters
 from penstock.gateway.batches.service import StoredWork
@@ -44,8 +40,6 @@ from penstock.gateway.tenants.service import Tenants
 log = logging.getLogger(__name__)
 
 WEBSOCKET_PING_S = 30.0  # between pings, and for the answer to one
-RESERVED_FILES = 200  # that a server opens besides connections
-THREAD_TURN_S = 0.001  # how long a thread, of the database say, may keep the event loop waiting
 # After the drain, for bytes that are on their way: a slow client must not keep a server from leaving.
 CLOSE_TIMEOUT_S = 5
 
@@ -78,28 +72,6 @@ class FrontDoor:
     async def close(self) -> None:
         self._server.should_exit = True
         await self._serving
-
-
-def prepare_process(config: ServeConfig) -> ServeConfig:
-    """What a process that listens needs, once. Returns the settings that this system allows."""
-    logging.getLogger("uvicorn.error").addFilter(ClientNoise())
-    sys.setswitchinterval(THREAD_TURN_S)
-    return msgspec.structs.replace(config, server=within_file_limit(config.server))
-
-
-def within_file_limit(server: ServerConfig) -> ServerConfig:
-    """Every connection is an open file, and a process may usually open 1,024. Ask for as many as are needed, and
-    where the system does not give them, take fewer connections rather than fail to accept one."""
-    wanted = server.max_connections + RESERVED_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return server
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed == wanted:
-        return server
-    log.info("the system allows %d open files, which bounds the connections", allowed)
-    return msgspec.structs.replace(server, max_connections=max(1, allowed - RESERVED_FILES))
 
 
 @contextlib.asynccontextmanager

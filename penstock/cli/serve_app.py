@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import signal
 import socket
@@ -19,7 +20,7 @@ import uvloop
 from penstock.cli.api_workers import ApiWorkers
 from penstock.cli.control import Control, open_control, open_link
 from penstock.cli.environment import visible_gpus
-from penstock.cli.front_door import open_front_door, prepare_process
+from penstock.cli.listening import prepare_process
 from penstock.cli.telemetry import configure_server_logging
 from penstock.cli.waiting import until
 from penstock.cluster.fleet import Fleet
@@ -128,9 +129,14 @@ async def _serve_here(
         stack.callback(fleet.close)
         stack.push_async_callback(replicas.supervisor.close)
         control = await stack.enter_async_context(open_control(config, replicas.supervisor, replicas.specs))
-        launched = await until(replicas.launch(control), stop)
+        launched, _ = await asyncio.gather(
+            until(replicas.launch(control), stop),
+            asyncio.to_thread(importlib.import_module, "penstock.cli.front_door"),  # while the engines load
+        )
         if launched is None:
             return
+        from penstock.cli.front_door import open_front_door
+
         ready = await fleet.wait_ready() if launched else None
         await stack.enter_async_context(control.plane.running(control.socket))
         link = await stack.enter_async_context(open_link(control.socket, fleet))

@@ -29,6 +29,7 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag
     eos_token_ids: tuple[int, ...]
     num_host_blocks: int = 0
     block_copy_s: float | None = None
+    tile_tokens: int = 1
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):

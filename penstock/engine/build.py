@@ -87,6 +87,7 @@ def build_engine(
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         block_copy_s=loaded.block_copy_s,
+        tile_tokens=loaded.tile_tokens,
     )
     recorder = None
     if config.record_plans is not None:
@@ -100,6 +101,7 @@ def build_engine(
             eos_token_ids=card.eos_token_ids,
             num_host_blocks=loaded.num_host_blocks,
             block_copy_s=loaded.block_copy_s,
+            tile_tokens=loaded.tile_tokens,
         )
         recorder = PlanRecorder(Path(config.record_plans), header)
     ready = EngineReady(

@@ -10,6 +10,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
@@ -38,6 +40,7 @@ from penstock.models.model import Model
 log = logging.getLogger(__name__)
 
 STAGING_BYTES = 8 << 20
+GPU_TILE_TOKENS = 128  # of cuBLAS's products
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,9 @@ def load_decoder(
     )
     leave_cores_to(whole_ops)
     model = setup.model(loaded, ops)
+    is_cuda = ops.device.type == "cuda"
+    if is_cuda and setup.mesh is None:  # ranks would have to run every step together
+        _warm_up(config, model, ops, clock)
     num_blocks = setup.agreed(num_kv_blocks(config, model, ops))
     max_model_len = _fit_context(config, model.max_model_len, num_blocks)
     card = _card(config, model_path, model, max_model_len, str(ops.dtype).removeprefix("torch."))
@@ -78,9 +84,6 @@ def load_decoder(
     max_rows = config.scheduler.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)
     rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging)
-    is_cuda = ops.device.type == "cuda"
-    if is_cuda and setup.mesh is None:  # ranks would have to run every step together
-        warm_up(model, ops, kv, max_rows=max_rows, max_tokens=config.scheduler.max_num_batched_tokens)
     compiler = build_compiler(card)
     lora = _adaptable(config, model, ops, staging)
     adapters = None
@@ -108,12 +111,28 @@ def load_decoder(
         num_blocks,
         num_host_blocks=memory.num_host_blocks,
         block_copy_s=memory.block_copy_s,
+        tile_tokens=GPU_TILE_TOKENS if is_cuda else 1,
         default_steps_in_flight=2 if is_cuda else 1,
         grammars=GrammarDesk(compiler) if compiler else None,
         adapters=adapters,
         rank=LocalRank(executor, rows, setup.mesh, compiler) if setup.mesh is not None else None,
         shared_kv=shared_kv,
     )
+
+
+def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None:
+    """Before the memory is measured: that runs a step too, and would wait for its kernels one after the other."""
+    started_s = clock.now()
+    limits = config.scheduler
+    warm_up(
+        model,
+        ops,
+        block_size=config.cache.block_size,
+        max_rows=limits.max_num_seqs,
+        max_tokens=limits.max_num_batched_tokens,
+    )
+    torch.cuda.empty_cache()
+    log.info("kernels are ready after %.1f s", clock.now() - started_s)
 
 
 def _allocate(

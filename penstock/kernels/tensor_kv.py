@@ -9,6 +9,8 @@ cannot overtake each other, and the host waits for neither.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -76,4 +78,12 @@ class TensorKVStore:
 def _host_slots(store: Tensor, num_slots: int) -> Tensor:
     """Slots come first, so that one is a single piece of memory: a strided copy would make the host wait."""
     shape = (num_slots, store.shape[0], *store.shape[2:])
-    return torch.empty(shape, dtype=store.dtype, pin_memory=store.device.type == "cuda")
+    if store.device.type != "cuda":
+        return torch.empty(shape, dtype=store.dtype)
+    # Filled by all cores, then locked: taken as locked memory at once, one core would fill it.
+    slots = torch.zeros(shape, dtype=store.dtype)
+    if slots.nbytes and torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.nbytes, 0) == 0:
+        unlock = weakref.finalize(slots, torch.cuda.cudart().cudaHostUnregister, slots.data_ptr())
+        unlock.atexit = False  # the end of the process does it
+        return slots
+    return torch.empty(shape, dtype=store.dtype, pin_memory=True)

@@ -11,14 +11,18 @@ from penstock.scheduler.predictor import StepLoad, StepTimePredictor
 from penstock.scheduler.sequence import Sequence
 
 MIN_PREFILL_TOKENS = 16
+WORTHWHILE_TILES = 4  # below this, what is left out to end with a whole one weighs more
 
 
 class StepDraft:
-    __slots__ = ("_predictor", "_target_s", "chunks", "load", "num_tokens_left", "sampling")
+    __slots__ = ("_predictor", "_target_s", "_tile_tokens", "chunks", "load", "num_tokens_left", "sampling")
 
-    def __init__(self, num_tokens: int, predictor: StepTimePredictor, target_s: float | None) -> None:
+    def __init__(
+        self, num_tokens: int, predictor: StepTimePredictor, target_s: float | None, tile_tokens: int
+    ) -> None:
         self._predictor = predictor
         self._target_s = target_s
+        self._tile_tokens = tile_tokens
         self.num_tokens_left = num_tokens
         self.chunks: list[Chunk] = []
         self.sampling: dict[str, Sequence] = {}
@@ -50,8 +54,17 @@ class StepDraft:
         is_first = not self.load.prefill_tokens
         if self._target_s is not None and self.load.decode_sequences:
             in_time = self._predictor.prefill_tokens_within(self._target_s, self.load, start)
+            in_time = self._in_whole_tiles(in_time)
             room = min(room, max(in_time, MIN_PREFILL_TOKENS) if is_first else in_time)
         return room if is_first or room >= MIN_PREFILL_TOKENS else 0
+
+    def _in_whole_tiles(self, num_tokens: int) -> int:
+        """At most `num_tokens`, so that with them the step fills its tiles."""
+        filled = self.load.decode_sequences + self.load.prefill_tokens
+        tiles = (filled + num_tokens) // self._tile_tokens
+        if tiles < WORTHWHILE_TILES:
+            return num_tokens
+        return max(tiles * self._tile_tokens - filled, 0)
 
     def add_prefill(self, sequence: Sequence, num_tokens: int, *, begins: bool) -> None:
         """Up to `num_tokens` of the known tokens that are not computed."""

@@ -60,13 +60,16 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         block_copy_s: float | None = None,
+        tile_tokens: int = 1,
     ) -> None:
-        """`block_copy_s`: what one block takes to host memory, or back; None: preempted requests compute again."""
+        """`block_copy_s`: what one block takes to host memory, or back; None: preempted requests compute again.
+        `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them."""
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
         self._max_length = min(max_model_len, cache.num_blocks * cache.block_size)
         self._eos_token_ids = eos_token_ids
+        self._tile_tokens = tile_tokens
         self._itl_target_s = config.itl_target_ms / 1000.0 if config.itl_target_ms else None
 
         headroom = Headroom(cache.block_size)
@@ -162,7 +165,9 @@ class Scheduler:
         elif self._displace(now):
             work = self._running.find_work()
 
-        draft = StepDraft(self._config.max_num_batched_tokens, self._predictor, self._itl_target_s)
+        draft = StepDraft(
+            self._config.max_num_batched_tokens, self._predictor, self._itl_target_s, self._tile_tokens
+        )
         draft.add_decodes(work.decodes, self._running.grow(work.growing))
         self._running.decoded(len(work.decodes))
         # After a preemption nobody is admitted: the victims would come straight back.

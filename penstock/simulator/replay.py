@@ -66,6 +66,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         max_model_len=header.max_model_len,
         eos_token_ids=frozenset(header.eos_token_ids),
         block_copy_s=header.block_copy_s,
+        tile_tokens=header.tile_tokens,
     )
 
 

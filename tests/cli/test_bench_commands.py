@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
+from penstock.cli import bench_gpu
 from penstock.cli.app import penstock
 from tests.bench.fake_server import FakeServer
 from tests.engine.tiny import write_tiny_model
@@ -133,3 +136,17 @@ def test_gpu_needs_settings_of_a_model(tmp_path: Path) -> None:
     result = run("gpu", str(tmp_path))
     assert result.exit_code == 1
     assert "does not describe a model" in result.output
+
+
+def test_a_server_that_does_not_answer_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception | None] = [TimeoutError("timed out"), ConnectionRefusedError(), None]
+
+    def urlopen(url: str, timeout: float) -> io.BytesIO:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+        return io.BytesIO()
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    bench_gpu._wait_until_ready("http://127.0.0.1:1")
+    assert not answers

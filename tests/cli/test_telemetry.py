@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.cli.environment import otel_sampled_share, otel_service_name, otlp_headers
-from penstock.cli.front_door import RESERVED_FILES, within_file_limit
+from penstock.cli.listening import RESERVED_FILES, within_file_limit
 from penstock.cli.options import resolve
 from penstock.cli.telemetry import (
     MAX_WAITING_LINES,

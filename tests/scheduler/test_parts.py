@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.request import Tier
+from penstock.scheduler.draft import MIN_PREFILL_TOKENS, StepDraft
 from penstock.scheduler.fairness import TenantLedger
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.lengths import NUM_LENGTH_BINS, OutputLengthEstimator, length_bin
+from penstock.scheduler.predictor import StepLoad, StepTimePredictor
 from penstock.scheduler.sequence import Sequence
 from tests.scheduler.strict import make_request
 
@@ -123,3 +125,22 @@ def test_headroom_lets_an_urgent_request_count_on_what_batch_ones_hold() -> None
     headroom.enter(sequence_of(10, 16, ledger, Tier.BATCH))
     assert headroom.allows(sequence_of(2, 8, ledger), 2, num_spare=0)
     assert not headroom.allows(sequence_of(2, 8, ledger, Tier.BATCH), 2, num_spare=8)
+
+
+@given(st.integers(1, 300), st.floats(0.02, 0.5))
+def test_a_step_that_time_cuts_short_ends_with_a_whole_tile(num_decodes: int, target_s: float) -> None:
+    predictor = StepTimePredictor()
+    for _ in range(200):
+        predictor.observe(StepLoad(decode_sequences=1), 0.005)
+        predictor.observe(StepLoad(prefill_tokens=1000, decode_sequences=1), 0.105)
+    draft = StepDraft(8192, predictor, target_s, tile_tokens=128)
+    draft.load.decode_sequences = num_decodes
+    draft.num_tokens_left -= num_decodes
+    in_time = predictor.prefill_tokens_within(target_s, draft.load, 0)
+    room = draft.prefill_room(0)
+    assert min(in_time, MIN_PREFILL_TOKENS) <= room <= max(in_time, MIN_PREFILL_TOKENS)
+    if num_decodes + in_time >= 4 * 128 and room > MIN_PREFILL_TOKENS:
+        assert (num_decodes + room) % 128 == 0
+        assert in_time - room < 128
+    else:
+        assert room == max(in_time, MIN_PREFILL_TOKENS) or room == MIN_PREFILL_TOKENS

@@ -19,7 +19,16 @@ pytest.importorskip(
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
-from penstock.kernels.triton import attention, float8, int4, int8, int8_rows, packing, skinny
+from penstock.kernels.triton import (
+    decode_attention,
+    float8,
+    int4,
+    int8,
+    int8_rows,
+    packing,
+    prefill_attention,
+    skinny,
+)
 from penstock.models.quantize import quantize
 from tests.triton.cases import (
     Bench,
@@ -53,7 +62,7 @@ WHOLE = Bench(torch.device("cpu"), torch.float32)
 )
 @pytest.mark.parametrize(
     "lengths",
-    [[(40, 1), (0, 1), (170, 1)], [(0, 17), (16, 9), (5, 1)], [(33, 1), (64, 18)]],
+    [[(40, 1), (0, 1), (170, 1)], [(0, 17), (16, 9), (5, 1)], [(33, 1), (64, 18)], [(300, 40)]],
     ids=str,
 )
 def test_attend(heads: Heads, lengths: Lengths) -> None:
@@ -71,9 +80,20 @@ def test_a_cache_in_int8(heads: Heads, lengths: Lengths) -> None:
 
 @pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(2, 1, 16, window=300)], ids=str)
 def test_a_long_context_is_split_and_merged(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "num_processors", lambda index: 100)
-    assert attention.split_length(2, 900, 100) == attention.SHORTEST_SPLIT
+    monkeypatch.setattr(decode_attention, "num_processors", lambda index: 100)
+    assert decode_attention.split_length(2, 900, 100) == decode_attention.SHORTEST_SPLIT
     assert attention_error(WHOLE, heads, [(900, 1), (10, 1)]) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(3, 1, 40, softcap=3.0)], ids=str)
+@pytest.mark.parametrize("lengths", [[(2100, 9), (3, 2)], [(5, 1), (1990, 70)]], ids=str)
+def test_few_queries_over_a_long_context_are_split_and_merged(
+    heads: Heads, lengths: Lengths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_attention, "num_processors", lambda index: 100)
+    shape = prefill_attention.tile_shape(WHOLE.batch(lengths, 200), heads.layer(WHOLE, 1), torch.float32, 100)
+    assert shape.splits >= 3
+    assert attention_error(WHOLE, heads, lengths) < 1e-5
 
 
 @pytest.mark.parametrize("bench", [HALF, WHOLE], ids=["float16", "float32"])

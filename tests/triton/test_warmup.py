@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.core.engine_config import Quantization
 from penstock.engine.warmup import warm_up
-from penstock.kernels.triton import attention
+from penstock.kernels.triton import decode_attention, prefill_attention
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
 from tests.engine.tiny import write_tiny_model
@@ -41,7 +41,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
         variants.add((self.fn.__name__, types, tuple(sorted(constants.items()))))
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
-    monkeypatch.setattr(attention, "num_processors", lambda index: 132)
+    for module in (decode_attention, prefill_attention):
+        monkeypatch.setattr(module, "num_processors", lambda index: 132)
     return variants
 
 
@@ -53,7 +54,7 @@ def test_serving_meets_no_new_variant(
     ops = TritonOps(torch.device("cpu"), torch.bfloat16)
     model = load_model(model_path, ops, load_format="random", quantization=quantization)
     kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
-    warm_up(model, ops, kv, max_rows=256, max_tokens=2048)
+    warm_up(model, ops, block_size=16, max_rows=256, max_tokens=2048)
     known = set(launched)
     assert 20 < len(known) < 40  # each costs a start some tenths of a second of one core
 
@@ -67,8 +68,11 @@ def test_serving_meets_no_new_variant(
         [(64, 3)],
         [(16, 1), (480, 1), (0, 20)],
         [(16, 1)] * 40 + [(256, 12)],
+        [(9000, 3), (64, 70)],
+        [(0, 1500)],
+        [(3000, 1500)],
     ):
-        batch = bench.batch(lengths, num_blocks=1000)
+        batch = bench.batch(lengths, num_blocks=1300)
         hidden = model.forward(torch.zeros(len(batch.positions), dtype=torch.int32), batch, kv)
         for rows in {1, min(8, len(lengths)), len(lengths)}:
             logits = model.logits(hidden[:rows])
@@ -85,7 +89,7 @@ def test_experts_come_in_tiles_of_every_size(tmp_path: Path, launched: set[Varia
     ops = TritonOps(torch.device("cpu"), torch.bfloat16)
     model = load_model(model_path, ops, load_format="random")
     kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
-    warm_up(model, ops, kv, max_rows=256, max_tokens=4096)
+    warm_up(model, ops, block_size=16, max_rows=256, max_tokens=4096)
     known = set(launched)
     bench = Bench(torch.device("cpu"), torch.bfloat16)
     for tokens in (1, 7, 90, 300, 500, 1000, 2000, 4000):

@@ -1,0 +1,176 @@
+"""Paged attention of requests with one query token each. The context is cut into splits that run side by side and
+are merged by a second, small kernel.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, AttentionLayer
+from penstock.kernels.triton.attention_parts import Partials, absorb, load_tile
+from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.paged_kv import PagedLayer
+
+# Keys of a tile: many programs, several of which share a processor, do better with small ones.
+LARGE_TILE, SMALL_TILE = 128, 64
+MANY_PROGRAMS_PER_PROCESSOR = 6
+MAX_SPLITS = 128
+SHORTEST_SPLIT = 128
+LONGEST_SPLIT = 4096
+PROGRAMS_PER_PROCESSOR = 1.5
+
+
+# Numbers that change from step to step are not specialized, nor is where its small arrays lie: each new kind would
+# compile the kernel again.
+@triton.jit(
+    do_not_specialize=["table_stride", "window", "split_keys", "splits"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+)
+def _decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    out,
+    partial_out,
+    partial_max,
+    partial_sum,
+    block_tables,
+    context_lens,
+    table_stride,
+    scale,
+    softcap,
+    window,
+    split_keys,
+    splits,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    split = tl.program_id(2)
+    per_group: tl.constexpr = H // G
+    wait_for_previous()
+    length = tl.load(context_lens + request)
+    skipped = split * split_keys  # Positions count from where the split begins.
+    if HAS_WINDOW:
+        skipped += tl.maximum(length - window, 0) // KEYS * KEYS
+    end = tl.minimum(length - skipped, split_keys)
+    row = tl.arange(0, ROWS)
+    row_inside = row < per_group
+    head = request * H + group * per_group + row
+    if IS_SPLIT:  # noqa: SIM102 (decided when compiled, unlike what follows)
+        if end <= 0:
+            tl.store(partial_max + head * splits + split, float("-inf"), mask=row_inside)
+            return
+
+    dims = tl.arange(0, D_PAD)
+    inside = row_inside[:, None] & (dims < D)[None, :]
+    queries = tl.load(q + head[:, None] * D + dims[None, :], mask=inside, other=0.0)
+    table = block_tables + request * table_stride + skipped // BLOCK_SIZE
+    cache = (k_cache, v_cache, k_scales, v_scales)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS, D_PAD), tl.float32)
+    num_whole = 0  # tiles in which every key is present and seen
+    if not HAS_WINDOW:
+        num_whole = end // KEYS
+        for index in tl.range(0, num_whole, num_stages=STAGES):
+            at = index * KEYS + tl.arange(0, KEYS)
+            present = at < end
+            tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, False, HAS_SCALES)
+            highest, total, weighted = absorb(
+                highest, total, weighted, queries, tile, present, scale, softcap, False, HAS_CAP, HAS_SCALES
+            )
+    for index in tl.range(num_whole, tl.cdiv(end, KEYS), num_stages=STAGES if HAS_WINDOW else 1):
+        at = index * KEYS + tl.arange(0, KEYS)
+        present = at < end
+        if HAS_WINDOW:
+            present = present & (at >= length - window - skipped)
+        tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, True, HAS_SCALES)
+        visible = present[None, :]
+        highest, total, weighted = absorb(
+            highest, total, weighted, queries, tile, visible, scale, softcap, True, HAS_CAP, HAS_SCALES
+        )
+
+    if IS_SPLIT:
+        part = head * splits + split
+        tl.store(partial_max + part, highest, mask=row_inside)
+        tl.store(partial_sum + part, total, mask=row_inside)
+        tl.store(partial_out + part[:, None] * D + dims[None, :], weighted, mask=inside)
+    else:
+        result = weighted / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + head[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+def decode_attention(
+    q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
+) -> None:
+    """Writes the first `batch.num_decodes` rows of `out`."""
+    heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    count = batch.num_decodes
+    span = batch.max_context_len if layer.window is None else min(batch.max_context_len, layer.window)
+    processors = num_processors(q.device.index or 0)
+    split_keys = split_length(count * kv_heads, span, processors)
+    # A window need not begin where a tile does, so it may reach into one more.
+    splits = triton.cdiv(span + (LARGE_TILE if layer.window else 0), split_keys)
+    is_crowded = count * kv_heads * splits >= MANY_PROGRAMS_PER_PROCESSOR * processors
+    keys = SMALL_TILE if size > 128 or (splits == 1 and is_crowded) else LARGE_TILE
+    partials = Partials.for_rows(out, count * heads, splits, size)
+    _decode_kernel[(count, kv_heads, splits)](
+        q,
+        cache.keys,
+        cache.values,
+        *cache.scale_pointers,
+        out,
+        partials.out,
+        partials.highest,
+        partials.total,
+        batch.block_tables,
+        batch.context_lens,
+        batch.block_tables.stride(0),
+        layer.scale,
+        layer.softcap or 1.0,
+        layer.window or 0,
+        split_keys,
+        splits,
+        H=heads,
+        G=kv_heads,
+        D=size,
+        D_PAD=max(16, triton.next_power_of_2(size)),
+        BLOCK_SIZE=cache.block_size,
+        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
+        KEYS=keys,
+        STAGES=3 if keys == LARGE_TILE else 2,
+        IS_SPLIT=splits > 1,
+        HAS_CAP=layer.softcap is not None,
+        HAS_WINDOW=layer.window is not None,
+        HAS_SCALES=cache.key_scales is not None,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    partials.merge_into(out, count * heads, size)
+
+
+def split_length(programs: int, span: int, processors: int) -> int:
+    """Keys for one program: as many as leave enough programs to fill the chip evenly, whatever the contexts'
+    lengths; `programs` is their number without splitting."""
+    # Where contexts may be long, most are likely short: nobody should wait for one program that walks for thousands.
+    keys = LONGEST_SPLIT if span <= LONGEST_SPLIT else LONGEST_SPLIT // 4
+    while keys > SHORTEST_SPLIT and programs * -(-span // keys) < PROGRAMS_PER_PROCESSOR * processors:
+        keys //= 2
+    return max(keys, triton.next_power_of_2(-(-span // MAX_SPLITS)))

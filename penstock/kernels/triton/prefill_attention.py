@@ -1,0 +1,279 @@
+"""Paged attention of requests with several query tokens each: prompts, whole or in chunks over what is cached.
+
+A tile holds all heads that read the same keys, so that those are loaded once for all of them and a tile spans few
+tokens: little is wasted where chunks end and where the causal mask cuts through. Most keys precede all queries of a
+tile; only the others are compared one by one. Where the tiles do not fill the chip, contexts are split as in
+`decode_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, AttentionLayer
+from penstock.kernels.triton.attention_parts import Partials, absorb, load_tile
+from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.paged_kv import PagedLayer
+
+KEYS = 64
+LARGE_TILE, SMALL_TILE = 128, 64
+LARGE_TILE_GAIN = 1.1
+MAX_TILE_HEADS = 16
+SHORTEST_SPLIT = 512
+SPLIT_UNIT = 256  # a whole number of tiles and of blocks
+MAX_SPLITS = 32
+SPLIT_COST, SPLIT_COST_KEYS = 1.15, 64  # of a split: a factor, and keys that could be read instead
+PROGRAMS_PER_PROCESSOR = 2  # that it can hold
+NO_WINDOW = 1 << 30
+
+
+@triton.jit
+def _rows(tile_start, q_start, q_count, first_head, H: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Of [T, H, D], the rows that a tile holds, and whether they exist: the heads of a token side by side."""
+    row = tl.arange(0, ROWS)
+    token = tile_start + row // HEADS
+    return (q_start + token) * H + first_head + row % HEADS, token < q_count
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "first_request", "window", "first_row", "split_keys", "splits"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lens"],
+)
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    out,
+    partial_out,
+    partial_max,
+    partial_sum,
+    block_tables,
+    query_starts,
+    context_lens,
+    table_stride,
+    first_request,
+    first_row,
+    scale,
+    softcap,
+    window,
+    split_keys,
+    splits,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    tiles_of_heads: tl.constexpr = H // HEADS
+    tokens: tl.constexpr = ROWS // HEADS
+    first_head = tl.program_id(0) % tiles_of_heads * HEADS
+    split = tl.program_id(0) // tiles_of_heads
+    request = tl.program_id(1).to(tl.int64) + first_request
+    group = first_head // (H // G)
+    q_start = tl.load(query_starts + request)
+    q_count = tl.load(query_starts + request + 1) - q_start
+    tile_start = (tl.num_programs(2) - 1 - tl.program_id(2)) * tokens  # the last see most keys: they go first
+    if tile_start >= q_count:
+        return
+    length = tl.load(context_lens + request)
+    row, is_row = _rows(tile_start, q_start, q_count, first_head, H, HEADS, ROWS)
+    table = block_tables + request * table_stride
+    first_position = length - q_count + tile_start
+    end = tl.minimum(first_position + tokens, length)
+    if IS_SPLIT:
+        # Positions count from where the split begins. It has no window.
+        skipped = split * split_keys
+        table += skipped // BLOCK_SIZE
+        first_position -= skipped
+        end = tl.minimum(end - skipped, split_keys)
+        if end <= 0:
+            tl.store(partial_max + (row - first_row) * splits + split, float("-inf"), mask=is_row)
+            return
+    begin = 0
+    whole_begin = 0  # from here on no query's window begins ...
+    whole_end = (first_position + 1) // KEYS * KEYS  # ... and up to here every query sees
+    if IS_SPLIT:
+        whole_end = tl.maximum(tl.minimum(whole_end, end), 0)
+    if HAS_WINDOW:
+        begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+        whole_begin = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, end)
+        whole_end = tl.maximum(whole_end, whole_begin)
+
+    dims = tl.arange(0, D_PAD)
+    inside = is_row[:, None] & (dims < D)[None, :]
+    queries = tl.load(q + row[:, None] * D + dims[None, :], mask=inside, other=0.0)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS, D_PAD), tl.float32)
+    cache = (k_cache, v_cache, k_scales, v_scales)
+    if HAS_WINDOW:
+        for index in tl.range(begin // KEYS, tl.cdiv(whole_begin, KEYS), num_stages=1):
+            tl.assume(index >= 0)
+            at = index * KEYS + tl.arange(0, KEYS)
+            present = at < end
+            behind = (first_position + tl.arange(0, ROWS) // HEADS)[:, None] - at[None, :]
+            visible = present[None, :] & (behind >= 0) & (behind < window)
+            tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, True, HAS_SCALES)
+            highest, total, weighted = absorb(
+                highest, total, weighted, queries, tile, visible, scale, softcap, True, HAS_CAP, HAS_SCALES
+            )
+    for index in tl.range(whole_begin // KEYS, whole_end // KEYS, num_stages=STAGES):
+        tl.assume(index >= 0)
+        at = index * KEYS + tl.arange(0, KEYS)
+        present = at < end
+        tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, False, HAS_SCALES)
+        highest, total, weighted = absorb(
+            highest, total, weighted, queries, tile, present, scale, softcap, False, HAS_CAP, HAS_SCALES
+        )
+    for index in tl.range(tl.cdiv(whole_end, KEYS), tl.cdiv(end, KEYS), num_stages=1):
+        tl.assume(index >= 0)
+        at = index * KEYS + tl.arange(0, KEYS)
+        present = at < end
+        behind = (first_position + tl.arange(0, ROWS) // HEADS)[:, None] - at[None, :]
+        visible = present[None, :] & (behind >= 0) & (behind < window)
+        tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, True, HAS_SCALES)
+        highest, total, weighted = absorb(
+            highest, total, weighted, queries, tile, visible, scale, softcap, True, HAS_CAP, HAS_SCALES
+        )
+
+    # Asked again, so that addresses are computed again: kept through the loop, they would crowd its registers.
+    q_start = tl.load(query_starts + request, volatile=True)
+    row, is_row = _rows(tile_start, q_start, q_count, first_head, H, HEADS, ROWS)
+    inside = is_row[:, None] & (dims < D)[None, :]
+    if IS_SPLIT:
+        part = (row - first_row) * splits + split
+        tl.store(partial_max + part, highest, mask=is_row)
+        tl.store(partial_sum + part, total, mask=is_row)
+        tl.store(partial_out + part[:, None] * D + dims[None, :], weighted, mask=inside)
+    else:
+        result = weighted / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + row[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+def prefill_attention(
+    q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
+) -> None:
+    """Writes the rows of `out` after the first `batch.num_decodes`."""
+    heads, size = layer.num_heads, layer.head_dim
+    shape = tile_shape(batch, layer, q.dtype, num_processors(q.device.index or 0))
+    row_heads = shape.heads
+    first_row, num_rows = batch.num_decodes * heads, (q.shape[0] - batch.num_decodes) * heads
+    partials = Partials.for_rows(out, num_rows, shape.splits, size)
+    grid = (
+        heads // row_heads * shape.splits,
+        batch.num_requests - batch.num_decodes,
+        triton.cdiv(batch.max_query_len, shape.tokens),
+    )
+    _prefill_kernel[grid](
+        q,
+        cache.keys,
+        cache.values,
+        *cache.scale_pointers,
+        out,
+        partials.out,
+        partials.highest,
+        partials.total,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables.stride(0),
+        batch.num_decodes,
+        first_row,
+        layer.scale,
+        layer.softcap or 1.0,
+        layer.window or NO_WINDOW,
+        shape.split_keys,
+        shape.splits,
+        H=heads,
+        G=layer.num_kv_heads,
+        D=size,
+        D_PAD=max(16, triton.next_power_of_2(size)),
+        BLOCK_SIZE=cache.block_size,
+        HEADS=row_heads,
+        ROWS=shape.rows,
+        KEYS=KEYS if size <= 128 else KEYS // 2,
+        STAGES=shape.stages,
+        IS_SPLIT=shape.splits > 1,
+        HAS_CAP=layer.softcap is not None,
+        HAS_WINDOW=layer.window is not None,
+        HAS_SCALES=cache.key_scales is not None,
+        num_warps=4,
+    )
+    partials.merge_into(out[batch.num_decodes :], num_rows, size)
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    rows: int
+    heads: int  # neighbours that read the same keys
+    splits: int
+    split_keys: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows // self.heads
+
+    @property
+    def stages(self) -> int:
+        return 3 if self.rows == LARGE_TILE else 2
+
+
+def tile_shape(
+    batch: AttentionBatch, layer: AttentionLayer, dtype: torch.dtype, processors: int
+) -> TileShape:
+    per_group = layer.num_heads // layer.num_kv_heads
+    return _best_shape(
+        num_requests=batch.num_requests - batch.num_decodes,
+        queries=batch.max_query_len,
+        span=batch.max_context_len,
+        num_heads=layer.num_heads,
+        tile_heads=min(per_group & -per_group, MAX_TILE_HEADS),  # the largest power of two that divides it
+        may_split=layer.window is None,
+        may_be_large=dtype != torch.float32 and layer.head_dim <= 128,
+        slots=PROGRAMS_PER_PROCESSOR * processors,
+    )
+
+
+@functools.lru_cache
+def _best_shape(
+    *,
+    num_requests: int,
+    queries: int,
+    span: int,
+    num_heads: int,
+    tile_heads: int,
+    may_split: bool,
+    may_be_large: bool,
+    slots: int,
+) -> TileShape:
+    """Programs run in rounds, as many at a time as the chip has slots, and a round that is not full takes as long as
+    one that is. The larger tile does more per key that it reads; small ones, and splits, fill the last round."""
+
+    def cost(rows: int, splits: int) -> float:
+        tiles = num_requests * -(-queries // (rows // tile_heads))
+        rounds = -(-tiles * (num_heads // tile_heads) * splits // slots)
+        return rounds * rows * (span if splits == 1 else SPLIT_COST * (span / splits + SPLIT_COST_KEYS))
+
+    most_splits = max(1, min(span // SHORTEST_SPLIT, MAX_SPLITS)) if may_split else 1
+    splits = min(range(1, most_splits + 1), key=lambda splits: cost(SMALL_TILE, splits))
+    sees_much = span >= 4 * queries  # else the causal mask cuts through many tiles, and small ones waste less
+    if may_be_large and sees_much and cost(LARGE_TILE, 1) < LARGE_TILE_GAIN * cost(SMALL_TILE, splits):
+        return TileShape(LARGE_TILE, tile_heads, 1, span)
+    split_keys = -(-span // (splits * SPLIT_UNIT)) * SPLIT_UNIT
+    return TileShape(SMALL_TILE, tile_heads, -(-span // split_keys), split_keys)
