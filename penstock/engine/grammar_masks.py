@@ -152,4 +152,5 @@ def _compute(constraints: list[_Constraint], token_ids: list[list[int]]) -> None
 
 
 def _sentence(mask: Mask | str) -> Mask | str:
-    return f"The grammar became too complex for this answer: {mask}." if isinstance(mask, str) else mask
+    """Either the grammar grew too complex, or it demands a byte that the tokenizer has no token for."""
+    return f"This answer cannot follow its grammar any further: {mask}." if isinstance(mask, str) else mask

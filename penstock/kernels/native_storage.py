@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import memmove
+from threading import Thread
 from typing import TypeGuard
 
 import torch
@@ -138,8 +139,11 @@ class NativeKVLayer:
 
 
 class NativeKVStore:
-    """Memory for all layers, [layer][block], taken from the system page by page as blocks are first used. So is
-    that of the slots, [slot][layer]."""
+    """Memory for all layers, [layer][block], and for slots, [slot][layer].
+
+    The system hands out memory page by page as it is first used, and clears each page. In a virtual machine that may
+    take a third as long as computing what is written to it, so a thread uses all pages while the engine starts. Slots
+    are rarer, and wait for their use."""
 
     def __init__(
         self, library: Library, num_layers: int, num_blocks: int, block_size: int, layer_block_bytes: int
@@ -153,6 +157,7 @@ class NativeKVStore:
         self._layer_block_bytes = layer_block_bytes
         self._layer_bytes = num_blocks * layer_block_bytes
         self._address = self._allocate(self.num_bytes)
+        Thread(target=library.touch_pages, args=(self._address, self.num_bytes), daemon=True).start()
         self._slots_address = 0
 
     def layer(self, index: int) -> NativeKVLayer:

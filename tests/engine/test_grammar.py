@@ -38,6 +38,10 @@ def engine(model: Path) -> Engine:
     return tiny_engine(model)
 
 
+# SmolLM2's tokenizer has no token for the first bytes of what lies above, nor for surrogates.
+WRITABLE = st.characters(max_codepoint=0x3FFFF, exclude_categories=("Cs",))
+
+
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
     """Schemas whose every value is short, since a random model stops only where it must."""
     leaves = st.one_of(
@@ -53,9 +57,9 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
             st.integers(0, 4),
             st.integers(0, 6),
         ),
-        st.lists(st.one_of(st.integers(-9, 9), st.text(max_size=6), st.none()), min_size=1, max_size=4).map(
-            lambda values: {"enum": values}
-        ),
+        st.lists(
+            st.one_of(st.integers(-9, 9), st.text(WRITABLE, max_size=6), st.none()), min_size=1, max_size=4
+        ).map(lambda values: {"enum": values}),
         st.just({"type": "string", "pattern": "^[a-f]{2}[0-9]?$"}),
         st.just({"type": "string", "format": "date"}),
     )

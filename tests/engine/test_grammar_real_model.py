@@ -87,3 +87,12 @@ def test_random_schemas(engine: OfflineEngine, wanted: list[dict[str, Any]]) -> 
         assert answer.error is None
         if answer.finish_reason is FinishReason.STOP:
             jsonschema.Draft202012Validator(schema).validate(json.loads(answer.text))
+
+
+def test_what_the_tokenizer_cannot_write_ends_the_answer_with_a_sentence(engine: OfflineEngine) -> None:
+    unwritable = sampling(Grammar("json_schema", json.dumps({"const": "a\U0007c6ff"})))
+    writable = sampling(Grammar("json_schema", json.dumps({"const": "a\U0001f600"})))
+    lost, found = engine.generate([chat("JSON, please.")] * 2, [unwritable, writable])
+    assert lost.error is not None
+    assert "cannot follow its grammar" in lost.error
+    assert json.loads(found.text) == "a\U0001f600"

@@ -63,6 +63,8 @@ PENSTOCK_API int64_t penstock_cache_block_bytes(int dtype, int64_t block_size, i
 
 PENSTOCK_API void* penstock_allocate_pages(int64_t bytes) { return allocate_pages(static_cast<size_t>(bytes)); }
 
+PENSTOCK_API void penstock_touch_pages(void* data, int64_t bytes) { touch_pages(data, static_cast<size_t>(bytes)); }
+
 PENSTOCK_API void penstock_free_pages(void* data, int64_t bytes) { free_pages(data, static_cast<size_t>(bytes)); }
 
 PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBatch* batch, int dtype,

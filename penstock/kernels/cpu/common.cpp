@@ -34,6 +34,15 @@ void* allocate_pages(size_t bytes) {
   return data;
 }
 
+void touch_pages(void* data, size_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+  madvise(data, bytes, MADV_POPULATE_WRITE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
+
 void free_pages(void* data, size_t bytes) {
   if (data != nullptr) munmap(data, bytes);
 }

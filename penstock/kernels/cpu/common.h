@@ -40,6 +40,8 @@ class Scratch {
 // Large, long-lived memory of its own: aligned to, and advised to use, huge pages. Zeroed lazily by the system. Null
 // when there is none.
 void* allocate_pages(size_t bytes);
+// Have the system clear them now, where it can: else whoever touches one first waits for that.
+void touch_pages(void* data, size_t bytes);
 void free_pages(void* data, size_t bytes);
 
 // The same for pieces smaller than a huge page, which share some. Zeroed, cache-line aligned.
