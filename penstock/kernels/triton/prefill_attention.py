@@ -28,7 +28,7 @@ MAX_TILE_HEADS = 16
 SHORTEST_SPLIT = 512
 SPLIT_UNIT = 256  # a whole number of tiles and of blocks
 MAX_SPLITS = 32
-SPLIT_COST, SPLIT_COST_KEYS = 1.15, 64  # of a split: a factor, and keys that could be read instead
+SPLIT_COST, SPLIT_COST_KEYS = 1.35, 64  # of a split: a factor, and keys that could be read instead
 PROGRAMS_PER_PROCESSOR = 2  # that it can hold
 NO_WINDOW = 1 << 30
 
