@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +38,20 @@ COLOURS = {
 def record(folder: Path, target: Path, batch: int) -> None:
     import torch
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    from gpu import build, decode, random_prompt
+    from penstock.bench.gpu import begin_decoding, decode_step_ms
+    from penstock.bench.workload import IntRange
+    from penstock.core.clock import SystemClock
+    from penstock.core.engine_config import EngineConfig, ModelConfig, SchedulerConfig
+    from penstock.engine.offline import OfflineEngine
 
-    from penstock.core.request import Request, SamplingParams
-
-    engine = build(folder, 8192)
-    decode(engine, batch, 1)
-    loop = engine._engine.loop
-    rng = random.Random(2)
-    sampling = SamplingParams(max_tokens=200, temperature=0.6, ignore_eos=True)
-    for index in range(batch):
-        prompt = tuple(random_prompt(rng, 512))
-        loop.add(Request(id=f"t{index}", prompt_token_ids=prompt, sampling=sampling))
-    counts: dict[str, int] = {}
-    while len(counts) < batch or min(counts.values()) < 8:
-        for event in loop.step():
-            counts[event.request_id] = counts.get(event.request_id, 0) + len(event.token_ids)
+    config = EngineConfig(
+        model=ModelConfig(model=str(folder), load_format="random", device="cuda", max_model_len=4096),
+        scheduler=SchedulerConfig(max_num_batched_tokens=8192, itl_target_ms=None),
+    )
+    loop = OfflineEngine(config, folder).loop
+    vocabulary = IntRange(1000, 39_999)
+    decode_step_ms(loop, batch, vocabulary, 1, SystemClock())
+    begin_decoding(loop, batch, vocabulary, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(STEPS):
             loop.step()

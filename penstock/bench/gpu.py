@@ -71,7 +71,8 @@ class StepLoop(Protocol):
     def step(self) -> list[TokenEvent]: ...
 
 
-def decode_step_ms(loop: StepLoop, batch: int, vocabulary: IntRange, seed: int, clock: Clock) -> float:
+def begin_decoding(loop: StepLoop, batch: int, vocabulary: IntRange, seed: int) -> list[Request]:
+    """So many requests, until each has had its first tokens; all of them run for DECODE_STEPS more."""
     rng = random.Random(seed)
     sampling = SamplingParams(
         max_tokens=SETTLING_TOKENS + DECODE_STEPS + 32, temperature=0.6, ignore_eos=True
@@ -90,6 +91,11 @@ def decode_step_ms(loop: StepLoop, batch: int, vocabulary: IntRange, seed: int, 
     while min(counts.values()) < SETTLING_TOKENS:
         for event in loop.step():
             counts[event.request_id] += len(event.token_ids)
+    return requests
+
+
+def decode_step_ms(loop: StepLoop, batch: int, vocabulary: IntRange, seed: int, clock: Clock) -> float:
+    requests = begin_decoding(loop, batch, vocabulary, seed)
     start = clock.now()
     for _ in range(DECODE_STEPS):
         loop.step()

@@ -96,9 +96,12 @@ def bench_gpu(
         scheduler=SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, itl_target_ms=None),
     )
     chosen = parts or PARTS
+    if loads and "served" not in chosen:
+        raise UsageError("--load chooses among the served loads.", hint="Add --part served.")
     settings = read_settings(folder)
     peer = PEER_FIGURES.get(shape_of(settings))
     vocabulary = IntRange(min(1000, settings["vocab_size"] - 1), min(39_999, settings["vocab_size"] - 1))
+    check_loads(loads, vocabulary)
     figures: list[Figure] = []
 
     def found(more: Sequence[Figure]) -> None:
@@ -114,6 +117,15 @@ def bench_gpu(
     if "served" in chosen:
         _measure_server(config, folder, loads, vocabulary, peer, found)
     _print(folder.name, figures)
+
+
+def check_loads(loads: Sequence[str], vocabulary: IntRange) -> None:
+    from penstock.bench.gpu import served_workloads
+
+    names = served_workloads(vocabulary)
+    for part in loads:
+        if not any(part in name for name in names):
+            raise UsageError(f"No served load is called '{part}'.", hint=f"There are: {'; '.join(names)}.")
 
 
 def read_settings(folder: Path) -> dict[str, int]:

@@ -16,6 +16,7 @@ from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import ModelCard
+from penstock.core.sizes import format_bytes
 from penstock.engine.adapter_desk import AdapterDesk
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows
@@ -143,7 +144,13 @@ def _allocate(
     host_blocks = setup.agreed(num_host_blocks(config, kv))
     copy_s = None
     if host_blocks:
-        kv.reserve_host(host_blocks)
+        try:
+            kv.reserve_host(host_blocks)
+        except (MemoryError, RuntimeError) as error:
+            raise ConfigError(
+                f"Host memory has no room for {format_bytes(host_blocks * kv.block_bytes)} of KV: {error}.",
+                hint="Lower --kv-host-memory; 0 does without it.",
+            ) from error
         copy_s = block_copy_s(kv, ops, clock)
     shared = share(config, model, ops, kv, clock) if config.kv_transfer else None
     return _Memory(kv, host_blocks, copy_s, shared)

@@ -82,8 +82,8 @@ def _host_slots(store: Tensor, num_slots: int) -> Tensor:
         return torch.empty(shape, dtype=store.dtype)
     # Filled by all cores, then locked: taken as locked memory at once, one core would fill it.
     slots = torch.zeros(shape, dtype=store.dtype)
-    if slots.nbytes and torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.nbytes, 0) == 0:
-        unlock = weakref.finalize(slots, torch.cuda.cudart().cudaHostUnregister, slots.data_ptr())
-        unlock.atexit = False  # the end of the process does it
-        return slots
-    return torch.empty(shape, dtype=store.dtype, pin_memory=True)
+    if torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.nbytes, 0) != 0:
+        raise MemoryError(f"the system does not lock {slots.nbytes} bytes")
+    unlock = weakref.finalize(slots, torch.cuda.cudart().cudaHostUnregister, slots.data_ptr())
+    unlock.atexit = False  # the end of the process does it
+    return slots

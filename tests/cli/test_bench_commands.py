@@ -150,3 +150,14 @@ def test_a_server_that_does_not_answer_yet_is_asked_again(monkeypatch: pytest.Mo
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     bench_gpu._wait_until_ready("http://127.0.0.1:1")
     assert not answers
+
+
+def test_gpu_says_which_loads_there_are(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", max_position_embeddings=4096)
+    unknown = run("gpu", str(folder), "--part", "served", "--load", "thousand")
+    assert unknown.exit_code != 0
+    assert "No served load is called 'thousand'" in unknown.output
+    assert "256 streams" in unknown.output
+    elsewhere = run("gpu", str(folder), "--part", "decode", "--load", "256")
+    assert elsewhere.exit_code != 0
+    assert "--part served" in elsewhere.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from penstock.engine import device as device_module
 from penstock.engine.device import choose_ops, leave_cores_to
 from penstock.kernels import library
 from penstock.kernels.interface import GroupQuantWeight
+from penstock.kernels.native_storage import NativeKVStore
+from tests.engine.tiny import tiny_engine, write_tiny_model
 
 DTYPES = ("auto", "bfloat16", "float32")
 
@@ -97,3 +100,18 @@ def test_flashinfer_needs_cuda_and_its_package(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="needs FlashInfer") as refused:
         choose_ops(wanting)
     assert refused.value.hint == "pip install 'penstock[flashinfer]'"
+
+
+def test_host_memory_that_is_not_there_refuses_the_start_with_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library.load() is None:
+        pytest.skip("needs the native kernels")
+
+    def refuse(self: NativeKVStore, num_slots: int) -> None:
+        raise MemoryError("the system does not lock it")
+
+    monkeypatch.setattr(NativeKVStore, "reserve_host", refuse)
+    with pytest.raises(ConfigError, match=r"no room for .*B of KV: the system does not lock it") as refused:
+        tiny_engine(write_tiny_model(tmp_path / "tiny"))
+    assert "--kv-host-memory" in (refused.value.hint or "")

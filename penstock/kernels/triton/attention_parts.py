@@ -68,17 +68,6 @@ def load_tile(
 
 
 @triton.jit
-def in_log2(products, scale, softcap, HAS_CAP: tl.constexpr):
-    """Products of queries and keys, capped where the model caps, and what turns them into scores in units of log2."""
-    if HAS_CAP:
-        products = softcap * (2.0 / (1.0 + tl.exp(-2.0 * (products * scale / softcap))) - 1.0)
-        unit = 1.4426950408889634
-    else:
-        unit = scale * 1.4426950408889634
-    return products, unit
-
-
-@triton.jit
 def absorb(
     highest,
     total,
@@ -100,7 +89,11 @@ def absorb(
     products = tl.dot(queries.to(k.dtype), k)
     if HAS_SCALES:
         products *= k_scale
-    products, unit = in_log2(products, scale, softcap, HAS_CAP)
+    if HAS_CAP:
+        products = softcap * (2.0 / (1.0 + tl.exp(-2.0 * (products * scale / softcap))) - 1.0)
+        unit = 1.4426950408889634
+    else:
+        unit = scale * 1.4426950408889634
     if MASKED:
         products = tl.where(visible, products, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(products, axis=1) * unit)
@@ -114,6 +107,23 @@ def absorb(
         weights *= v_scale
     weighted = tl.dot(weights.to(v.dtype), v, weighted * decay[:, None])
     return new_highest, total, weighted
+
+
+@triton.jit
+def finish(
+    highest, total, weighted, row, is_row, part, out, partials, D: tl.constexpr, IS_SPLIT: tl.constexpr
+):
+    """Write the rows that there are: to `out`, or what they are of a split to their parts of `partials`."""
+    partial_out, partial_max, partial_sum = partials
+    dims = tl.arange(0, weighted.shape[1])
+    inside = is_row[:, None] & (dims < D)[None, :]
+    if IS_SPLIT:
+        tl.store(partial_max + part, highest, mask=is_row)
+        tl.store(partial_sum + part, total, mask=is_row)
+        tl.store(partial_out + part[:, None] * D + dims[None, :], weighted, mask=inside)
+    else:
+        result = weighted / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + row[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
-from penstock.kernels.triton.attention_parts import Partials, absorb, load_tile
+from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.overlap import wait_for_previous
 from penstock.kernels.triton.paged_kv import PagedLayer
@@ -107,14 +107,9 @@ def _decode_kernel(
             highest, total, weighted, queries, tile, visible, scale, softcap, True, HAS_CAP, HAS_SCALES
         )
 
-    if IS_SPLIT:
-        part = head * splits + split
-        tl.store(partial_max + part, highest, mask=row_inside)
-        tl.store(partial_sum + part, total, mask=row_inside)
-        tl.store(partial_out + part[:, None] * D + dims[None, :], weighted, mask=inside)
-    else:
-        result = weighted / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + head[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
+    part = head * splits + split
+    partials = (partial_out, partial_max, partial_sum)
+    finish(highest, total, weighted, head, row_inside, part, out, partials, D, IS_SPLIT)
 
 
 def decode_attention(

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
-from penstock.kernels.triton.attention_parts import Partials, absorb, load_tile
+from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.paged_kv import PagedLayer
 
@@ -39,6 +39,29 @@ def _rows(tile_start, q_start, q_count, first_head, H: tl.constexpr, HEADS: tl.c
     row = tl.arange(0, ROWS)
     token = tile_start + row // HEADS
     return (q_start + token) * H + first_head + row % HEADS, token < q_count
+
+
+@triton.jit
+def _absorb_tile(
+    highest, total, weighted, queries, cache, table, index, first_position, end, window, group,
+    scale, softcap,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """The tile of keys with this number; with MASKED, what each query sees of it."""
+    tl.assume(index >= 0)
+    at = index * KEYS + tl.arange(0, KEYS)
+    present = at < end
+    visible = present[None, :]
+    if MASKED:
+        behind = (first_position + tl.arange(0, weighted.shape[0]) // HEADS)[:, None] - at[None, :]
+        visible = visible & (behind >= 0) & (behind < window)
+    tile = load_tile(
+        cache, table, at, present, group, G, D, weighted.shape[1], BLOCK_SIZE, MASKED, HAS_SCALES
+    )
+    return absorb(
+        highest, total, weighted, queries, tile, visible, scale, softcap, MASKED, HAS_CAP, HAS_SCALES
+    )
 
 
 @triton.jit(
@@ -124,46 +147,27 @@ def _prefill_kernel(
     cache = (k_cache, v_cache, k_scales, v_scales)
     if HAS_WINDOW:
         for index in tl.range(begin // KEYS, tl.cdiv(whole_begin, KEYS), num_stages=1):
-            tl.assume(index >= 0)
-            at = index * KEYS + tl.arange(0, KEYS)
-            present = at < end
-            behind = (first_position + tl.arange(0, ROWS) // HEADS)[:, None] - at[None, :]
-            visible = present[None, :] & (behind >= 0) & (behind < window)
-            tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, True, HAS_SCALES)
-            highest, total, weighted = absorb(
-                highest, total, weighted, queries, tile, visible, scale, softcap, True, HAS_CAP, HAS_SCALES
-            )
+            highest, total, weighted = _absorb_tile(
+                highest, total, weighted, queries, cache, table, index, first_position, end, window, group,
+                scale, softcap, G, D, BLOCK_SIZE, HEADS, KEYS, True, HAS_CAP, HAS_SCALES,
+            )  # fmt: skip
     for index in tl.range(whole_begin // KEYS, whole_end // KEYS, num_stages=STAGES):
-        tl.assume(index >= 0)
-        at = index * KEYS + tl.arange(0, KEYS)
-        present = at < end
-        tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, False, HAS_SCALES)
-        highest, total, weighted = absorb(
-            highest, total, weighted, queries, tile, present, scale, softcap, False, HAS_CAP, HAS_SCALES
-        )
+        highest, total, weighted = _absorb_tile(
+            highest, total, weighted, queries, cache, table, index, first_position, end, window, group,
+            scale, softcap, G, D, BLOCK_SIZE, HEADS, KEYS, False, HAS_CAP, HAS_SCALES,
+        )  # fmt: skip
     for index in tl.range(tl.cdiv(whole_end, KEYS), tl.cdiv(end, KEYS), num_stages=1):
-        tl.assume(index >= 0)
-        at = index * KEYS + tl.arange(0, KEYS)
-        present = at < end
-        behind = (first_position + tl.arange(0, ROWS) // HEADS)[:, None] - at[None, :]
-        visible = present[None, :] & (behind >= 0) & (behind < window)
-        tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, True, HAS_SCALES)
-        highest, total, weighted = absorb(
-            highest, total, weighted, queries, tile, visible, scale, softcap, True, HAS_CAP, HAS_SCALES
-        )
+        highest, total, weighted = _absorb_tile(
+            highest, total, weighted, queries, cache, table, index, first_position, end, window, group,
+            scale, softcap, G, D, BLOCK_SIZE, HEADS, KEYS, True, HAS_CAP, HAS_SCALES,
+        )  # fmt: skip
 
     # Asked again, so that addresses are computed again: kept through the loop, they would crowd its registers.
     q_start = tl.load(query_starts + request, volatile=True)
     row, is_row = _rows(tile_start, q_start, q_count, first_head, H, HEADS, ROWS)
-    inside = is_row[:, None] & (dims < D)[None, :]
-    if IS_SPLIT:
-        part = (row - first_row) * splits + split
-        tl.store(partial_max + part, highest, mask=is_row)
-        tl.store(partial_sum + part, total, mask=is_row)
-        tl.store(partial_out + part[:, None] * D + dims[None, :], weighted, mask=inside)
-    else:
-        result = weighted / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + row[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
+    part = (row - first_row) * splits + split
+    partials = (partial_out, partial_max, partial_sum)
+    finish(highest, total, weighted, row, is_row, part, out, partials, D, IS_SPLIT)
 
 
 def prefill_attention(
