@@ -35,7 +35,7 @@ class WarmUpStep:
 
 # One row, and few in each size that products are padded to, each with one token per request: decodes. The first ones
 # leave the chip room to split contexts, the later ones do not.
-DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 32, 64, 128))
+DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64, 128))
 # Ends of prompts whose beginnings are cached, and whole prompts.
 PREFILLS = (WarmUpStep(4, 10, 10), WarmUpStep(1, 10, VERY_LONG_CONTEXT), WarmUpStep(1, 200, 200))
 

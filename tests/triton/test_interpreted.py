@@ -5,6 +5,7 @@ In float16 and float32: the interpreter cannot multiply matrices of bfloat16.
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -85,6 +86,13 @@ def test_a_long_context_is_split_and_merged(heads: Heads, monkeypatch: pytest.Mo
     assert attention_error(WHOLE, heads, [(900, 1), (10, 1)]) < 1e-5
 
 
+def test_longer_contexts_are_cut_into_longer_splits() -> None:
+    """Each has to be merged, one after the other."""
+    lengths = [decode_attention.split_length(8, span, 132) for span in (512, 4096, 16384, 131072)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[1] < lengths[3]
+
+
 @pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(3, 1, 40, softcap=3.0)], ids=str)
 @pytest.mark.parametrize("lengths", [[(2100, 9), (3, 2)], [(5, 1), (1990, 70)]], ids=str)
 def test_few_queries_over_a_long_context_are_split_and_merged(
@@ -158,6 +166,30 @@ def test_embeddings_are_rows_of_the_packed_table(name: str, is_tied: bool) -> No
         ops.embed(ids, table), weight.dequantize(torch.float16)[ids.long()], rtol=2e-3, atol=1e-4
     )
     assert (table.num_bytes == 0) == is_tied
+
+
+@pytest.mark.parametrize("width", [128, 576, 1120])
+def test_one_row_of_int4_keeps_small_inputs_beside_large_ones(width: int) -> None:
+    """They are multiplied in fixed point; a few inputs of a real model are thousands of times the others."""
+    weight = random_quantized(24, width, 32, 4, offsets=True)
+    x = torch.randn(1, width) * torch.logspace(-4, 0, width)
+    x[0, 40] = 5000.0
+    packed = WHOLE.ops.pack_linear([weight])
+    exact = x @ weight.dequantize().T
+    magnitude = (x.abs() @ weight.dequantize().abs().T).max()
+    assert (WHOLE.ops.linear(x, packed) - exact).abs().max() < 1e-4 * magnitude
+    without = x.clone()
+    without[0, 32:64] = 0.0  # what shares a unit with it
+    error = (WHOLE.ops.linear(without, packed) - without @ weight.dequantize().T).abs().max()
+    assert error < 1e-4 * (without.abs() @ weight.dequantize().abs().T).max()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_row_of_int4_does_not_hide_what_is_no_number(value: float) -> None:
+    weight = random_quantized(8, 128, 32, 4, offsets=True)
+    x = torch.randn(1, 128)
+    x[0, 77] = value
+    assert not WHOLE.ops.linear(x, WHOLE.ops.pack_linear([weight])).isfinite().any()
 
 
 def test_int8_unpacks_to_what_it_stands_for() -> None:

@@ -61,6 +61,8 @@ def test_serving_meets_no_new_variant(
     bench = Bench(torch.device("cpu"), torch.bfloat16)
     for lengths in (
         [(700, 1)],
+        [(30, 1)] * 2,
+        [(30, 1)] * 3,
         [(30, 1)] * 16,
         [(30, 1)] * 30,
         [(30, 1)] * 200,

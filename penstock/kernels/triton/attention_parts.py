@@ -148,18 +148,20 @@ def _merge_kernel(
     for start in range(0, splits, TILE):
         at = row * splits + start + tile
         present = start + tile < splits
+        # All at once. A split without a share, empty or far below the peak, may hold anything: an empty one wrote
+        # nothing but its peak.
         peaks = tl.load(partial_max + at, mask=present, other=float("-inf"))
+        sums = tl.load(partial_sum + at, mask=present, other=0.0)
+        parts_at = partial_out + at[:, None] * D + dims[None, :]
+        parts = tl.load(parts_at, mask=present[:, None] & inside[None, :], other=0.0)
         new_highest = tl.maximum(highest, tl.max(peaks, axis=0))
         safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         decay = tl.exp2(highest - safe)
         shares = tl.exp2(peaks - safe)
-        # A split without a share, empty or far below the peak, is not read: an empty one wrote nothing but its peak.
-        used = shares > 0
-        total = total * decay + tl.sum(shares * tl.load(partial_sum + at, mask=used, other=0.0), axis=0)
-        parts = tl.load(
-            partial_out + at[:, None] * D + dims[None, :], mask=used[:, None] & inside[None, :], other=0.0
-        )
-        weighted = weighted * decay + tl.sum(parts * shares[:, None], axis=0)
+        has_share = shares > 0
+        total = total * decay + tl.sum(tl.where(has_share, sums * shares, 0.0), axis=0)
+        weighted_parts = tl.where(has_share[:, None], parts * shares[:, None], 0.0)
+        weighted = weighted * decay + tl.sum(weighted_parts, axis=0)
         highest = new_highest
     result = weighted / tl.where(total > 0, total, 1.0)
     tl.store(out + row * D + dims, result.to(out.dtype.element_ty), mask=inside)

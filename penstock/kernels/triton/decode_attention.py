@@ -11,13 +11,13 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
 from penstock.kernels.triton.device import num_processors
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
 from penstock.kernels.triton.paged_kv import PagedLayer
 
 # Keys of a tile: many programs, several of which share a processor, do better with small ones.
 LARGE_TILE, SMALL_TILE = 128, 64
 MANY_PROGRAMS_PER_PROCESSOR = 6
-MAX_SPLITS = 128
+FEW_SPLITS, MAX_SPLITS = 16, 128  # Merging takes its time: more than few only of very long contexts.
 SHORTEST_SPLIT = 128
 LONGEST_SPLIT = 4096
 PROGRAMS_PER_PROCESSOR = 1.5
@@ -64,8 +64,9 @@ def _decode_kernel(
     group = tl.program_id(1)
     split = tl.program_id(2)
     per_group: tl.constexpr = H // G
-    wait_for_previous()
+    let_next_start()
     length = tl.load(context_lens + request)
+    wait_for_previous()
     skipped = split * split_keys  # Positions count from where the split begins.
     if HAS_WINDOW:
         skipped += tl.maximum(length - window, 0) // KEYS * KEYS
@@ -166,6 +167,7 @@ def split_length(programs: int, span: int, processors: int) -> int:
     lengths; `programs` is their number without splitting."""
     # Where contexts may be long, most are likely short: nobody should wait for one program that walks for thousands.
     keys = LONGEST_SPLIT if span <= LONGEST_SPLIT else LONGEST_SPLIT // 4
-    while keys > SHORTEST_SPLIT and programs * -(-span // keys) < PROGRAMS_PER_PROCESSOR * processors:
+    shortest = max(triton.next_power_of_2(span // FEW_SPLITS), SHORTEST_SPLIT)
+    while keys > shortest and programs * -(-span // keys) < PROGRAMS_PER_PROCESSOR * processors:
         keys //= 2
     return max(keys, triton.next_power_of_2(-(-span // MAX_SPLITS)))

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from penstock.kernels.interface import Float8Weight
 from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
-from penstock.kernels.triton.skinny import RowProduct, RowTile, finish_row
+from penstock.kernels.triton.skinny import RowProduct, RowTile, Tile, finish_row, load_added
 from penstock.kernels.triton.words import four_float8, in_fours
 
 MAX_ROWS = 32
+MANY_OUTPUTS = 16384
 LARGEST = tl.constexpr(448.0)
 
 
@@ -85,6 +86,7 @@ def _one_row_kernel(
         if GATED:
             next_up = tl.load(at + second)
     wait_for_previous()
+    added = load_added(outputs, outputs, inside, bias, residual, BIAS, ADD)
     for start in range(0, K // 4, WORDS):
         if AHEAD:
             words = next_words
@@ -112,7 +114,7 @@ def _one_row_kernel(
     up = result
     if GATED:
         up = tl.sum(total_up, axis=1) * factor * tl.load(scales + N + outputs, mask=inside, other=0.0)
-    finish_row(result, up, outputs, inside, bias, residual, out, GATED, IS_SILU, BIAS, ADD)
+    finish_row(result, up, added, outputs, inside, out, GATED, IS_SILU)
 
 
 def one_row(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
@@ -207,10 +209,10 @@ def few_rows(
     if out is None:
         out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
     rounded, x_scales = _rounded(x)
-    tile_outputs = 32 if outputs <= 4096 else 64
+    tile = _tile(outputs, width)
     absent = x  # any pointer will do
     parts = (part if part is not None else absent for part in (weight.bias, residual))
-    _few_rows_kernel[(triton.cdiv(outputs, tile_outputs),)](
+    _few_rows_kernel[(triton.cdiv(outputs, tile.outputs),)](
         rounded,
         x_scales,
         weight.weight,
@@ -222,14 +224,22 @@ def few_rows(
         width,
         ADD=residual is not None,
         BIAS=weight.bias is not None,
-        OUTPUTS=tile_outputs,
-        WIDTH=min(256, width & -width),
+        OUTPUTS=tile.outputs,
+        WIDTH=tile.width,
         ROWS=max(16, triton.next_power_of_2(rows)),
-        num_warps=4,
-        num_stages=5,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         launch_pdl=True,
     )
     return out
+
+
+def _tile(outputs: int, width: int) -> Tile:
+    """Measured on an H200 over the shapes of 8 billion parameters."""
+    largest = width & -width
+    if outputs > MANY_OUTPUTS:
+        return Tile(outputs=128, width=min(128, largest), num_warps=8, num_stages=3)
+    return Tile(outputs=64, width=min(256, largest), num_warps=4, num_stages=7)
 
 
 def many_rows(x: Tensor, weight: Float8Linear, out_dtype: torch.dtype) -> Tensor:

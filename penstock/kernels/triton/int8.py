@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import Float8Weight, GroupQuantWeight
 from penstock.kernels.triton.overlap import wait_for_previous
-from penstock.kernels.triton.skinny import RowProduct, finish_row
+from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
 
 MAX_ROWS = 64
 ROW_OUTPUTS = 2  # for one program of a one-row kernel
@@ -117,6 +117,7 @@ def _one_row_kernel(
     total_up = tl.zeros((OUTPUTS, GROUPS, GROUP), tl.float32)
     squares = tl.zeros((GROUPS, GROUP), tl.float32)
     wait_for_previous()
+    added = load_added(outputs, outputs, inside, bias, residual, BIAS, ADD)
     for first in range(0, K // GROUP, GROUPS):
         group = first + tl.arange(0, GROUPS)
         at = group[:, None] * GROUP + columns[None, :]
@@ -132,7 +133,7 @@ def _one_row_kernel(
         factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
     result = tl.sum(tl.sum(total, axis=2), axis=1) * factor
     up = tl.sum(tl.sum(total_up, axis=2), axis=1) * factor
-    finish_row(result, up, outputs, inside, bias, residual, out, GATED, IS_SILU, BIAS, ADD)
+    finish_row(result, up, added, outputs, inside, out, GATED, IS_SILU)
 
 
 @triton.jit(do_not_specialize=["M"])

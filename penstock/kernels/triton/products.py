@@ -31,8 +31,8 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
         return torch.cat([linear(x, part, out_dtype) for part in weight.parts], dim=1)
     if isinstance(weight, ReorderedLinear):
         return linear(x.index_select(1, weight.order), weight.inner, out_dtype)
-    if isinstance(weight, Int4Linear | Int8Linear | Float8Linear) and x.shape[0] == 1:
-        return _one_row(weight)(x, weight, RowProduct(out_dtype=out_dtype))
+    if whole := _with_surroundings(weight, x.shape[0]):
+        return whole(x, weight, RowProduct(out_dtype=out_dtype))
     if isinstance(weight, Int4Linear | Int8Linear | Float8Linear):
         kernels = _kernels(weight)
         if x.shape[0] <= kernels.MAX_ROWS:
@@ -51,12 +51,13 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
 
 def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
     """residual += linear(x, weight)"""
+    if whole := _with_surroundings(weight, x.shape[0]):
+        whole(x, weight, RowProduct(residual=residual))
+        return
     match weight:
         case ReorderedLinear():
             add_linear(x.index_select(1, weight.order), weight.inner, residual)
-        case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] == 1:
-            _one_row(weight)(x, weight, RowProduct(residual=residual))
-        case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] <= _kernels(weight).MAX_ROWS:
+        case Int8Linear() | Float8Linear() if x.shape[0] <= _kernels(weight).MAX_ROWS:
             _kernels(weight).few_rows(x, weight, residual=residual)
         case TorchLinear() if skinny.fits(x, weight.weight):
             skinny.linear(x, weight.weight, weight.bias, residual=residual)
@@ -68,9 +69,9 @@ def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
 
 def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed) -> Tensor:
     """linear(rms_norm(x, norm, eps), weight)"""
+    if whole := _with_surroundings(weight, x.shape[0]):
+        return whole(x, weight, RowProduct(norm, eps))
     match weight:
-        case Int4Linear() | Int8Linear() | Float8Linear() if x.shape[0] == 1:
-            return _one_row(weight)(x, weight, RowProduct(norm, eps))
         case TorchLinear() if skinny.fits(x, weight.weight):
             return skinny.linear(x, weight.weight, weight.bias, norm=norm, eps=eps)
         case _:
@@ -79,23 +80,28 @@ def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed) -> Tensor
 
 def normed_gated(x: Tensor, norm: Tensor, eps: float, weight: Packed, activation: Activation) -> Tensor:
     """gated(linear(rms_norm(x, norm, eps), weight), activation)"""
+    whole = _with_surroundings(weight, x.shape[0])
     match weight:
-        case Int4Linear(bias=None) | Int8Linear(bias=None) | Float8Linear(bias=None) if x.shape[0] == 1:
-            return _one_row(weight)(x, weight, RowProduct(norm, eps, activation))
+        case Int4Linear(bias=None) | Int8Linear(bias=None) | Float8Linear(bias=None) if whole:
+            return whole(x, weight, RowProduct(norm, eps, activation))
         case TorchLinear(bias=None) if skinny.fits(x, weight.weight):
             return skinny.linear(x, weight.weight, norm=norm, eps=eps, gate=activation)
         case _:
             return gated(normed_linear(x, norm, eps, weight), activation)
 
 
-def _one_row(weight: Grouped | Float8Linear) -> Callable[[Tensor, Any, RowProduct], Tensor]:
+def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowProduct], Tensor] | None:
+    """What multiplies so many rows with weights of this format and takes along the norm, the gate and the sum."""
     match weight:
-        case Float8Linear():
+        case Float8Linear() if rows == 1:
             return float8.one_row
-        case Int4Linear():
-            return int4_row.one_row
-        case Int8Linear():
+        case Int8Linear() if rows == 1:
             return int8.one_row
+        case Int4Linear() if 0 < rows <= int4_row.MAX_ROWS:
+            return int4_row.rows
+        case Int4Linear() if 0 < rows <= int4.MAX_ROWS:
+            return int4.few_rows
+    return None
 
 
 def _kernels(weight: Grouped | Float8Linear) -> ModuleType:

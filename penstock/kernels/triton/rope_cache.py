@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels import tensor_kv
 from penstock.kernels.interface import AttentionLayer
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
 from penstock.kernels.triton.paged_kv import PagedLayer
 
 FEW_TOKENS = 32
@@ -48,6 +48,12 @@ def _rope_cache_kernel(
     lower = tl.arange(0, HALF)
     present = (lower < D // 2)[None, :]
     inside = (heads < H + 2 * G)[:, None] & present
+    let_next_start()
+    position = tl.load(positions + token).to(tl.int64)
+    angles = rope + position * D + lower
+    cosine = tl.load(angles, mask=lower < D // 2, other=0.0)[None, :]
+    sine = tl.load(angles + D // 2, mask=lower < D // 2, other=0.0)[None, :]
+    slot = tl.load(slots + token).to(tl.int64)
     wait_for_previous()
     source = qkv + token * (H + 2 * G) * D + heads[:, None] * D + lower[None, :]
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -62,16 +68,11 @@ def _rope_cache_kernel(
         normed_b = b * scale * tl.where(is_query[:, None], query_b, key_b)
         a = tl.where(is_value[:, None], a, normed_a.to(qkv.dtype.element_ty).to(tl.float32))
         b = tl.where(is_value[:, None], b, normed_b.to(qkv.dtype.element_ty).to(tl.float32))
-    position = tl.load(positions + token).to(tl.int64)
-    angles = rope + position * D + lower
-    cosine = tl.load(angles, mask=lower < D // 2, other=0.0)[None, :]
-    sine = tl.load(angles + D // 2, mask=lower < D // 2, other=0.0)[None, :]
     cosine = tl.where(is_value[:, None], 1.0, cosine)
     sine = tl.where(is_value[:, None], 0.0, sine)
     rotated_a = (a * cosine - b * sine).to(qkv.dtype.element_ty)
     rotated_b = (b * cosine + a * sine).to(qkv.dtype.element_ty)
 
-    slot = tl.load(slots + token).to(tl.int64)
     row = (slot // BLOCK_SIZE) * G * BLOCK_SIZE * D + (slot % BLOCK_SIZE) * D + lower[None, :]
     query_at = q_out + (token * H + heads[:, None]) * D + lower[None, :]
     key_at = k_cache + row + (heads - H)[:, None] * BLOCK_SIZE * D

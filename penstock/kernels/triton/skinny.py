@@ -32,18 +32,23 @@ def gate_with(gate, up, dtype: tl.constexpr, IS_SILU: tl.constexpr):
 
 
 @triton.jit
-def finish_row(
-    result, up, outputs, inside, bias, residual, out,
-    GATED: tl.constexpr, IS_SILU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """What follows the product of a single row in every format: gate, bias, residual sum, store."""
+def load_added(outputs, at, inside, bias, residual, BIAS: tl.constexpr, ADD: tl.constexpr):
+    """What is added to a product: the bias of these outputs, and what lies `at` the same place as it will. To be
+    loaded long before `finish_row` needs it."""
+    added = tl.zeros(at.shape, tl.float32)
+    if BIAS:
+        added += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        added += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    return added
+
+
+@triton.jit
+def finish_row(result, up, added, at, inside, out, GATED: tl.constexpr, IS_SILU: tl.constexpr):
+    """What follows the product of a single row in every format: gate, bias and residual sum, store."""
     if GATED:
         result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
-    if BIAS:
-        result += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        result += tl.load(residual + outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, (result + added).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -70,6 +75,7 @@ def _one_row_kernel(
             next_up = tl.load(at + second)
             later_up = tl.load(at + second + WIDTH, mask=more, other=0.0)
     wait_for_previous()
+    added = load_added(outputs, outputs, inside, bias, residual, BIAS, ADD)
     for start in range(0, K, WIDTH):
         if AHEAD:
             more = (start + 2 * WIDTH + columns < K)[None, :]
@@ -96,7 +102,7 @@ def _one_row_kernel(
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     result = tl.sum(total, axis=1) * scale
     up = tl.sum(total_up, axis=1) * scale
-    finish_row(result, up, outputs, inside, bias, residual, out, GATED, IS_SILU, BIAS, ADD)
+    finish_row(result, up, added, outputs, inside, out, GATED, IS_SILU)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -161,7 +167,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class RowProduct:
-    """What surrounds the product of a single row, whatever the format of the weights: see `linear`."""
+    """What surrounds the product of a row, whatever the format of the weights: see `linear`."""
 
     norm: Tensor | None = None
     eps: float = 0.0
@@ -184,7 +190,7 @@ class RowProduct:
     ) -> Tensor:
         out = self.residual
         if out is None:
-            out = torch.empty(1, outputs, dtype=self.out_dtype or x.dtype, device=x.device)
+            out = torch.empty(x.shape[0], outputs, dtype=self.out_dtype or x.dtype, device=x.device)
         absent = x  # any pointer will do
         parts = (part if part is not None else absent for part in (bias, self.norm, self.residual))
         kernel[(programs,)](

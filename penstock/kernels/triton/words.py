@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CODE_BASE = tl.constexpr(128.0)  # what `eight_codes` adds to every code
-
 if triton.knobs.runtime.interpret:
 
     @triton.jit
@@ -24,22 +22,34 @@ if triton.knobs.runtime.interpret:
         return _float8(word, 0), _float8(word, 8), _float8(word, 16), _float8(word, 24)
 
     @triton.jit
-    def _code(word, SHIFT: tl.constexpr):
-        return ((word >> SHIFT) & 15).to(tl.float32) + 128.0
+    def _dot(codes, numbers):
+        """With signed bytes."""
+        total = (codes & 255) * ((numbers << 24) >> 24)
+        total += ((codes >> 8) & 255) * ((numbers << 16) >> 24)
+        total += ((codes >> 16) & 255) * ((numbers << 8) >> 24)
+        return total + (codes >> 24) * (numbers >> 24)
 
     @triton.jit
-    def eight_codes(word):
-        """The lower halves of a word's bytes, lowest byte first, then the upper halves: each plus 128, as float32."""
-        return (
-            _code(word, 0),
-            _code(word, 8),
-            _code(word, 16),
-            _code(word, 24),
-            _code(word, 4),
-            _code(word, 12),
-            _code(word, 20),
-            _code(word, 28),
-        )
+    def _unsigned_dot(codes, numbers):
+        total = (codes & 255) * (numbers & 255)
+        total += ((codes >> 8) & 255) * ((numbers >> 8) & 255)
+        total += ((codes >> 16) & 255) * ((numbers >> 16) & 255)
+        return total + (codes >> 24) * ((numbers >> 24) & 255)
+
+    @triton.jit
+    def dot_codes(low, high, low_coarse, low_fine, high_coarse, high_fine, coarse, fine):
+        """Adds to `coarse` and to `fine` what four low and four high codes, a byte each, make of as many bytes of
+        inputs. Coarse bytes are signed, fine ones are not."""
+        coarse += _dot(low, low_coarse) + _dot(high, high_coarse)
+        fine += _unsigned_dot(low, low_fine) + _unsigned_dot(high, high_fine)
+        return coarse, fine
+
+    @triton.jit
+    def two_planes(a, b, c, d):
+        """Four numbers' second bytes in one word, and their lowest bytes in another, the first number's lowest."""
+        coarse = ((a >> 8) & 255) | (b & 0xFF00) | ((c & 0xFF00) << 8) | ((d >> 8) << 24)
+        fine = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
+        return coarse, fine
 
 else:
 
@@ -68,37 +78,37 @@ else:
         )
 
     @triton.jit
-    def eight_codes(word):
-        """The lower halves of a word's bytes, lowest byte first, then the upper halves: each plus 128, as float32.
-        A code becomes a float by its bits alone, with one byte permutation: 0x4300 and a code above 16 zero bits is
-        128 + code."""
+    def dot_codes(low, high, low_coarse, low_fine, high_coarse, high_fine, coarse, fine):
+        """Adds to `coarse` and to `fine` what four low and four high codes, a byte each, make of as many bytes of
+        inputs. Coarse bytes are signed, fine ones are not."""
+        return tl.inline_asm_elementwise(
+            """
+            dp4a.u32.s32 $0, $2, $4, $8;
+            dp4a.u32.u32 $1, $2, $5, $9;
+            dp4a.u32.s32 $0, $3, $6, $0;
+            dp4a.u32.u32 $1, $3, $7, $1;
+            """,
+            "=&r,=&r,r,r,r,r,r,r,r,r",
+            [low, high, low_coarse, low_fine, high_coarse, high_fine, coarse, fine],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
+    @triton.jit
+    def two_planes(a, b, c, d):
+        """Four numbers' second bytes in one word, and their lowest bytes in another, the first number's lowest."""
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 low, high;
-            and.b32 low, $8, 0x0f0f0f0f;
-            shr.u32 high, $8, 4;
-            and.b32 high, high, 0x0f0f0f0f;
-            prmt.b32 $0, low, 0x43000000, 0x7044;
-            prmt.b32 $1, low, 0x43000000, 0x7144;
-            prmt.b32 $2, low, 0x43000000, 0x7244;
-            prmt.b32 $3, low, 0x43000000, 0x7344;
-            prmt.b32 $4, high, 0x43000000, 0x7044;
-            prmt.b32 $5, high, 0x43000000, 0x7144;
-            prmt.b32 $6, high, 0x43000000, 0x7244;
-            prmt.b32 $7, high, 0x43000000, 0x7344;
+            .reg .b32 first, second;
+            prmt.b32 first, $2, $3, 0x5140;
+            prmt.b32 second, $4, $5, 0x5140;
+            prmt.b32 $0, first, second, 0x7632;
+            prmt.b32 $1, first, second, 0x5410;
             }""",
-            "=f,=f,=f,=f,=f,=f,=f,=f,r",
-            [word],
-            dtype=(
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-            ),
+            "=&r,=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
@@ -108,6 +118,15 @@ else:
 def in_fours(values, WORDS: tl.constexpr):
     """[4 × WORDS] → four of [WORDS]: what meets the first, second, third and fourth part of each word."""
     even, odd = tl.split(tl.reshape(values, (WORDS, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def in_fours_of_rows(values, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """[ROWS, 4 × COUNT] → four of [ROWS, COUNT]: each first, second, third and fourth."""
+    even, odd = tl.split(tl.reshape(values, (ROWS, COUNT, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
