@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,13 @@ from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import ServerConfig, TenantsConfig
 from penstock.core.messages import EngineReady, LoadProgress
+from penstock.models.catalog import BUILT_IN_MODELS
 from penstock.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from penstock.cluster.early import EarlyProcess
 
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,11 @@ def serve(config: ServeConfig) -> None:
       penstock serve ./my-model.gguf --max-model-len 4096
       penstock serve --external http://gpu-1:8000
     """
+    with _early_process(config) as early:
+        _serve(config, early)
+
+
+def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
     is_open = check_exposure(config.server, config.tenants, has_keys=_has_keys(config))
     models = [config.engine, *(more.engine for more in config.models)] if config.runs_engines else []
     paths = [fetch_model(engine.model.model) for engine in models]
@@ -66,9 +75,28 @@ def serve(config: ServeConfig) -> None:
 
         level = logging.getLevelName(logging.getLogger().level)
         serve_app.run(
-            config, specs, is_open=is_open, on_progress=on_progress, on_ready=on_ready, log_level=level
+            config,
+            specs,
+            is_open=is_open,
+            on_progress=on_progress,
+            on_ready=on_ready,
+            log_level=level,
+            early=early,
         )
     logger.info("stopped")
+
+
+@contextmanager
+def _early_process(config: ServeConfig) -> Iterator[EarlyProcess | None]:
+    """Loads torch while this process finds out what to serve; none where no engine needs it."""
+    is_local = config.runs_engines and config.cluster.cluster == "local"
+    if not is_local or config.engine.model.model in BUILT_IN_MODELS:
+        yield None
+        return
+    from penstock.cluster.early import EarlyProcess
+
+    with contextlib.closing(EarlyProcess()) as early:
+        yield early
 
 
 def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bool) -> bool:

@@ -23,6 +23,7 @@ from penstock.cli.environment import visible_gpus
 from penstock.cli.listening import prepare_process
 from penstock.cli.telemetry import configure_server_logging
 from penstock.cli.waiting import until
+from penstock.cluster.early import EarlyProcess
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.fleet_config import FleetConfig
 from penstock.cluster.local import LocalLauncher
@@ -65,20 +66,23 @@ def run(
     on_progress: Callable[[LoadProgress], None] | None = None,
     on_ready: Callable[[EngineReady | None, str], None] | None = None,
     log_level: str = "INFO",
+    early: EarlyProcess | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `on_ready` is called with the model, where there is one, and the URL once both
-    are there."""
+    are there. `early` becomes the first engine on this machine."""
     # Before the model loads: a port in use should not cost a minute to find out.
     listener = bind(config.server)
     configure_server_logging(config.telemetry)
     config = prepare_process(config)
     supervisor = Supervisor(
-        launchers(config, log_level),
+        launchers(config, log_level, early),
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         on_progress=on_progress,
     )
 
     def announce(ready: EngineReady | None) -> None:
+        if early is not None:
+            early.close()  # if no engine had a use for it
         if on_ready is not None:
             host, port = listener.getsockname()[:2]
             on_ready(ready, f"http://{f'[{host}]' if ':' in host else host}:{port}")
@@ -88,11 +92,11 @@ def run(
         uvloop.run(serve(config, Replicas(supervisor, specs), listener, is_open, announce))
 
 
-def launchers(config: ServeConfig, log_level: str) -> dict[str, Launcher]:
+def launchers(config: ServeConfig, log_level: str, early: EarlyProcess | None = None) -> dict[str, Launcher]:
     """By the names that specs have for them. None does anything before it is asked to."""
     log_format = config.telemetry.log_format
     return {
-        "local": LocalLauncher(gpus=visible_gpus(), log_level=log_level, log_format=log_format),
+        "local": LocalLauncher(gpus=visible_gpus(), log_level=log_level, log_format=log_format, early=early),
         "ray": RayLauncher(config.cluster.ray_address, log_level=log_level, log_format=log_format),
     }
 

@@ -7,15 +7,20 @@ import contextlib
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
+from penstock.cluster.early import WORKER, EarlyProcess
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
+from penstock.core.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +34,15 @@ class LocalLauncher:
     ranks, those with the fewest processes so far; where there are none it sees what its parent sees."""
 
     def __init__(
-        self, *, gpus: Sequence[str] = (), log_level: str = "INFO", log_format: str = "text"
+        self,
+        *,
+        gpus: Sequence[str] = (),
+        log_level: str = "INFO",
+        log_format: str = "text",
+        early: EarlyProcess | None = None,
     ) -> None:
+        """`early` becomes the first engine that is launched."""
+        self._early = early
         self._gpu_uses = dict.fromkeys(gpus, 0)
         self._log_level = log_level
         self._log_format = log_format
@@ -38,19 +50,24 @@ class LocalLauncher:
     async def launch(self, spec: ReplicaSpec, replica_id: str) -> RunningReplica:
         folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         endpoint = f"ipc://{folder / 'engine.sock'}"
-        command = [sys.executable, "-m", "penstock.cluster.worker", "--endpoint", endpoint]
-        command += ["--model-path", spec.model_path, "--log-level", self._log_level]
-        command += ["--log-format", self._log_format, "--parent-pid", str(os.getpid())]
         gpus = self._take_gpus(spec.engine.parallel.num_ranks)
+        arguments = ["--endpoint", endpoint, "--model-path", spec.model_path, "--log-level", self._log_level]
+        arguments += ["--log-format", self._log_format, "--parent-pid", str(os.getpid())]
+        if gpus:
+            arguments += ["--gpus", ",".join(gpus)]
+        process = await self._start(arguments, spec.engine)
+        return _LocalProcess(process, endpoint, folder, partial(self._give_back_gpus, gpus))
+
+    async def _start(self, arguments: list[str], config: EngineConfig) -> _Process:
+        if self._early is not None and (early := self._early.take(arguments, config)) is not None:
+            return _Adopted(early)
         process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None,
+            sys.executable, "-m", WORKER, *arguments, stdin=asyncio.subprocess.PIPE
         )
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(spec.engine))
+        process.stdin.write(msgspec.json.encode(config))
         process.stdin.close()
-        return _LocalProcess(process, endpoint, folder, partial(self._give_back_gpus, gpus))
+        return process
 
     def _take_gpus(self, count: int) -> list[str]:
         taken = sorted(self._gpu_uses, key=lambda gpu: self._gpu_uses[gpu])[:count]
@@ -63,12 +80,45 @@ class LocalLauncher:
             self._gpu_uses[gpu] -= 1
 
 
+class _Process(Protocol):
+    """As asyncio's."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class _Adopted:
+    """A process that was started before there was an event loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        threading.Thread(target=self._watch, args=(self._end.get_loop(),), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._end)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        code = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # The loop has gone, and with it all who wait.
+            loop.call_soon_threadsafe(self._end.set_result, code)
+
+
 class _LocalProcess:
     """Implements `replica.RunningReplica`."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, endpoint: str, folder: Path, on_end: Callable[[], None]
-    ) -> None:
+    def __init__(self, process: _Process, endpoint: str, folder: Path, on_end: Callable[[], None]) -> None:
         self._process = process
         self._endpoint = endpoint
         self._folder = folder

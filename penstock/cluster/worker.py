@@ -8,6 +8,7 @@ millisecond where steps are shorter.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -43,7 +44,7 @@ from penstock.core.messages import (
     StepOutputs,
 )
 from penstock.core.plan import TokenEvent
-from penstock.engine.build import Engine, build_engine
+from penstock.engine.build import Engine, build_engine, preload
 from penstock.engine.transfer.port import Wire
 
 if TYPE_CHECKING:
@@ -305,6 +306,14 @@ class Worker:
                 self._engine.loop.abort(request_id)
 
 
+def _arguments_that_come_later() -> list[str] | None:
+    """See `early`. None if nobody needs this process."""
+    with contextlib.suppress(ImportError):  # It comes back where it can be said properly.
+        preload()
+    line = sys.stdin.buffer.readline()
+    return msgspec.json.decode(line, type=list[str]) if line else None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="One Penstock engine. Started by `penstock serve`, not by hand."
@@ -312,18 +321,24 @@ def main() -> int:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--model-path", required=True, type=Path)
     parser.add_argument("--parent-pid", type=int, help="process to leave with, which may be gone already")
+    parser.add_argument("--gpus", help="devices to use, as CUDA_VISIBLE_DEVICES names them")
     parser.add_argument("--key-file", type=Path, help="secret key for an endpoint on the network")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
-    arguments = parser.parse_args()
-    handler = logging.StreamHandler()
-    text_format = "%(asctime)s engine %(levelname)s %(message)s"
-    handler.setFormatter(formatter(arguments.log_format, process="engine", text_format=text_format))
-    logging.basicConfig(level=arguments.log_level, handlers=[handler])
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; the gateway drains first and then
     # sends Shutdown. If the gateway dies instead, run() notices.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    given = sys.argv[1:] if sys.argv[1:] != ["--early"] else _arguments_that_come_later()
+    if given is None:
+        return 0
+    arguments = parser.parse_args(given)
+    if arguments.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = arguments.gpus
+    handler = logging.StreamHandler()
+    text_format = "%(asctime)s engine %(levelname)s %(message)s"
+    handler.setFormatter(formatter(arguments.log_format, process="engine", text_format=text_format))
+    logging.basicConfig(level=arguments.log_level, handlers=[handler])
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     secret_key = arguments.key_file.read_text() if arguments.key_file else None
     worker = Worker(arguments.endpoint, arguments.parent_pid, secret_key)

@@ -49,6 +49,11 @@ class Engine:
             self.recorder.close()
 
 
+def preload() -> None:
+    """Import what engines of most kinds need, long before it is known what they will run."""
+    import penstock.engine.decoder  # noqa: F401
+
+
 def build_engine(
     config: EngineConfig,
     model_path: Path,

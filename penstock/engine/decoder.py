@@ -7,6 +7,7 @@ scheduler.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from penstock.engine.parallel.local_rank import LocalRank
 from penstock.engine.parallel.setup import OneRank
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json
 from penstock.engine.staging import Staging
-from penstock.engine.transfer.sharing import SharedKV, share
+from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.kernels.interface import KVStore, Ops
 from penstock.models.load import load_model, load_tokenizer
@@ -48,8 +49,7 @@ GPU_TILE_TOKENS = 128  # of cuBLAS's products
 class _Memory:
     kv: KVStore
     num_host_blocks: int
-    block_copy_s: float | None
-    shared: SharedKV | None
+    reserved: Future[None] | None  # the host's
 
 
 def load_decoder(
@@ -79,9 +79,9 @@ def load_decoder(
         _warm_up(config, model, ops, clock)
     num_blocks = setup.agreed(num_kv_blocks(config, model, ops))
     max_model_len = _fit_context(config, model.max_model_len, num_blocks)
+    memory = _allocate(config, model, ops, num_blocks, setup)
+    kv = memory.kv
     card = _card(config, model_path, model, max_model_len, str(ops.dtype).removeprefix("torch."))
-    memory = _allocate(config, model, ops, num_blocks, setup, clock)
-    kv, shared_kv = memory.kv, memory.shared
     max_rows = config.scheduler.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)
     rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging)
@@ -93,6 +93,8 @@ def load_decoder(
         adapters = AdapterDesk(
             lora, max_waiting=limits.max_queue_requests, queue_timeout_s=limits.queue_timeout_s
         )
+    copy_s = _host_copy_s(memory, ops, clock)
+    shared_kv = share(config, model, ops, kv, clock) if config.kv_transfer else None
     records_graphs = is_cuda and setup.records_graphs
     executor = ModelExecutor(
         model,
@@ -111,7 +113,7 @@ def load_decoder(
         card,
         num_blocks,
         num_host_blocks=memory.num_host_blocks,
-        block_copy_s=memory.block_copy_s,
+        block_copy_s=copy_s,
         tile_tokens=GPU_TILE_TOKENS if is_cuda else 1,
         default_steps_in_flight=2 if is_cuda else 1,
         grammars=GrammarDesk(compiler) if compiler else None,
@@ -136,24 +138,32 @@ def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None
     log.info("kernels are ready after %.1f s", clock.now() - started_s)
 
 
-def _allocate(
-    config: EngineConfig, model: Model, ops: Ops, num_blocks: int, setup: OneRank, clock: Clock
-) -> _Memory:
+def _allocate(config: EngineConfig, model: Model, ops: Ops, num_blocks: int, setup: OneRank) -> _Memory:
+    """The memory of the host takes a while to be had, in which other things can be prepared."""
     block_size = config.cache.block_size
     kv = ops.allocate_kv(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
     host_blocks = setup.agreed(num_host_blocks(config, kv))
-    copy_s = None
+    reserved = None
     if host_blocks:
-        try:
-            kv.reserve_host(host_blocks)
-        except (MemoryError, RuntimeError) as error:
-            raise ConfigError(
-                f"Host memory has no room for {format_bytes(host_blocks * kv.block_bytes)} of KV: {error}.",
-                hint="Lower --kv-host-memory; 0 does without it.",
-            ) from error
-        copy_s = block_copy_s(kv, ops, clock)
-    shared = share(config, model, ops, kv, clock) if config.kv_transfer else None
-    return _Memory(kv, host_blocks, copy_s, shared)
+        helper = ThreadPoolExecutor(1)
+        reserved = helper.submit(kv.reserve_host, host_blocks)
+        helper.shutdown(wait=False)
+    return _Memory(kv, host_blocks, reserved)
+
+
+def _host_copy_s(memory: _Memory, ops: Ops, clock: Clock) -> float | None:
+    """How long a block takes to the host's memory, once that is there."""
+    if memory.reserved is None:
+        return None
+    try:
+        memory.reserved.result()
+    except (MemoryError, RuntimeError) as error:
+        num_bytes = memory.num_host_blocks * memory.kv.block_bytes
+        raise ConfigError(
+            f"Host memory has no room for {format_bytes(num_bytes)} of KV: {error}.",
+            hint="Lower --kv-host-memory; 0 does without it.",
+        ) from error
+    return block_copy_s(memory.kv, ops, clock)
 
 
 def _adaptable(config: EngineConfig, model: Model, ops: Ops, staging: Staging) -> LoRAModel | None:

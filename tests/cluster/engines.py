@@ -92,9 +92,11 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def engine_process(spec: ReplicaSpec) -> AsyncIterator[EngineProcess]:
+async def engine_process(
+    spec: ReplicaSpec, launcher: LocalLauncher | None = None
+) -> AsyncIterator[EngineProcess]:
     """One that nobody watches or restarts."""
-    running = await LocalLauncher().launch(spec, "replica-1")
+    running = await (launcher or LocalLauncher()).launch(spec, "replica-1")
     client = ZmqEngineClient(running.endpoint)
     client.start()
     try:

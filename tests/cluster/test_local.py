@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cluster.early import EarlyProcess
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.errors import Overloaded
@@ -85,6 +89,7 @@ def test_an_engine_leaves_when_its_gateway_dies(tmp_path: Path) -> None:
     script = f"""
 import asyncio
 from pathlib import Path
+from penstock.cluster.early import EarlyProcess
 from penstock.cluster.local import LocalLauncher
 from tests.cluster.engines import echo_spec
 
@@ -124,17 +129,61 @@ def _wait_for(condition: Callable[[], object]) -> object:
 async def test_processes_are_spread_over_the_gpus() -> None:
     launcher = LocalLauncher(gpus=("0", "1"))
     launched = [await launcher.launch(echo_spec(), f"replica-{number}") for number in range(3)]
-    assert [_environment(running.pid)["CUDA_VISIBLE_DEVICES"] for running in launched] == ["0", "1", "0"]
+    assert [_gpus(running.pid) for running in launched] == ["0", "1", "0"]
     for running in launched[1:]:
         running.kill()
         await running.stop()
     successor = await launcher.launch(echo_spec(), "replica-3")
-    assert _environment(successor.pid)["CUDA_VISIBLE_DEVICES"] == "1"
+    assert _gpus(successor.pid) == "1"
     for running in (launched[0], successor):
         running.kill()
         await running.stop()
 
 
-def _environment(pid: int | None) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+def _gpus(pid: int | None) -> str:
+    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return arguments[arguments.index("--gpus") + 1]
+
+
+async def test_an_early_process_becomes_the_first_engine() -> None:
+    early = EarlyProcess()
+    launcher = LocalLauncher(early=early)
+    async with (
+        engine_process(echo_spec(), launcher) as first,
+        engine_process(echo_spec(), launcher) as second,
+    ):
+        early.close()  # It is an engine now, like the other.
+        assert [_is_early(process.running.pid) for process in (first, second)] == [True, False]
+        inboxes = [send(process.client, make_request("one", b"ab")) for process in (first, second)]
+        for inbox in inboxes:
+            await inbox.until(lambda inbox: inbox.finish_reason is not None)
+
+
+async def test_the_end_of_an_early_process_is_noticed() -> None:
+    running = await LocalLauncher(early=EarlyProcess()).launch(echo_spec(), "replica-1")
+    running.kill()
+    assert await asyncio.wait_for(running.wait(), WAIT_S) == -signal.SIGKILL
+    await running.stop()
+
+
+def _is_early(pid: int | None) -> bool:
+    return "--early" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def test_an_early_process_that_nobody_needs_leaves() -> None:
+    with contextlib.closing(EarlyProcess()) as early:
+        process = early._process
+        assert process is not None
+        process.send_signal(signal.SIGINT)  # as Ctrl-C would, while the settings are read
+    assert process.returncode in (0, -signal.SIGINT)  # before Python itself was there, nothing can ignore it
+
+
+async def test_an_early_process_that_died_is_replaced() -> None:
+    early = EarlyProcess()
+    assert early._process is not None
+    early._process.kill()
+    early._process.wait()
+    running = await LocalLauncher(early=early).launch(echo_spec(), "replica-1")
+    assert not _is_early(running.pid)
+    running.kill()
+    await running.stop()

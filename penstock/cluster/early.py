@@ -1,0 +1,49 @@
+"""An engine process that starts before it is known what it will serve.
+
+Python and torch take a second or more to load. Meanwhile the server reads its settings, its database and its own
+modules, and only then knows what to launch; by that time this process is ready to be told. Light to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import msgspec
+
+from penstock.core.engine_config import EngineConfig
+
+WORKER = "penstock.cluster.worker"
+
+
+class EarlyProcess:
+    """For one engine on this machine. Where it is never taken, it ends with `close`, or with its parent."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            [sys.executable, "-m", WORKER, "--early"], stdin=subprocess.PIPE
+        )
+
+    def take(self, arguments: list[str], config: EngineConfig) -> subprocess.Popen[bytes] | None:
+        """The process, now an engine like any other; None if it is taken already, or has gone."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        assert process.stdin is not None
+        try:
+            with process.stdin as stdin:
+                stdin.write(msgspec.json.encode(arguments) + b"\n" + msgspec.json.encode(config))
+        except BrokenPipeError:
+            process.wait()
+            return None
+        return process
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()  # There is nothing to do, so it leaves.
+        process.wait()
