@@ -6,7 +6,6 @@ modules, and only then knows what to launch; by that time this process is ready 
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 
@@ -43,7 +42,5 @@ class EarlyProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # There is nothing to do, so it leaves.
-        process.wait()
+        process.kill()  # It does nothing yet that would have to be ended in order.
+        process.communicate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import subprocess
 import sys
@@ -170,12 +169,20 @@ def _is_early(pid: int | None) -> bool:
     return "--early" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
-def test_an_early_process_that_nobody_needs_leaves() -> None:
-    with contextlib.closing(EarlyProcess()) as early:
-        process = early._process
-        assert process is not None
-        process.send_signal(signal.SIGINT)  # as Ctrl-C would, while the settings are read
-    assert process.returncode in (0, -signal.SIGINT)  # before Python itself was there, nothing can ignore it
+def test_an_early_process_that_nobody_needs_ends_at_once() -> None:
+    early = EarlyProcess()
+    process = early._process
+    assert process is not None
+    early.close()
+    assert process.returncode == -signal.SIGKILL
+    early.close()
+
+
+def test_an_early_process_leaves_with_its_parent() -> None:
+    process = EarlyProcess()._process
+    assert process is not None
+    process.communicate(timeout=WAIT_S)  # As seen from there, it has closed its end.
+    assert process.returncode == 0
 
 
 async def test_an_early_process_that_died_is_replaced() -> None:
