@@ -131,7 +131,7 @@ def test_int8_inputs_and_weights(rows: int, outputs: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("name", quantized_formats(2, 128))
-@pytest.mark.parametrize("rows", [1, 2, 17, 64, 65, 300])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 64, 65, 300])
 @pytest.mark.parametrize("bias", [False, True])
 def test_formats_of_checkpoints(name: str, rows: int, bias: bool) -> None:
     gate_up, down = quantized_formats(2048, 512)[name], quantized_formats(512, 1024)[name]

@@ -237,6 +237,7 @@ def quantized_formats(outputs: int, width: int) -> dict[str, list[WeightData]]:
         "Q8_0": [random_quantized(outputs, width, 32, 8, offsets=False)],
         "Q5_K": [random_quantized(outputs, width, 32, 8, offsets=True)],
         "Q6_K": [random_quantized(outputs, width, 16, 8, offsets=False)],
+        "int4 in groups of 64": [random_quantized(outputs, width, 64, 4, offsets=True)],
         "int4 of a whole row": [random_quantized(outputs, width, width, 4, offsets=True)],
         "int8 of a whole row": [random_quantized(outputs, width, width, 8, offsets=False)],
         "float8 in blocks": [Float8Weight(row, (torch.rand(outputs, width // 128) + 1) / 1e3, 128)],

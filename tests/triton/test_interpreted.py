@@ -137,7 +137,7 @@ def test_rows_that_were_routed_before(experts: int) -> None:
 
 
 @pytest.mark.parametrize("name", quantized_formats(2, 128))
-@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
 @pytest.mark.usefixtures("few_is_four")
 def test_quantized_weights(name: str, rows: int) -> None:
     gate_up = quantized_formats(64, 128)[name]
