@@ -7,8 +7,8 @@ plain loads of the input.
 A code becomes a float by its bits alone: 0x4300 + code is 128 + code in bfloat16. The 128 goes out through the sum of
 the group's inputs, as the offset comes in.
 
-For a tensor core the codes are taken from words of 16 bits, which turn into four numbers each with hardly an
-instruction more than those; the input is put into the order in which they appear, when it is summed up.
+For a tensor core the codes are taken from words of 16 bits: two words side by side become four pairs of numbers in
+seven instructions. The input is put into the order in which they appear when its groups are summed up.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class Int4Linear:
     @property
     def pairs(self) -> Tensor:
         """[out, in / group], a word for both factors: loads of them need no rearranging."""
-        return self.factors.view(torch.int64 if self.factors.dtype == torch.float32 else torch.int32).squeeze(
-            2
-        )
+        word = torch.int64 if self.factors.dtype == torch.float32 else torch.int32
+        return self.factors.view(word).squeeze(2)
 
     @property
     def num_bytes(self) -> int:
@@ -378,10 +377,10 @@ def _tile(rows: int) -> Tile:
 def unpack(weight: Int4Linear, dtype: torch.dtype) -> Tensor:
     """[out, in], for products of many rows, which repay it."""
     outputs, width = weight.out_features, weight.in_features
-    out = torch.empty(outputs, width, dtype=dtype, device=weight.codes.device)
+    out = torch.empty(outputs, width, dtype=weight.factors.dtype, device=weight.codes.device)
     groups = max(1, min(16, triton.next_power_of_2(width // weight.group)))
     _unpack_kernel[(outputs, triton.cdiv(width // weight.group, groups))](
         weight.codes, weight.pairs, out, width, GROUP=weight.group, GROUPS=groups, num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
-    return out
+    return out.to(dtype)

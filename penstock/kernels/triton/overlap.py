@@ -22,7 +22,8 @@ else:
     @triton.jit
     def let_next_start():
         """For kernels that read something before `wait_for_previous`. That may only be what no kernel of this step
-        writes, such as weights: kernels before the previous one may be running still."""
+        writes, such as weights and what the host sent before it: kernels before the previous one may be running
+        still."""
         gdc_launch_dependents()
 
     @triton.jit
