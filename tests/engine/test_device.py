@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,3 +117,17 @@ def test_host_memory_that_is_not_there_refuses_the_start_with_its_size(
     with pytest.raises(ConfigError, match=r"no room for .*B of KV: the system does not lock it") as refused:
         tiny_engine(write_tiny_model(tmp_path / "tiny"))
     assert "--kv-host-memory" in (refused.value.hint or "")
+
+
+def test_what_is_loaded_early_asks_for_no_gpu() -> None:
+    """Which ones an engine may see is said later, and a driver that was asked before would not hear it."""
+    script = """
+import torch
+asked = []
+for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties"):
+    setattr(torch.cuda, name, lambda *args, name=name: asked.append(name))
+from penstock.engine.build import preload
+preload()
+assert not asked, asked
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
