@@ -28,6 +28,7 @@ class Promise:
     until: float
     depth: int  # from the root of the chain
     entry_ttl_s: float | None = None  # where a kept prefix ends: for how long each use prolongs it
+    is_kept: bool = True  # because somebody asked for it; what a preempted request left is a mere hope
 
 
 class Block:

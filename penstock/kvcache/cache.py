@@ -76,7 +76,6 @@ class KVCache:
         self.pins_demoted = (
             0  # pins given up before their time: over max_pinned_blocks, or to let a request run
         )
-        self.promises_lost = 0  # promised blocks dropped before their time, because neither tier had room
         self.copies_to_host = 0
         self.copies_from_host = 0
 
@@ -114,6 +113,11 @@ class KVCache:
     @property
     def num_host_blocks_used(self) -> int:
         return len(self._host)
+
+    @property
+    def promises_lost(self) -> int:
+        """Kept blocks that were dropped before their time, because neither tier had room."""
+        return self._host.num_kept_lost
 
     @property
     def usage(self) -> float:
@@ -271,7 +275,7 @@ class KVCache:
             if block is not None:
                 self._promise(block, depth, until)
                 blocks.append(block)
-            elif self._host.prolong(block_hash, until):
+            elif self._host.prolong(block_hash, until, is_kept=True):
                 num_in_host_memory += 1
             else:
                 break
@@ -287,9 +291,9 @@ class KVCache:
         for depth, block_hash in enumerate(hashes):
             block = self._index.get(block_hash)
             if block is None:
-                self._host.prolong(block_hash, until)
+                self._host.prolong(block_hash, until, is_kept=False)
             elif block.promise is None or block.promise.until <= now:
-                block.promise = Promise(until, depth)
+                block.promise = Promise(until, depth, is_kept=False)
 
     def keep(self, hashes: Sequence[BlockHash], ttl_s: float, since: float, now: float) -> int:
         """Pin a prefix until `ttl_s` after `since`, and remember that it ends here: `kept_for_s` will find it.
@@ -385,8 +389,6 @@ class KVCache:
     def _move_out(self, block: Block) -> BlockHash | None:
         """A promised block leaves the device; returns the hash that is in neither tier any more, if any."""
         lost = self._host.store(block)
-        if lost is not None:
-            self.promises_lost += 1
         if lost != block.block_hash:
             assert block.block_hash is not None
             slot = self._host.index[block.block_hash]
@@ -407,8 +409,8 @@ class KVCache:
         promise = block.promise
         if promise is None or promise.until <= self._now:
             block.promise = Promise(until, depth)
-        elif promise.until < until:
-            block.promise = replace(promise, until=until)
+        else:
+            block.promise = replace(promise, until=max(promise.until, until), is_kept=True)
         self._pins.extend(block)
         if was_cached:
             self._cached.remove(block)

@@ -21,6 +21,7 @@ class HostTier:
         self._free = list(range(num_slots - 1, -1, -1))
         self.index: dict[BlockHash, Block] = {}  # hash to slot; only this class changes it
         self._pins = PinBook(self._slots)
+        self.num_kept_lost = 0  # dropped before their time, though somebody had asked for them
 
     def __len__(self) -> int:
         return len(self.index)
@@ -36,21 +37,29 @@ class HostTier:
         assert block.promise is not None
         lost: BlockHash | None = None
         if not self._free:
-            if not self.index:  # there are no slots, or all hold what is on its way back
-                return block.block_hash
-            weakest = self._pins.first_to_end()
+            weakest = self._weakest(block)
             assert weakest.promise is not None
-            promise = block.promise
-            if (promise.until, -promise.depth) <= (weakest.promise.until, -weakest.promise.depth):
-                return block.block_hash
+            self.num_kept_lost += weakest.promise.is_kept
             lost = weakest.block_hash
             assert lost is not None
+            if weakest is block:
+                return lost
             self.free(self.take(lost))
         slot = self._slots[self._free.pop()]
         slot.block_hash, slot.parent, slot.promise = block.block_hash, block.parent, block.promise
         self.index[block.block_hash] = slot
         self._pins.extend(slot)
         return lost
+
+    def _weakest(self, block: Block) -> Block:
+        """Of this one and those held here, the one whose promise is to be broken."""
+        if not self.index:  # there are no slots, or all hold what is on its way back
+            return block
+        held = self._pins.first_to_end()
+        assert held.promise is not None
+        assert block.promise is not None
+        promise, other = block.promise, held.promise
+        return block if (promise.until, -promise.depth) <= (other.until, -other.depth) else held
 
     def take(self, block_hash: BlockHash) -> Block:
         """Remove a block. Its slot keeps the contents, and is not used again before `free`."""
@@ -62,15 +71,15 @@ class HostTier:
         slot.block_hash = slot.parent = slot.promise = None
         self._free.append(slot.block_id)
 
-    def prolong(self, block_hash: BlockHash, until: float) -> bool:
+    def prolong(self, block_hash: BlockHash, until: float, *, is_kept: bool) -> bool:
         """Keep a block at least until then. False when it is not here."""
         slot = self.index.get(block_hash)
         if slot is None:
             return False
         assert slot.promise is not None
-        if slot.promise.until < until:
-            slot.promise = replace(slot.promise, until=until)
-            self._pins.extend(slot)
+        promise = slot.promise
+        slot.promise = replace(promise, until=max(promise.until, until), is_kept=promise.is_kept or is_kept)
+        self._pins.extend(slot)
         return True
 
     def expire(self, now: float) -> list[BlockHash]:

@@ -195,6 +195,21 @@ def test_a_promise_alone_pins_nothing_and_shortens_nothing() -> None:
     cache.check_integrity([])
 
 
+def test_only_what_somebody_asked_to_keep_can_be_lost() -> None:
+    """What a preempted request left is no loss to a user, until one asks for it to be kept."""
+    cache = unpinnable(4, 2)
+    remember(cache, "abc")
+    cache.promise(hashes("abc"), until=10.0, now=0.0)
+    evict_all(cache)
+    assert (matched(cache, "abc"), cache.promises_lost) == ("ab", 0)
+    cache.pin(hashes("a"), until=5.0, now=0.0)
+    remember(cache, "xy")
+    cache.promise(hashes("xy"), until=20.0, now=0.0)
+    evict_all(cache)
+    assert (matched(cache, "ab"), cache.promises_lost) == ("", 1)
+    cache.check_integrity([])
+
+
 def test_withdrawn_blocks_are_found_by_nobody() -> None:
     cache = KVCache(6, num_host_blocks=2)
     remember(cache, "ab")
