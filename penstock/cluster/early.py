@@ -6,12 +6,15 @@ modules, and only then knows what to launch; by that time this process is ready 
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
 import msgspec
 
 from penstock.core.engine_config import EngineConfig
+
+log = logging.getLogger(__name__)
 
 WORKER = "penstock.cluster.worker"
 
@@ -34,7 +37,7 @@ class EarlyProcess:
             with process.stdin as stdin:
                 stdin.write(msgspec.json.encode(arguments) + b"\n" + msgspec.json.encode(config))
         except BrokenPipeError:
-            process.wait()
+            log.warning("the engine process that was started early ended with %d", process.wait())
             return None
         return process
 

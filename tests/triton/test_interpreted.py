@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from penstock.kernels.triton import (
     decode_attention,
     float8,
-    int4,
+    int4_few,
     int8,
     int8_rows,
     packing,
@@ -113,7 +113,7 @@ def test_norms_and_gates(bench: Bench, rows: int, width: int) -> None:
 @pytest.fixture
 def few_is_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that five rows are many, and go the way of many."""
-    for kernels in (skinny, int4, int8):
+    for kernels in (skinny, int4_few, int8):
         monkeypatch.setattr(kernels, "MAX_ROWS", 4)
 
 
@@ -172,16 +172,13 @@ def test_embeddings_are_rows_of_the_packed_table(name: str, is_tied: bool) -> No
 def test_one_row_of_int4_keeps_small_inputs_beside_large_ones(width: int) -> None:
     """They are multiplied in fixed point; a few inputs of a real model are thousands of times the others."""
     weight = random_quantized(24, width, 32, 4, offsets=True)
+    values = weight.dequantize()
     x = torch.randn(1, width) * torch.logspace(-4, 0, width)
+    x[0, 32:64] = 0.0  # what shares a unit with the large one
+    magnitude = (x.abs() @ values.abs().T).max()
     x[0, 40] = 5000.0
-    packed = WHOLE.ops.pack_linear([weight])
-    exact = x @ weight.dequantize().T
-    magnitude = (x.abs() @ weight.dequantize().abs().T).max()
-    assert (WHOLE.ops.linear(x, packed) - exact).abs().max() < 1e-4 * magnitude
-    without = x.clone()
-    without[0, 32:64] = 0.0  # what shares a unit with it
-    error = (WHOLE.ops.linear(without, packed) - without @ weight.dequantize().T).abs().max()
-    assert error < 1e-4 * (without.abs() @ weight.dequantize().abs().T).max()
+    exact = (x.double() @ values.double().T).float()
+    assert (WHOLE.ops.linear(x, WHOLE.ops.pack_linear([weight])) - exact).abs().max() < 1e-3 * magnitude
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -7,7 +7,6 @@ rows of arithmetic (cuBLAS, `float8`, `int8_rows`). A weight of eight or four bi
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,32 +15,37 @@ from torch import Tensor
 
 from penstock.kernels.interface import Activation
 from penstock.kernels.reference import TorchLinear
-from penstock.kernels.triton import float8, int4, int4_row, int8, int8_rows, skinny
+from penstock.kernels.triton import float8, int4, int4_few, int4_row, int8, int8_rows, skinny
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.float8 import Float8Linear
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int8 import Int8Linear
-from penstock.kernels.triton.packing import Grouped, Packed, ReorderedLinear, StackedLinear
+from penstock.kernels.triton.packing import Packed, ReorderedLinear, StackedLinear
 from penstock.kernels.triton.skinny import RowProduct
 
 
 def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> Tensor:
     out_dtype = out_dtype or x.dtype
-    if isinstance(weight, StackedLinear):
-        return torch.cat([linear(x, part, out_dtype) for part in weight.parts], dim=1)
-    if isinstance(weight, ReorderedLinear):
-        return linear(x.index_select(1, weight.order), weight.inner, out_dtype)
-    if whole := _with_surroundings(weight, x.shape[0]):
+    rows = x.shape[0]
+    if whole := _with_surroundings(weight, rows):
         return whole(x, weight, RowProduct(out_dtype=out_dtype))
-    if isinstance(weight, Int4Linear | Int8Linear | Float8Linear):
-        kernels = _kernels(weight)
-        if x.shape[0] <= kernels.MAX_ROWS:
-            return kernels.few_rows(x, weight, out_dtype=out_dtype)
-        if isinstance(weight, Float8Linear):
+    match weight:
+        case StackedLinear():
+            return torch.cat([linear(x, part, out_dtype) for part in weight.parts], dim=1)
+        case ReorderedLinear():
+            return linear(x.index_select(1, weight.order), weight.inner, out_dtype)
+        case Float8Linear() if rows <= float8.MAX_ROWS:
+            return float8.few_rows(x, weight, out_dtype=out_dtype)
+        case Float8Linear():
             return float8.many_rows(x, weight, out_dtype)
-        if isinstance(weight, Int8Linear) and weight.row_scales is not None:
+        case Int8Linear() if rows <= int8.MAX_ROWS:
+            return int8.few_rows(x, weight, out_dtype=out_dtype)
+        case Int8Linear() if weight.row_scales is not None:
             return int8_rows.many_rows(x, weight, out_dtype)
-        weight = TorchLinear(kernels.unpack(weight, x.dtype), weight.bias)
+        case Int8Linear():
+            weight = TorchLinear(int8.unpack(weight, x.dtype), weight.bias)
+        case Int4Linear():
+            weight = TorchLinear(int4.unpack(weight, x.dtype), weight.bias)
     if skinny.fits(x, weight.weight):
         return skinny.linear(x, weight.weight, weight.bias, out_dtype=out_dtype)
     if out_dtype != x.dtype and weight.bias is None and x.is_cuda:
@@ -51,14 +55,17 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
 
 def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
     """residual += linear(x, weight)"""
-    if whole := _with_surroundings(weight, x.shape[0]):
+    rows = x.shape[0]
+    if whole := _with_surroundings(weight, rows):
         whole(x, weight, RowProduct(residual=residual))
         return
     match weight:
         case ReorderedLinear():
             add_linear(x.index_select(1, weight.order), weight.inner, residual)
-        case Int8Linear() | Float8Linear() if x.shape[0] <= _kernels(weight).MAX_ROWS:
-            _kernels(weight).few_rows(x, weight, residual=residual)
+        case Float8Linear() if rows <= float8.MAX_ROWS:
+            float8.few_rows(x, weight, residual=residual)
+        case Int8Linear() if rows <= int8.MAX_ROWS:
+            int8.few_rows(x, weight, residual=residual)
         case TorchLinear() if skinny.fits(x, weight.weight):
             skinny.linear(x, weight.weight, weight.bias, residual=residual)
         case TorchLinear(bias=None):
@@ -97,19 +104,8 @@ def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowP
             return float8.one_row
         case Int8Linear() if rows == 1:
             return int8.one_row
-        case Int4Linear() if 0 < rows <= int4_row.MAX_ROWS:
+        case Int4Linear() if 1 <= rows <= int4_row.MAX_ROWS:
             return int4_row.rows
-        case Int4Linear() if 0 < rows <= int4.MAX_ROWS:
-            return int4.few_rows
+        case Int4Linear() if rows <= int4_few.MAX_ROWS:
+            return int4_few.few_rows
     return None
-
-
-def _kernels(weight: Grouped | Float8Linear) -> ModuleType:
-    """Where `few_rows` of this format is, and `unpack` where weights are packed in groups."""
-    match weight:
-        case Float8Linear():
-            return float8
-        case Int4Linear():
-            return int4
-        case Int8Linear():
-            return int8

@@ -1,0 +1,283 @@
+"""A few rows times weights of four bits (`int4`), on tensor cores.
+
+A code becomes a float by its bits alone: 0x4300 + code is 128 + code in bfloat16. The 128 goes out through the sum of
+the group's inputs, as the offset comes in.
+
+Codes are taken from words of 16 bits: two words side by side become four pairs of numbers in seven instructions. The
+input is put into the order in which they appear when its groups are summed up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.int4 import Int4Linear, load_factors
+from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
+from penstock.kernels.triton.skinny import RowProduct, gate_with
+
+MAX_ROWS = 128
+SUM_BLOCK = 1024
+CODE_BASE = tl.constexpr(128.0)  # what planes add to every code
+SMALLEST_PRODUCT = 16  # columns that a tensor core multiplies at once
+
+
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def _plane(packed, SHIFT: tl.constexpr):
+        return (((packed >> SHIFT) & 15).to(tl.float32) + 128.0).to(tl.bfloat16)
+
+    @triton.jit
+    def _two_planes(packed):
+        """The lower and the upper codes of bytes, plus 128, as bfloat16."""
+        return _plane(packed, 0), _plane(packed, 4)
+
+    @triton.jit
+    def _four_planes(packed):
+        """The four codes of each word of 16 bits, lowest first, plus 128, as bfloat16."""
+        return _plane(packed, 0), _plane(packed, 4), _plane(packed, 8), _plane(packed, 12)
+
+else:
+
+    @triton.jit
+    def _two_planes(packed):
+        """The lower and the upper codes of bytes, plus 128, as bfloat16: one byte permutation for two."""
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            and.b32 low, $4, 0x0f0f0f0f;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0f0f0f0f;
+            prmt.b32 $0, low, 0x43000000, 0x7170;
+            prmt.b32 $1, low, 0x43000000, 0x7372;
+            prmt.b32 $2, high, 0x43000000, 0x7170;
+            prmt.b32 $3, high, 0x43000000, 0x7372;
+            }""",
+            "=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+
+    @triton.jit
+    def _four_planes(packed):
+        """The four codes of each word of 16 bits, lowest first, plus 128, as bfloat16: two words at a time."""
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 second, third, fourth;
+            shr.u32 second, $4, 4;
+            shr.u32 third, $4, 8;
+            shr.u32 fourth, $4, 12;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $1, second, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $2, third, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $3, fourth, 0x000f000f, 0x43004300, 0xea;
+            }""",
+            "=&r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _prepare_kernel(
+    x, norm, prepared, sums, K, eps,
+    NORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """A row in the order in which its planes of codes come, normed before, and the sums of its groups."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    inside = (group < K // GROUP)[:, None]
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    weight = 1.0
+    let_next_start()
+    if NORM:
+        weight = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous()
+    values = tl.load(x + row * K + at, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(tl.sum(values * values, axis=1), axis=0) / K + eps)
+        values = values * scale * weight
+    kept = values.to(x.dtype.element_ty)
+    tl.store(sums + row * (K // GROUP) + group, tl.sum(kept.to(tl.float32), axis=1), mask=group < K // GROUP)
+    if PLANES == 4:
+        # Of each half the even ones, then of each half the odd ones.
+        half = tl.arange(0, 2)[None, :, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :]
+        target = prepared + row * K + group[:, None, None] * GROUP + half
+        even, odd = tl.split(tl.reshape(kept, (GROUPS, 2, GROUP // 4, 2)))
+        tl.store(target, even, mask=inside[:, :, None])
+        tl.store(target + GROUP // 2, odd, mask=inside[:, :, None])
+    else:
+        tl.store(prepared + row * K + at, kept, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    x, sums, codes, pairs, partial, M, N, K,
+    OUTPUTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Each program multiplies a share of the groups; `_add_shares_kernel` adds up what they made."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    own = tl.minimum(outputs, N - 1).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    present = rows < M
+    length: tl.constexpr = GROUP // PLANES  # of a plane
+    columns = tl.arange(0, length)
+    groups = K // GROUP
+    share = tl.cdiv(groups, tl.num_programs(2))
+    first_group = tl.program_id(2) * share
+    last_group = tl.minimum(first_group + share, groups)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    codes_at = codes + own[:, None] * (K // PLANES) + columns[None, :]
+    x_at = x + tl.where(present, rows, 0)[None, :] * K + columns[:, None]
+    let_next_start()
+    # The compiler fetches what it multiplies ahead of time; what the products are scaled with is up to us.
+    type: tl.constexpr = x.dtype.element_ty
+    next_scale, next_offset = load_factors(pairs, own * groups + first_group, type)
+    wait_for_previous()
+    next_sum = tl.load(sums + rows * groups + first_group, mask=present, other=0.0)
+    for group in range(first_group, last_group):
+        scale, offset, sum_x = next_scale, next_offset, next_sum
+        following = tl.minimum(group + 1, groups - 1)
+        next_scale, next_offset = load_factors(pairs, own * groups + following, type)
+        next_sum = tl.load(sums + rows * groups + following, mask=present, other=0.0)
+        packed = tl.load(codes_at + group * length)
+        first_x = tl.load(x_at + group * GROUP)
+        second_x = tl.load(x_at + group * GROUP + length)
+        if PLANES == 4:
+            third_x = tl.load(x_at + group * GROUP + 2 * length)
+            fourth_x = tl.load(x_at + group * GROUP + 3 * length)
+            a, b, c, d = _four_planes(packed)
+            made = tl.dot(a.to(first_x.dtype), first_x)
+            made = tl.dot(b.to(first_x.dtype), second_x, made)
+            made = tl.dot(c.to(first_x.dtype), third_x, made)
+            made = tl.dot(d.to(first_x.dtype), fourth_x, made)
+        else:
+            a, b = _two_planes(packed)
+            made = tl.dot(a.to(first_x.dtype), first_x)
+            made = tl.dot(b.to(first_x.dtype), second_x, made)
+        total += made * scale[:, None] + (offset - CODE_BASE * scale)[:, None] * sum_x[None, :]
+    inside = (outputs < N)[:, None] & present[None, :]
+    target = partial + tl.program_id(2).to(tl.int64) * M * N
+    tl.store(target + rows[None, :] * N + outputs[:, None], total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def _add_shares_kernel(
+    partial, bias, residual, out, N, shares,
+    GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """With GATED the second half of what there is of a row gates the first, and N is how much that is."""
+    row = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = outputs < N
+    made = 2 * N if GATED else N
+    total = tl.zeros((BLOCK,), tl.float32)
+    up = tl.zeros((BLOCK,), tl.float32)
+    wait_for_previous()
+    for share in range(shares):
+        at = partial + (share * tl.num_programs(0) + row) * made + outputs
+        total += tl.load(at, mask=inside, other=0.0)
+        if GATED:
+            up += tl.load(at + N, mask=inside, other=0.0)
+    if GATED:
+        total = gate_with(total, up, out.dtype.element_ty, IS_SILU)
+    if BIAS:
+        total += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(residual + row * N + outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * N + outputs, total.to(out.dtype.element_ty), mask=inside)
+
+
+def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
+    rows, width = x.shape
+    num_made = weight.out_features
+    outputs = product.num_outputs(num_made)
+    out = product.residual
+    if out is None:
+        out = torch.empty(rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
+    absent = x  # any pointer will do
+    planes = 4 if weight.group >= 4 * SMALLEST_PRODUCT else 2
+    num_groups = width // weight.group
+    prepared = torch.empty_like(x)
+    sums = torch.empty(rows, num_groups, dtype=torch.float32, device=x.device)
+    _prepare_kernel[(rows,)](
+        x,
+        product.norm if product.norm is not None else absent,
+        prepared,
+        sums,
+        width,
+        product.eps,
+        NORM=product.norm is not None,
+        GROUP=weight.group,
+        GROUPS=triton.next_power_of_2(num_groups),
+        PLANES=planes,
+        num_warps=8,
+        launch_pdl=True,
+    )
+    tile = _tile(rows)
+    tiles = triton.cdiv(num_made, tile.outputs), triton.cdiv(rows, tile.rows)
+    # A program walks over its groups one after the other, and waits for each: many short walks are faster.
+    programs = tile.per_processor * num_processors(x.device.index or 0)
+    shares = max(1, min(num_groups // 4, programs // (tiles[0] * tiles[1])))
+    partial = torch.empty(shares, rows, num_made, dtype=torch.float32, device=x.device)
+    _few_rows_kernel[(*tiles, shares)](
+        prepared,
+        sums,
+        weight.codes.view(torch.int16) if planes == 4 else weight.codes,
+        weight.pairs,
+        partial,
+        rows,
+        num_made,
+        width,
+        OUTPUTS=tile.outputs,
+        GROUP=weight.group,
+        ROWS=tile.rows,
+        PLANES=planes,
+        num_warps=4,
+        num_stages=3,
+        launch_pdl=True,
+    )
+    parts = (part if part is not None else absent for part in (weight.bias, product.residual))
+    _add_shares_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+        partial,
+        *parts,
+        out,
+        outputs,
+        shares,
+        GATED=product.gate is not None,
+        IS_SILU=product.gate == "silu",
+        ADD=product.residual is not None,
+        BIAS=weight.bias is not None,
+        BLOCK=SUM_BLOCK,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program makes at a time, and how many programs there are for a processor."""
+
+    outputs: int
+    rows: int
+    per_processor: int
+
+
+def _tile(rows: int) -> Tile:
+    """Measured on an H200 over the shapes of 8 billion parameters."""
+    if rows <= 16:
+        return Tile(outputs=128, rows=16, per_processor=4)
+    if rows <= 32:
+        return Tile(outputs=128, rows=32, per_processor=2)
+    return Tile(outputs=64, rows=64, per_processor=2)
