@@ -22,6 +22,12 @@ from penstock.kernels.triton.ops import TritonOps
 DEVICE = torch.device("cuda")
 VOCABULARY = 151_936
 REPETITIONS = 20
+PROMPTS = (
+    *([(context - count, count)] for count in (256, 512, 1024) for context in (1024, 4096, 16_384)),
+    *([(0, count)] for count in (2048, 4096, 8192)),
+    *([(0, tokens // count)] * count for tokens, count in ((8192, 4), (8192, 16), (4000, 40))),
+    [(1000, 1)] * 64 + [(16_384 - 1024, 1024)],
+)
 
 
 def microseconds(work: Callable[..., object], *arguments: object) -> float:
@@ -126,12 +132,14 @@ def attention() -> None:
     print("\nattention over prompts, 32 heads of 128, 8 of keys, µs")
     row("requests", "Triton", "FlashInfer, planned", "FlashInfer with its plan")
     row(*["---"] * 4)
-    for lengths in ([(0, 2048)], [(0, 512)] * 16, [(8000, 512)], [(1000, 1)] * 64 + [(0, 1024)]):
+    for lengths in PROMPTS:
         num_blocks = sum(-(-sum(pair) // 16) for pair in lengths) + 1
-        batch, layer = bench.batch(lengths, num_blocks), heads.layer(bench, 10_000)
+        batch, layer = bench.batch(lengths, num_blocks), heads.layer(bench, 20_000)
         qkv = bench.normal(len(batch.positions), 48 * 128)
         ours = TritonOps(DEVICE, torch.bfloat16)
-        other = TritonOps(DEVICE, torch.bfloat16, flashinfer=FlashInferAttention(DEVICE))
+        other = TritonOps(
+            DEVICE, torch.bfloat16, flashinfer=FlashInferAttention(DEVICE, wherever_possible=True)
+        )
         cache = ours.allocate_kv(1, num_blocks, 16, 8, 128).layer(0)
         row(
             f"{len(lengths)}, {lengths[-1]}",

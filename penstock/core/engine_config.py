@@ -31,9 +31,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[Quantization, Meta(description="Round weights while loading: int8, int4 or fp8.")] | None
     ) = None
     attention_backend: Annotated[
-        Literal["triton", "flashinfer"],
-        Meta(description="Who computes attention over prompts on CUDA; flashinfer is an extra."),
-    ] = "triton"
+        Literal["auto", "triton", "flashinfer"],
+        Meta(
+            description="Who computes attention over prompts on CUDA. Auto: flashinfer (an extra) where it is "
+            "installed and measured faster, else triton."
+        ),
+    ] = "auto"
     max_model_len: (
         Annotated[
             int,

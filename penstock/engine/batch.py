@@ -156,4 +156,5 @@ class BatchRows:
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
             num_decodes=step.num_decodes,
+            lengths=(torch.from_numpy(step.query_starts), torch.from_numpy(step.context_lens)),
         )

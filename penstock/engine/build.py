@@ -21,6 +21,7 @@ from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json
+from penstock.engine.read_ahead import read_compiler_ahead
 from penstock.engine.record import PlanRecorder
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.scheduler import Scheduler
@@ -51,6 +52,7 @@ class Engine:
 
 def preload() -> None:
     """Import what engines of most kinds need, long before it is known what they will run."""
+    read_compiler_ahead()
     import penstock.engine.decoder  # noqa: F401
 
 

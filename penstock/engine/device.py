@@ -24,10 +24,10 @@ def choose_ops(config: EngineConfig) -> Ops:
     device = choose_device(config.model.device)
     if device.type == "cpu":
         set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-    use_flashinfer = config.model.attention_backend == "flashinfer"
-    if use_flashinfer and device.type != "cuda":
+    backend = config.model.attention_backend
+    if backend == "flashinfer" and device.type != "cuda":
         raise ConfigError("--attention-backend flashinfer needs a CUDA device.", hint="Leave it out.")
-    if use_flashinfer and importlib.util.find_spec("flashinfer") is None:
+    if backend == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         raise ConfigError(
             "--attention-backend flashinfer needs FlashInfer.", hint="pip install 'penstock[flashinfer]'"
         )
@@ -37,7 +37,7 @@ def choose_ops(config: EngineConfig) -> Ops:
         _kv_dtype(config.cache.kv_cache_dtype, device),
         # Who names a type gets it.
         integer_products=config.model.dtype == "auto",
-        use_flashinfer=use_flashinfer,
+        attention_backend=backend,
     )
     if isinstance(ops, TorchOps) and ops.kv_dtype != ops.dtype:
         log.warning("a KV cache in %s runs on plain torch here, which is slow", config.cache.kv_cache_dtype)

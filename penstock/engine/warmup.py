@@ -21,7 +21,8 @@ from penstock.models.model import Model
 
 LONG_CONTEXT = 1024  # is split over the chip when requests are few
 VERY_LONG_CONTEXT = 65_536  # whatever the step, it leaves the chip room to split it
-MANY_TOKENS = 2048  # fill the chip
+MANY_TOKENS = 2048  # fill the chip ...
+SHORT_CHUNK = 256  # ... also in chunks that our own attention is best at
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_token
     """Returns when everything is compiled that steps of so many requests and tokens at most can meet."""
     kv = ops.allocate_kv(model.num_layers, 1, block_size, model.num_kv_heads, model.head_dim)
     many = min(MANY_TOKENS, max_tokens)
-    steps = [*DECODES, *PREFILLS, WarmUpStep(1, many, 4 * many)]
+    chunks = max(1, min(many // SHORT_CHUNK, max_rows))
+    steps = [*DECODES, *PREFILLS, WarmUpStep(chunks, many // chunks, 4 * many)]
     if model.config.experts is not None:
         # The tiles of experts grow with the step: three times as many tokens, at least, from one size to the next.
         steps += [

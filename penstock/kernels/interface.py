@@ -187,6 +187,7 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     num_decodes: int = 0  # so many of the first requests have exactly one token in this step
+    lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -11,6 +12,9 @@ from penstock.kernels import library
 from penstock.kernels.interface import Ops
 from penstock.kernels.native import DTYPE_CODES, NativeOps
 from penstock.kernels.reference import TorchOps
+
+AttentionBackend = Literal["auto", "triton", "flashinfer"]
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,11 @@ def select_ops(
     kv_dtype: torch.dtype | None = None,
     *,
     integer_products: bool = False,
-    use_flashinfer: bool = False,
+    attention_backend: AttentionBackend = "auto",
 ) -> Ops:
     """With `integer_products`, weights that come quantized may be multiplied as whole numbers where a CPU does that
     faster. `kv_dtype` is that of the KV cache, where it is not `dtype`; the native CPU kernels know no other, and
-    leave it to plain torch. `use_flashinfer` is for CUDA, and needs that package."""
+    leave it to plain torch. On CUDA, `attention_backend` says who computes attention over prompts."""
     device = torch.device(device)
     native = library.load()
     if device.type == "cpu" and dtype in DTYPE_CODES and native is not None and kv_dtype is None:
@@ -42,9 +46,20 @@ def select_ops(
         from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
         from penstock.kernels.triton.ops import TritonOps
 
-        flashinfer = FlashInferAttention(device) if use_flashinfer else None
+        flashinfer = None
+        if attention_backend == "flashinfer" or (attention_backend == "auto" and _may_use_flashinfer(device)):
+            everything = attention_backend == "flashinfer"
+            flashinfer = FlashInferAttention(device, wherever_possible=everything)
         return TritonOps(device, dtype, kv_dtype, flashinfer=flashinfer)
     return TorchOps(device, dtype, kv_dtype)
+
+
+def _may_use_flashinfer(device: torch.device) -> bool:
+    """Where it was measured against ours."""
+    return (
+        importlib.util.find_spec("flashinfer") is not None
+        and torch.cuda.get_device_capability(device) == HOPPER
+    )
 
 
 def capabilities() -> Capabilities:

@@ -158,7 +158,7 @@ def test_sampling(vocabulary: int) -> None:
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(8, 1, 256, 40, 30.0)], ids=str)
 def test_flashinfer_agrees(heads: Heads) -> None:
     pytest.importorskip("flashinfer")
-    flashinfer = FlashInferAttention(DEVICE)
+    flashinfer = FlashInferAttention(DEVICE, wherever_possible=True)
     lengths: Lengths = [(33, 1), (900, 1), (500, 77), (0, 130)]
     batch, layer = NARROW.batch(lengths, 200), heads.layer(NARROW, 1100)
     qkv = NARROW.normal(len(batch.positions), (heads.count + 2 * heads.kv_count) * heads.size)

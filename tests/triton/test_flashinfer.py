@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
 from penstock.kernels.reference import TorchOps
+from penstock.kernels.triton import flashinfer_attention
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.ops import TritonOps
 from tests.triton.cases import BLOCK_SIZE, Bench, Heads, Lengths
@@ -54,8 +55,7 @@ class StandIn:
         self._pages, self._last = pages, last_page_lens.tolist()
         self._group, self._page_size, self._settings = num_heads // num_kv_heads, page_size, settings
 
-    def run(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-        out = torch.empty_like(q)
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], *, out: Tensor) -> None:
         for index, last in enumerate(self._last):
             rows = slice(self._rows[index], self._rows[index + 1])
             pages = self._pages[self._starts[index] : self._starts[index + 1]].long()
@@ -65,7 +65,6 @@ class StandIn:
                 for part in cache
             )
             out[rows] = self._attend(q[rows].float(), keys, values).to(q.dtype)
-        return out
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         settings = self._settings
@@ -86,7 +85,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferAttention:
     module.BatchPrefillWithPagedKVCacheWrapper = StandIn  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     StandIn.num_plans = 0
-    return FlashInferAttention(CPU)
+    return FlashInferAttention(CPU, wherever_possible=True)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +96,15 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferAttention:
     ],
     ids=str,
 )
-def test_it_is_told_all_it_needs(flashinfer: FlashInferAttention, heads: Heads, lengths: Lengths) -> None:
+@pytest.mark.parametrize("brings_lengths", [True, False])
+def test_it_is_told_all_it_needs(
+    flashinfer: FlashInferAttention, heads: Heads, lengths: Lengths, brings_lengths: bool
+) -> None:
     bench = Bench(CPU, torch.float16)
     backends = TritonOps(CPU, torch.float16, flashinfer=flashinfer), TorchOps(CPU, torch.float16)
     batch, layer = bench.batch(lengths, NUM_BLOCKS), heads.layer(bench, 200)
+    if brings_lengths:
+        batch = replace(batch, lengths=(batch.query_starts.clone(), batch.context_lens.clone()))
     qkv = bench.normal(len(batch.positions), (heads.count + 2 * heads.kv_count) * heads.size)
     stores = [ops.allocate_kv(2, NUM_BLOCKS, BLOCK_SIZE, heads.kv_count, heads.size) for ops in backends]
     for ours, theirs in zip(stores[0].tensors, stores[1].tensors, strict=True):
@@ -117,19 +121,91 @@ def test_it_is_told_all_it_needs(flashinfer: FlashInferAttention, heads: Heads, 
     assert StandIn.num_plans == 2  # for another step
 
 
-def test_what_it_has_no_kernels_for_stays(flashinfer: FlashInferAttention) -> None:
-    bench = Bench(CPU, torch.float16)
-    mixed, decodes = bench.batch([(33, 1), (0, 4)], NUM_BLOCKS), bench.batch([(33, 1), (5, 1)], NUM_BLOCKS)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "kv_dtype", "is_for_it"),
+    [
+        (64, torch.float16, None, True),
+        (64, torch.float16, torch.int8, False),
+        (64, torch.float16, torch.float8_e4m3fn, False),
+        (80, torch.float16, None, False),
+        (64, torch.float32, None, False),
+    ],
+)
+def test_what_it_has_no_kernels_for_stays(
+    flashinfer: FlashInferAttention,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    is_for_it: bool,
+) -> None:
+    _attend(TritonOps(CPU, dtype, kv_dtype, flashinfer=flashinfer), [(33, 1), (0, 4)], head_dim)
+    assert StandIn.num_plans == int(is_for_it)
 
-    def takes(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, batch: Any) -> bool:
-        ops = TritonOps(CPU, dtype, kv_dtype)
-        cache = ops.allocate_kv(1, 4, BLOCK_SIZE, 2, head_dim).layer(0)
-        layer = Heads(4, 2, head_dim).layer(bench, 64)
-        return flashinfer.takes(torch.zeros(1, 4, head_dim, dtype=dtype), cache, layer, batch)
 
-    assert takes(64, torch.float16, None, mixed)
-    assert not takes(64, torch.float16, None, decodes)
-    assert not takes(64, torch.float16, torch.int8, mixed)
-    assert not takes(64, torch.float16, torch.float8_e4m3fn, mixed)
-    assert not takes(80, torch.float16, None, mixed)
-    assert not takes(64, torch.float32, None, mixed)
+@pytest.fixture
+def a_small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("LONG_CHUNK", 5),
+        ("LONG_CONTEXT", 20),
+        ("ROWS_THAT_FILL_THE_CHIP", 24),
+        ("MANY_ROWS", 48),
+    ):
+        monkeypatch.setattr(flashinfer_attention, name, value)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_for_it"),
+    [
+        ([(14, 6)], True),
+        ([(13, 6)], False),  # sees too little
+        ([(16, 4), (16, 4)], False),  # short chunks
+        ([(15, 5)], False),  # too few rows
+        ([(0, 12)], True),  # many rows
+        ([(0, 11)], False),
+        ([(40, 1), (41, 1)], False),
+        ([(40, 1), (41, 1), (14, 6)], True),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("flashinfer", "a_small_chip")
+def test_by_default_it_gets_what_it_is_faster_at(lengths: Lengths, is_for_it: bool) -> None:
+    attention = FlashInferAttention(CPU, wherever_possible=False)
+    ops = TritonOps(CPU, torch.float16, flashinfer=attention)
+    _attend(ops, [(0, 2)])  # Its kernels are built for the first step that could use them, in the warm-up.
+    assert StandIn.num_plans == 1
+    _attend(ops, lengths)
+    assert StandIn.num_plans == 1 + int(is_for_it)
+
+
+class Broken(StandIn):
+    def plan(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("there is no nvcc")
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_where_it_cannot_build_its_kernels_triton_goes_on_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithPagedKVCacheWrapper", Broken)
+    by_default, insisting = (
+        TritonOps(
+            CPU, torch.float16, flashinfer=FlashInferAttention(CPU, wherever_possible=wherever_possible)
+        )
+        for wherever_possible in (False, True)
+    )
+    lengths = [(15, 5)]
+    alone = _attend(TritonOps(CPU, torch.float16), lengths)
+    assert torch.equal(_attend(by_default, lengths), alone)
+    assert torch.equal(_attend(by_default, lengths), alone)
+    assert caplog.text.count("there is no nvcc") == 1
+    with pytest.raises(RuntimeError, match="no nvcc"):
+        _attend(insisting, lengths)
+
+
+def _attend(ops: TritonOps, lengths: Lengths, head_dim: int = 64) -> Tensor:
+    torch.manual_seed(0)
+    bench, heads = Bench(CPU, ops.dtype), Heads(4, 2, head_dim)
+    batch = bench.batch(lengths, NUM_BLOCKS)
+    store = ops.allocate_kv(1, NUM_BLOCKS, BLOCK_SIZE, heads.kv_count, head_dim)
+    qkv = bench.normal(len(batch.positions), (heads.count + 2 * heads.kv_count) * head_dim)
+    return ops.attend(qkv, heads.layer(bench, 200), store.layer(0), batch)

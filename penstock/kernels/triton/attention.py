@@ -11,15 +11,25 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.paged_kv import PagedLayer
 from penstock.kernels.triton.prefill_attention import prefill_attention
 
 
-def attention(q: Tensor, cache: PagedLayer, layer: AttentionLayer, batch: AttentionBatch) -> Tensor:
-    """[T, H, D] → [T, H × D]. The first `batch.num_decodes` requests have one query token each."""
+def attention(
+    q: Tensor,
+    cache: PagedLayer,
+    layer: AttentionLayer,
+    batch: AttentionBatch,
+    flashinfer: FlashInferAttention | None = None,
+) -> Tensor:
+    """[T, H, D] → [T, H × D]. The first `batch.num_decodes` requests have one query token each. `flashinfer` does
+    the prompts that it takes."""
     out = torch.empty_like(q)
     if batch.num_decodes:
         decode_attention(q, cache, out, layer, batch)
-    if batch.num_requests > batch.num_decodes:
+    if batch.num_requests > batch.num_decodes and not (
+        flashinfer is not None and flashinfer.attends(q, cache, out, layer, batch)
+    ):
         prefill_attention(q, cache, out, layer, batch)
     return out.view(q.shape[0], -1)

@@ -1,12 +1,16 @@
-"""Attention by FlashInfer (the extra `flashinfer`), for steps in which prompts are computed.
+"""Attention over prompts by FlashInfer (the extra `flashinfer`).
 
 Decodes stay with the Triton kernel: they run from CUDA graphs, and FlashInfer plans every step on the host. So do
-caches in eight bits and sizes of heads that FlashInfer has no kernels for. A plan serves all layers of a step that
-are alike; making it waits for the device, once per step.
+caches in eight bits and sizes of heads that FlashInfer has no kernels for; and, unless it is to take all it can, the
+prompts that the Triton kernel is faster at (`docs/kernels.md` has the figures). A plan serves all layers of a step
+that are alike. FlashInfer compiles its kernels when it first meets a kind of layer, and keeps them on disk: so the
+first step that has a kind goes to it, which is one of the warm-up.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +20,13 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.paged_kv import PagedLayer
 
+log = logging.getLogger(__name__)
+
 WORKSPACE_BYTES = 128 << 20
 HEAD_SIZES = (64, 128, 256)
+# Where it is the faster one, on Hopper: chunks that fill the chip and see much, or fill it many times over.
+LONG_CHUNK, LONG_CONTEXT = 512, 4096
+ROWS_THAT_FILL_THE_CHIP, MANY_ROWS = 16_384, 131_072  # tokens × heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,59 +45,97 @@ class _Kind:
 class _Planned:
     wrapper: Any
     batch: AttentionBatch | None = None
+    copied: torch.cuda.Event | None = None  # when its last plan has left the page-locked buffer
 
 
 class FlashInferAttention:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, wherever_possible: bool) -> None:
         import flashinfer  # an extra
 
         self._make_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        self._wherever_possible = wherever_possible
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planned: dict[_Kind, _Planned] = {}
+        self._given_up = False
+        self._lock = threading.Lock()  # The steps of the warm-up run side by side.
 
-    def takes(self, q: Tensor, cache: PagedLayer, layer: AttentionLayer, batch: AttentionBatch) -> bool:
-        return (
-            batch.num_decodes < batch.num_requests
-            and cache.keys.dtype == q.dtype
-            and q.dtype in (torch.float16, torch.bfloat16)
-            and layer.head_dim in HEAD_SIZES
-        )
-
-    def attend(self, q: Tensor, cache: PagedLayer, layer: AttentionLayer, batch: AttentionBatch) -> Tensor:
-        """[T, H, D] → [T, H × D]"""
+    def attends(
+        self, q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
+    ) -> bool:
+        """Writes the rows of `out` after the first `batch.num_decodes`; or, where those are not for it, returns
+        False."""
+        if not _can_run(q, cache):
+            return False
         kind = _Kind(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, layer.window, layer.softcap
         )
-        planned = self._planned.get(kind)
-        if planned is None:
-            planned = self._planned[kind] = _Planned(self._make_wrapper(self._workspace, "HND"))
-        if planned.batch is not batch:
-            self._plan(planned.wrapper, kind, cache, batch, q.dtype)
-            planned.batch = batch
-        out: Tensor = planned.wrapper.run(q, (cache.keys, cache.values))
-        return out.reshape(q.shape[0], -1)
+        with self._lock:
+            if self._given_up or not (
+                self._wherever_possible or kind not in self._planned or _is_faster(q, batch)
+            ):
+                return False
+            planned = self._planned.get(kind) or _Planned(self._make_wrapper(self._workspace, "HND"))
+            try:
+                if planned.batch is not batch:
+                    _plan(planned, kind, cache.block_size, batch, q.dtype)
+            except Exception as error:
+                # The first plan of a kind compiles its kernels, in which all sorts of things are missed.
+                if kind in self._planned or self._wherever_possible:
+                    raise
+                log.warning("FlashInfer cannot run here, so Triton does all attention: %s", error)
+                self._given_up = True
+                return False
+            self._planned[kind] = planned
+            first = batch.num_decodes
+            planned.wrapper.run(q[first:], (cache.keys, cache.values), out=out[first:])
+        return True
 
-    def _plan(
-        self, wrapper: Any, kind: _Kind, cache: PagedLayer, batch: AttentionBatch, dtype: torch.dtype
-    ) -> None:
-        block_size = cache.block_size
-        lengths = batch.context_lens[: batch.num_requests]
-        counts = (lengths + block_size - 1) // block_size
-        starts = torch.nn.functional.pad(torch.cumsum(counts, dim=0, dtype=torch.int32), (1, 0))
-        places = torch.arange(batch.block_tables.shape[1], device=counts.device)
-        tables = batch.block_tables[: batch.num_requests]
-        wrapper.plan(
-            batch.query_starts[: batch.num_requests + 1],
-            starts,
-            tables[places < counts.unsqueeze(1)],
-            (lengths - 1) % block_size + 1,
-            kind.num_heads,
-            kind.num_kv_heads,
-            kind.head_dim,
-            block_size,
-            causal=True,
-            sm_scale=kind.scale,
-            window_left=-1 if kind.window is None else kind.window - 1,
-            logits_soft_cap=kind.softcap,
-            q_data_type=dtype,
-        )
+
+def _can_run(q: Tensor, cache: PagedLayer) -> bool:
+    return (
+        cache.keys.dtype == q.dtype
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[2] in HEAD_SIZES
+    )
+
+
+def _is_faster(q: Tensor, batch: AttentionBatch) -> bool:
+    num_tokens, num_heads, _ = q.shape
+    rows = (num_tokens - batch.num_decodes) * num_heads
+    sees_much = batch.max_context_len >= LONG_CONTEXT
+    return batch.max_query_len >= LONG_CHUNK and rows >= (ROWS_THAT_FILL_THE_CHIP if sees_much else MANY_ROWS)
+
+
+def _plan(planned: _Planned, kind: _Kind, block_size: int, batch: AttentionBatch, dtype: torch.dtype) -> None:
+    """Without waiting for the device, where the batch brings its lengths."""
+    prompts = slice(batch.num_decodes, batch.num_requests)
+    query_starts, context_lens = batch.lengths or (batch.query_starts.cpu(), batch.context_lens.cpu())
+    lengths = context_lens[prompts]
+    counts = (lengths + block_size - 1) // block_size
+    page_starts = torch.nn.functional.pad(torch.cumsum(counts, dim=0, dtype=torch.int32), (1, 0))
+    if planned.copied is not None:
+        planned.copied.synchronize()
+    planned.wrapper.plan(
+        query_starts[batch.num_decodes : batch.num_requests + 1] - batch.num_decodes,
+        page_starts,
+        _pages(batch.block_tables[prompts], counts),
+        (lengths - 1) % block_size + 1,
+        kind.num_heads,
+        kind.num_kv_heads,
+        kind.head_dim,
+        block_size,
+        causal=True,
+        sm_scale=kind.scale,
+        window_left=-1 if kind.window is None else kind.window - 1,
+        logits_soft_cap=kind.softcap,
+        q_data_type=dtype,
+    )
+    planned.batch = batch
+    if batch.block_tables.is_cuda:
+        planned.copied = planned.copied or torch.cuda.Event()
+        planned.copied.record()
+
+
+def _pages(tables: Tensor, counts: Tensor) -> Tensor:
+    """The first so many of each row, one row after the other. `counts` is on the host."""
+    return torch.cat([row[:count] for row, count in zip(tables, counts.tolist(), strict=True)])

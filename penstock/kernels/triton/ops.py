@@ -47,7 +47,7 @@ class TritonOps:
         *,
         flashinfer: FlashInferAttention | None = None,
     ) -> None:
-        """`flashinfer` does the attention of the steps that it takes."""
+        """`flashinfer` does the attention of the prompts that it takes."""
         self._flashinfer = flashinfer
         self.device = device
         self.dtype = dtype
@@ -93,9 +93,7 @@ class TritonOps:
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: PagedLayer, batch: AttentionBatch) -> Tensor:
         queries = rope_and_cache(qkv, layer, cache, batch.positions, batch.slots)
-        if self._flashinfer is not None and self._flashinfer.takes(queries, cache, layer, batch):
-            return self._flashinfer.attend(queries, cache, layer, batch)
-        return attention(queries, cache, layer, batch)
+        return attention(queries, cache, layer, batch, self._flashinfer)
 
     def attention(
         self,
