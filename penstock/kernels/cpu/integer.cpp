@@ -8,24 +8,24 @@
 namespace penstock {
 namespace {
 
-// Both planes of one item's rows, which every pair of panels reads again, should stay in a core's second-level cache.
-constexpr int64_t kItemPlaneBytes = 1 << 20;
+// One item's rows, which every pair of panels reads again, should stay in a core's second-level cache.
+constexpr int64_t kItemBytes = 1 << 20;
 constexpr int64_t kMinRowsPerItem = 64;
 constexpr int64_t kItemsPerThread = 4;
 
-// The planes live until the thread's next call.
-void split_rows(const Linear& linear, int64_t rows, const InputRows& in, IntegerCall* call) {
-  static thread_local Scratch made_rows, planes, scales;
+// The codes live until the thread's next call.
+void round_rows(const Linear& linear, int64_t rows, const InputRows& in, IntegerCall* call) {
+  static thread_local Scratch made_rows, codes, scales;
   const int64_t width = linear.in_features, num_blocks = ceil_div(rows, kIntegerBlockRows);
   const bool makes = in.origin != InputRows::Origin::given;
   bf16* made = makes ? made_rows.get<bf16>(rows * width) : nullptr;
   const bf16* x = makes ? made : static_cast<const bf16*>(in.data);
-  call->planes = planes.get<uint8_t>(num_blocks * call->num_tiles * kPlanesStep);
+  call->codes = codes.get<uint8_t>(num_blocks * call->num_tiles * kCodesTileBytes);
   call->row_scales = scales.get<float>(rows);
   for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
     for (int64_t row = first; row < first + count; ++row) {
       if (makes) make_row(in, Dtype::bfloat16, width, row, made + row * width);
-      kernels().split_row(*call, x + row * width, width, row);
+      kernels().round_row(*call, x + row * width, width, row);
     }
   });
 }
@@ -52,14 +52,14 @@ struct RowPieces {
 };
 
 RowPieces cut_rows(const IntegerCall& call, int64_t num_pairs, int64_t rows) {
-  const int64_t threads = num_threads(), row_bytes = 2 * call.num_tiles * kIntegerTileInputs;
-  const int64_t cached = std::max<int64_t>(kMinRowsPerItem, kItemPlaneBytes / row_bytes);
+  const int64_t threads = num_threads(), row_bytes = call.num_tiles * kIntegerTileInputs;
+  const int64_t cached = std::max<int64_t>(kMinRowsPerItem, kItemBytes / row_bytes);
   const bool owned = threads > 1 && rows >= threads * kOwnRows;
   const int64_t wanted = owned ? threads : ceil_div(threads * kItemsPerThread, num_pairs);
   const int64_t most = ceil_div(rows, kMinRowsPerItem);
   int64_t pieces = std::clamp<int64_t>(wanted, 1, most);
   pieces *= ceil_div(ceil_div(rows, pieces), cached);
-  const int64_t piece = round_up(ceil_div(rows, pieces), kIntegerBlockRows);
+  const int64_t piece = round_up(ceil_div(rows, pieces), kRowsAtOnce);
   return {piece, ceil_div(rows, piece), owned};
 }
 
@@ -118,7 +118,7 @@ void multiply_integers(const Linear& linear, int64_t rows, const InputRows& in, 
   const Kernels& set = kernels();
   set.enter();
   IntegerCall call = make_call(linear, out);
-  split_rows(linear, rows, in, &call);
+  round_rows(linear, rows, in, &call);
   const Pairing neighbours = {ceil_div(static_cast<int64_t>(linear.panels.size()), 2), 2, 1};
   const auto run = [&](const PanelPair* pairs, int64_t num_pairs, int64_t first_row, int64_t end_row) {
     set.multiply_panels(call, pairs, num_pairs, first_row, end_row);
@@ -138,7 +138,7 @@ void multiply_gated_integers(const Linear& gate_up, int64_t rows, const InputRow
   set.enter();
   IntegerCall call = make_call(gate_up, {out, Dtype::bfloat16});
   call.out_features = gate_up.out_features / 2;
-  split_rows(gate_up, rows, in, &call);
+  round_rows(gate_up, rows, in, &call);
   const int64_t half = static_cast<int64_t>(gate_up.panels.size()) / 2;
   const Pairing gates_and_ups = {half, 1, half};
   const auto run = [&](const PanelPair* pairs, int64_t num_pairs, int64_t first_row, int64_t end_row) {

@@ -18,64 +18,32 @@ PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,
 namespace penstock {
 namespace amx {
 
-// As `split_row`, 64 inputs at a time: even and odd inputs are made codes apart, joined again as 16 bits each, and
-// their bytes sorted by one permutation for each plane. Needs VBMI, which a virtual machine may hide.
-void split_row_by_bytes(const IntegerCall& call, const bf16* x, int64_t width, int64_t row) {
-  const __m512i magnitude = _mm512_set1_epi16(0x7fff), odd = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
-  const auto load_words = [&](int64_t at) {
-    const int64_t left = width - at;
-    const __mmask32 mask = left >= 32 ? ~__mmask32{0} : left > 0 ? (__mmask32{1} << left) - 1 : 0;
-    return _mm512_maskz_loadu_epi16(mask, x + at);
-  };
-  __m512i largest_words = _mm512_setzero_si512();
-  for (int64_t i = 0; i < width; i += 32) {
-    largest_words = _mm512_max_epu16(largest_words, _mm512_and_si512(load_words(i), magnitude));
-  }
-  const __m512i in_even = _mm512_slli_epi32(largest_words, 16), in_odd = _mm512_and_si512(largest_words, odd);
-  const uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(in_even, in_odd));
-  float largest;
-  memcpy(&largest, &bits, sizeof largest);
-  call.row_scales[row] = largest / kLargestCode;
-  const __m512 inverse = _mm512_set1_ps(largest > 0 ? kLargestCode / largest : 0.0f);
-  const __m512 rounder = _mm512_set1_ps(kSplitRounder);
-  const auto code = [&](__m512i values) {
-    return _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(values), inverse, rounder));
-  };
-  const auto codes = [&](__m512i words) {
-    const __m512i evens = code(_mm512_slli_epi32(words, 16)), odds = code(_mm512_and_si512(words, odd));
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, evens, _mm512_slli_epi32(odds, 16));
-  };
-  alignas(64) uint8_t low_bytes[64];
-  for (int i = 0; i < 64; ++i) low_bytes[i] = static_cast<uint8_t>(2 * i);
-  const __m512i lows = _mm512_load_si512(low_bytes), highs = _mm512_add_epi8(lows, _mm512_set1_epi8(1));
-  uint8_t* to = call.row_planes(row);
-  for (int64_t i = 0; i < width; i += kIntegerTileInputs, to += kPlanesStep) {
-    const __m512i first = codes(load_words(i)), second = codes(load_words(i + 32));
-    _mm512_store_si512(to, _mm512_permutex2var_epi8(first, highs, second));
-    _mm512_store_si512(to + kPlaneTileBytes, _mm512_permutex2var_epi8(first, lows, second));
-  }
-}
-
 constexpr int64_t kTilesAhead = 4;
+constexpr int64_t kQuadsPerTile = kIntegerTileInputs / kQuadInputs;
 
-// Tiles 0 to 3 accumulate (panel, plane), 4 and 5 hold weights, 6 and 7 the planes.
+// Tiles 0 to 3 accumulate (block of rows, panel), 4 and 5 hold weights, 6 and 7 the codes of the two blocks.
 struct IntegerTiles {
   static TileShapes shapes(int64_t rows) {
+    const int64_t in_first = rows < kIntegerBlockRows ? rows : kIntegerBlockRows;
+    const int64_t in_second = rows > in_first ? rows - in_first : in_first;  // unused where there is none
     TileShapes made;
-    for (int accumulator = 0; accumulator < 4; ++accumulator) made.set(accumulator, rows, 64);
-    made.set(4, 16, 64);
-    made.set(5, 16, 64);
-    made.set(6, rows, 64);
-    made.set(7, rows, 64);
+    made.set(0, in_first, 64);
+    made.set(1, in_first, 64);
+    made.set(2, in_second, 64);
+    made.set(3, in_second, 64);
+    made.set(4, kQuadsPerTile, 64);
+    made.set(5, kQuadsPerTile, 64);
+    made.set(6, in_first, 64);
+    made.set(7, in_second, 64);
     return made;
   }
 
-  // Panels are too short for the processor to find out by itself what comes after them. A single block asks for what it
+  // Panels are too short for the processor to find out by itself what comes after them. A single turn asks for what it
   // needs in a moment; one of several for its share of the next panel.
-  template <bool kSingleBlock>
+  template <bool kSingleTurn>
   static inline void fetch(const uint8_t* tiles, const uint8_t* next, int64_t num_tiles, int64_t tile,
                            const BytesAhead& ahead) {
-    if (kSingleBlock) {
+    if (kSingleTurn) {
       const int64_t at = tile + kTilesAhead;
       const uint8_t* from =
           at < num_tiles ? tiles + at * kIntegerTileBytes : next + (at - num_tiles) * kIntegerTileBytes;
@@ -86,44 +54,54 @@ struct IntegerTiles {
     }
   }
 
-  template <bool kTwoPanels, bool kSingleBlock, typename Meanwhile>
+  // All loads of a step come before its products: where another program has the core's other half, neither overlaps with
+  // the other, and a change from one to the other costs time.
+  template <bool kTwoBlocks, bool kTwoPanels, bool kSingleTurn, typename Meanwhile>
   static inline void sum_tiles(const IntegerCall& call, const PanelPair& pair, int64_t row, const BytesAhead& ahead,
                                IntegerSums* sums, const Meanwhile& meanwhile) {
-    const uint8_t* planes = call.row_planes(row);
+    const uint8_t* x = call.row_codes(row);
+    const uint8_t* more = kTwoBlocks ? call.row_codes(row + kIntegerBlockRows) : nullptr;
     const uint8_t* first = pair.panel[0]->tiles;
     const uint8_t* second = kTwoPanels ? pair.panel[1]->tiles : nullptr;
     _tile_loadd(0, pair.panel[0]->offsets, 0);  // the same for every row
-    _tile_zero(1);
-    if (kTwoPanels) _tile_loadd(2, pair.panel[1]->offsets, 0);
-    if (kTwoPanels) _tile_zero(3);
+    if (kTwoPanels) _tile_loadd(1, pair.panel[1]->offsets, 0);
+    if (kTwoBlocks) _tile_loadd(2, pair.panel[0]->offsets, 0);
+    if (kTwoBlocks && kTwoPanels) _tile_loadd(3, pair.panel[1]->offsets, 0);
     for (int64_t t = 0; t < call.num_tiles; ++t) {
-      fetch<kSingleBlock>(first, pair.next[0], call.num_tiles, t, ahead);
-      _tile_stream_loadd(6, planes + t * kPlanesStep, 64);
+      fetch<kSingleTurn>(first, pair.next[0], call.num_tiles, t, ahead);
+      if (kTwoPanels) fetch<kSingleTurn>(second, pair.next[1], call.num_tiles, t, ahead);
+      _tile_stream_loadd(6, x + t * kCodesTileBytes, 64);
       _tile_loadd(4, first + t * kIntegerTileBytes, 64);
+      if (kTwoBlocks) _tile_stream_loadd(7, more + t * kCodesTileBytes, 64);
+      if (kTwoPanels) _tile_loadd(5, second + t * kIntegerTileBytes, 64);
       _tile_dpbusd(0, 6, 4);
-      _tile_stream_loadd(7, planes + t * kPlanesStep + kPlaneTileBytes, 64);
-      _tile_dpbusd(1, 7, 4);
-      if (kTwoPanels) {
-        fetch<kSingleBlock>(second, pair.next[1], call.num_tiles, t, ahead);
-        _tile_loadd(5, second + t * kIntegerTileBytes, 64);
-        _tile_dpbusd(2, 6, 5);
-        _tile_dpbusd(3, 7, 5);
-      }
+      if (kTwoBlocks) _tile_dpbusd(2, 7, 4);
+      if (kTwoPanels) _tile_dpbusd(1, 6, 5);
+      if (kTwoBlocks && kTwoPanels) _tile_dpbusd(3, 7, 5);
       meanwhile();
     }
     _tile_stored(0, sums->of[0][0], 64);
-    _tile_stored(1, sums->of[0][1], 64);
-    if (kTwoPanels) _tile_stored(2, sums->of[1][0], 64);
-    if (kTwoPanels) _tile_stored(3, sums->of[1][1], 64);
+    if (kTwoPanels) _tile_stored(1, sums->of[1][0], 64);
+    if (kTwoBlocks) _tile_stored(2, sums->of[0][kIntegerBlockRows], 64);
+    if (kTwoBlocks && kTwoPanels) _tile_stored(3, sums->of[1][kIntegerBlockRows], 64);
+  }
+
+  template <bool kTwoBlocks, typename Meanwhile>
+  static inline void sum_blocks(const IntegerCall& call, const PanelPair& pair, int64_t row, const BytesAhead& ahead,
+                                IntegerSums* sums, const Meanwhile& meanwhile) {
+    if (pair.panel[1] == nullptr) {
+      return sum_tiles<kTwoBlocks, false, false>(call, pair, row, ahead, sums, meanwhile);
+    }
+    if (ahead.is_all()) return sum_tiles<kTwoBlocks, true, true>(call, pair, row, ahead, sums, meanwhile);
+    return sum_tiles<kTwoBlocks, true, false>(call, pair, row, ahead, sums, meanwhile);
   }
 
   template <typename Meanwhile>
   static inline void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows,
                          const BytesAhead& ahead, IntegerSums* sums, const Meanwhile& meanwhile) {
     use_tiles(shapes(rows));
-    if (pair.panel[1] == nullptr) return sum_tiles<false, false>(call, pair, row, ahead, sums, meanwhile);
-    if (ahead.is_all()) return sum_tiles<true, true>(call, pair, row, ahead, sums, meanwhile);
-    return sum_tiles<true, false>(call, pair, row, ahead, sums, meanwhile);
+    if (rows > kIntegerBlockRows) return sum_blocks<true>(call, pair, row, ahead, sums, meanwhile);
+    return sum_blocks<false>(call, pair, row, ahead, sums, meanwhile);
   }
 };
 

@@ -1,49 +1,63 @@
-// Products in whole numbers, compiled once per instruction set: how a row is split into planes, how sums are scaled and
-// written. An Engine supplies the sums, which are exact, so they are the same in every batch and for every engine; it
+// Products in whole numbers, compiled once per instruction set: how a row is rounded, how sums are scaled and written.
+// An Engine supplies the sums, which are exact, so they are the same in every batch and for every engine; it
 // may do something else meanwhile, after each tile of inputs.
 #pragma once
 
 #include "elementwise_impl.h"
 #include "integer.h"
 #include "linear_write.h"
+#include "rotation_impl.h"
 #include "vec.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Magnitudes of bfloat16 are in the order of their bits, NaN last: a row with a NaN gets a scale of NaN, and with it
-// all its products.
-static float largest_magnitude(const bf16* x, int64_t width) {
-  bf16 largest = 0;
-  for (int64_t i = 0; i < width; ++i) {
-    const bf16 magnitude = x[i] & 0x7fff;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  const uint32_t bits = static_cast<uint32_t>(largest) << 16;
+// Magnitudes are in the order of their bits, NaN last: a row with a NaN gets a scale of NaN, and with it all its
+// products.
+PENSTOCK_INLINE Ints larger_magnitudes(Ints largest, Floats values) {
+  const Ints magnitudes = as_ints(values) & broadcast_int(0x7fffffff);
+  FOR_PARTS largest.part[i] = magnitudes.part[i] > largest.part[i] ? magnitudes.part[i] : largest.part[i];
+  return largest;
+}
+
+PENSTOCK_INLINE float largest_lane(Ints magnitudes) {
+  int32_t lanes[kLanes], largest = 0;
+  memcpy(lanes, &magnitudes, sizeof lanes);
+  for (int i = 0; i < kLanes; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
   float value;
-  memcpy(&value, &bits, sizeof value);
+  memcpy(&value, &largest, sizeof value);
   return value;
 }
 
-// Added to a small number, it leaves the nearest integer plus 32768 in the lowest 16 bits.
-constexpr float kSplitRounder = 12582912.0f + 32768.0f;
-constexpr float kLargestCode = 32767.0f;
+// Added to a small number, it leaves the nearest integer plus 128 in the lowest byte.
+constexpr float kCodeRounder = 12582912.0f + kCodeOffset;
 
-[[maybe_unused]] static void split_row(const IntegerCall& call, const bf16* x, int64_t width, int64_t row) {
-  const float largest = largest_magnitude(x, width);
-  call.row_scales[row] = largest / kLargestCode;
-  const Floats inverse = broadcast(largest > 0 ? kLargestCode / largest : 0.0f), rounder = broadcast(kSplitRounder);
-  const auto split = [&](Floats values, uint8_t* to) {
-    const Ints codes = as_ints(multiply_add(values, inverse, rounder));
-    store_bytes(to, shift_right(codes, 8));
-    store_bytes(to + kPlaneTileBytes, codes);
-  };
-  uint8_t* to = call.row_planes(row);
-  int64_t i = 0;
-  for (; i + kIntegerTileInputs <= width; i += kIntegerTileInputs, to += kPlanesStep) {
-    for (int64_t j = 0; j < kIntegerTileInputs; j += kLanes) split(load(x + i + j), to + j);
+[[maybe_unused]] static void round_row(const IntegerCall& call, const bf16* x, int64_t width, int64_t row) {
+  static thread_local Scratch scratch;
+  float* rotated = scratch.get<float>(call.num_tiles * kIntegerTileInputs);
+  Ints magnitudes = broadcast_int(0);
+  for (int64_t i = 0; i < width; i += kIntegerTileInputs) {
+    Floats run[kRunRegisters];
+    for (int64_t j = 0; j < kRunRegisters; ++j) {
+      const int64_t at = i + j * kLanes;
+      run[j] = at < width ? load_some(x + at, width - at) : zeros();
+    }
+    rotate(run);
+    for (int64_t j = 0; j < kRunRegisters; ++j) {
+      magnitudes = larger_magnitudes(magnitudes, run[j]);
+      store(rotated + i + j * kLanes, run[j]);
+    }
   }
-  for (; i < width; i += kLanes, to += kLanes) split(load_some(x + i, width - i), to);
+  const float largest = largest_lane(magnitudes);
+  call.row_scales[row] = largest / kLargestIntegerCode;
+  const Floats inverse = broadcast(largest > 0 ? kLargestIntegerCode / largest : 0.0f);
+  const Floats rounder = broadcast(kCodeRounder);
+  uint8_t* to = call.row_codes(row);
+  for (int64_t i = 0; i < width; i += kIntegerTileInputs, to += kCodesTileBytes) {
+    for (int64_t j = 0; j < kIntegerTileInputs; j += kLanes) {
+      store_bytes(to + j, as_ints(multiply_add(load(rotated + i + j), inverse, rounder)));
+    }
+  }
 }
 
 PENSTOCK_INLINE Floats round_to_bf16(Floats value) {
@@ -52,24 +66,20 @@ PENSTOCK_INLINE Floats round_to_bf16(Floats value) {
   return load(rounded);
 }
 
-// Row `block_row` of a panel's sums, which begin with the panel's offsets.
-PENSTOCK_INLINE Floats scale_sums(const Panel& panel, const int32_t (&sums)[2][kIntegerBlockRows][kPanelOutputs],
-                                  int64_t block_row, float row_scale) {
-  const Floats high = to_floats(load_ints(sums[0][block_row])), low = to_floats(load_ints(sums[1][block_row]));
-  const Floats whole = multiply_add(high, broadcast(256.0f), low);
-  return whole * load(panel.scales) * broadcast(row_scale);
+PENSTOCK_INLINE Floats scale_sums(const Panel& panel, const int32_t (&sums)[kPanelOutputs], float row_scale) {
+  return to_floats(load_ints(sums)) * load(panel.scales) * broadcast(row_scale);
 }
 
-// Which bytes of each of the next pair's tiles to ask memory for while a block is summed: every block of a pair takes
-// its share, so that memory is as busy with the last as with the first.
+// Which bytes of each of the next pair's tiles to ask memory for while some rows are summed: every turn takes its share,
+// so that memory is as busy with the last as with the first.
 struct BytesAhead {
   int64_t first;
   int64_t end;
 
   bool is_all() const { return first == 0 && end == kIntegerTileBytes; }
 
-  static BytesAhead of_block(int64_t block, int64_t num_blocks) {
-    const int64_t share = round_up(ceil_div(kIntegerTileBytes, num_blocks), 64), first = block * share;
+  static BytesAhead of_turn(int64_t turn, int64_t num_turns) {
+    const int64_t share = round_up(ceil_div(kIntegerTileBytes, num_turns), 64), first = turn * share;
     return {first, first + share < kIntegerTileBytes ? first + share : kIntegerTileBytes};
   }
 };
@@ -82,8 +92,8 @@ struct WaitingSums {
   int64_t num_written;
 };
 
-// write(pair, row, row in the block, sums) for every row of every pair. The rows of one block are written while the
-// next is summed, some for each tile of inputs, so that neither waits for the other.
+// write(pair, row, index in the sums, sums) for every row of every pair. Rows are written while the next are summed,
+// some for each tile of inputs, so that neither waits for the other.
 template <typename Engine, typename Write>
 PENSTOCK_INLINE void for_rows_of_pairs(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
                                        int64_t first_row, int64_t end_row, const Write& write) {
@@ -95,19 +105,19 @@ PENSTOCK_INLINE void for_rows_of_pairs(const IntegerCall& call, const PanelPair*
       write(*waiting.pair, waiting.first_row + waiting.num_written, waiting.num_written, buffers[1 - current]);
     }
   };
-  const int64_t rows_per_tile = ceil_div(kIntegerBlockRows, call.num_tiles);
-  const int64_t num_blocks = ceil_div(end_row - first_row, kIntegerBlockRows);
+  const int64_t rows_per_tile = ceil_div(kRowsAtOnce, call.num_tiles);
+  const int64_t num_turns = ceil_div(end_row - first_row, kRowsAtOnce);
   for (const PanelPair* pair = pairs; pair < pairs + num_pairs; ++pair) {
-    for (int64_t row = first_row; row < end_row; row += kIntegerBlockRows) {
-      const int64_t rows = end_row - row < kIntegerBlockRows ? end_row - row : kIntegerBlockRows;
-      const BytesAhead ahead = BytesAhead::of_block((row - first_row) / kIntegerBlockRows, num_blocks);
+    for (int64_t row = first_row; row < end_row; row += kRowsAtOnce) {
+      const int64_t rows = end_row - row < kRowsAtOnce ? end_row - row : kRowsAtOnce;
+      const BytesAhead ahead = BytesAhead::of_turn((row - first_row) / kRowsAtOnce, num_turns);
       Engine::sum(call, *pair, row, rows, ahead, &buffers[current], [&] { write_some(rows_per_tile); });
-      write_some(kIntegerBlockRows);
+      write_some(kRowsAtOnce);
       waiting = {pair, row, rows, 0};
       current = 1 - current;
     }
   }
-  write_some(kIntegerBlockRows);
+  write_some(kRowsAtOnce);
 }
 
 // Rounded, or added to what is there after rounding.
@@ -129,11 +139,11 @@ static void multiply_whole_panels(const IntegerCall& call, const PanelPair* pair
   const int64_t stride = call.out_features;
   const float* row_scales = call.row_scales;
   bf16* y = static_cast<bf16*>(call.y);
-  const auto write = [=](const PanelPair& pair, int64_t row, int64_t block_row, const IntegerSums& sums) {
+  const auto write = [=](const PanelPair& pair, int64_t row, int64_t index, const IntegerSums& sums) {
     const Panel &first = *pair.panel[0], &second = *pair.panel[1];
     const float row_scale = row_scales[row];
-    const Floats low = scale_sums(first, sums.of[0], block_row, row_scale);
-    const Floats high = scale_sums(second, sums.of[1], block_row, row_scale);
+    const Floats low = scale_sums(first, sums.of[0][index], row_scale);
+    const Floats high = scale_sums(second, sums.of[1][index], row_scale);
     write_two<kAdds>(y + row * stride + first.first_output, low, high);
   };
   for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
@@ -149,11 +159,11 @@ static void multiply_panels_with(const IntegerCall& call, const PanelPair* pairs
   }
   if (whole && call.adds) return multiply_whole_panels<Engine, true>(call, pairs, num_pairs, first_row, end_row);
   if (whole) return multiply_whole_panels<Engine, false>(call, pairs, num_pairs, first_row, end_row);
-  const auto write = [&](const PanelPair& pair, int64_t row, int64_t block_row, const IntegerSums& sums) {
+  const auto write = [&](const PanelPair& pair, int64_t row, int64_t index, const IntegerSums& sums) {
     for (int p = 0; p < 2 && pair.panel[p] != nullptr; ++p) {
       const Panel& panel = *pair.panel[p];
       write_outputs(call, row, panel.first_output, panel.num_outputs,
-                    scale_sums(panel, sums.of[p], block_row, call.row_scales[row]));
+                    scale_sums(panel, sums.of[p][index], call.row_scales[row]));
     }
   };
   for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
@@ -163,11 +173,11 @@ static void multiply_panels_with(const IntegerCall& call, const PanelPair* pairs
 template <typename Engine>
 static void multiply_gated_panels_with(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
                                        Activation activation, int64_t first_row, int64_t end_row) {
-  const auto write = [&](const PanelPair& pair, int64_t row, int64_t block_row, const IntegerSums& sums) {
+  const auto write = [&](const PanelPair& pair, int64_t row, int64_t index, const IntegerSums& sums) {
     const Panel &gate = *pair.panel[0], &up = *pair.panel[1];
     const float row_scale = call.row_scales[row];
-    const Floats gates = round_to_bf16(scale_sums(gate, sums.of[0], block_row, row_scale));
-    const Floats ups = round_to_bf16(scale_sums(up, sums.of[1], block_row, row_scale));
+    const Floats gates = round_to_bf16(scale_sums(gate, sums.of[0][index], row_scale));
+    const Floats ups = round_to_bf16(scale_sums(up, sums.of[1][index], row_scale));
     bf16* to = static_cast<bf16*>(call.y) + row * call.out_features + gate.first_output;
     store_some(to, activate_roughly(activation, gates) * ups, gate.num_outputs);
   };
@@ -180,21 +190,18 @@ struct PlainEngine {
   static void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, const BytesAhead&,
                   IntegerSums* sums, const Meanwhile&) {
     for (int p = 0; p < 2 && pair.panel[p] != nullptr; ++p) {
-      for (int64_t r = 0; r < rows; ++r) {
-        const uint8_t *tiles = pair.panel[p]->tiles, *x = call.row_planes(row + r);
-        sum_plane(tiles, x, call.num_tiles, load_ints(pair.panel[p]->offsets), sums->of[p][0][r]);
-        sum_plane(tiles, x + kPlaneTileBytes, call.num_tiles, broadcast_int(0), sums->of[p][1][r]);
-      }
+      for (int64_t r = 0; r < rows; ++r) sum_row(call, *pair.panel[p], call.row_codes(row + r), sums->of[p][r]);
     }
   }
 
-  static void sum_plane(const uint8_t* tiles, const uint8_t* x, int64_t num_tiles, Ints sum, int32_t* to) {
-    for (int64_t t = 0; t < num_tiles; ++t) {
+  static void sum_row(const IntegerCall& call, const Panel& panel, const uint8_t* x, int32_t* to) {
+    Ints sum = load_ints(panel.offsets);
+    for (int64_t t = 0; t < call.num_tiles; ++t) {
       for (int64_t input = 0; input < kIntegerTileInputs; ++input) {
-        const Ints codes = load_ints(tiles + t * kIntegerTileBytes + input / kQuadInputs * kQuadBytes);
+        const Ints codes = load_ints(panel.tiles + t * kIntegerTileBytes + input / kQuadInputs * kQuadBytes);
         const int unused_bits = static_cast<int>(24 - 8 * (input % kQuadInputs));
         const Ints code = shift_right_signed(shift_left(codes, unused_bits), 24);
-        sum = sum + code * broadcast_int(x[t * kPlanesStep + input]);
+        sum = sum + code * broadcast_int(x[t * kCodesTileBytes + input]);
       }
     }
     memcpy(to, &sum, sizeof sum);

@@ -16,7 +16,6 @@ void multiply_panels(const IntegerCall& call, const PanelPair* pairs, int64_t nu
                      int64_t end_row);
 void multiply_gated_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs, Activation activation,
                            int64_t first_row, int64_t end_row);
-void split_row_by_bytes(const IntegerCall& call, const bf16* x, int64_t width, int64_t row);
 void attend_tile_bf16(const AttendCall& call, const QueryTile& tile);
 void store_token_bf16(const AttendCall& call, int64_t token);
 
@@ -41,7 +40,6 @@ const Kernels* amx_kernels() {
     made.multiply_gated = amx::multiply_gated;
     made.multiply_panels = amx::multiply_panels;
     made.multiply_gated_panels = amx::multiply_gated_panels;
-    if (__builtin_cpu_supports("avx512vbmi")) made.split_row = amx::split_row_by_bytes;
     made.attend_tile = amx::attend_tile;
     made.store_token = amx::store_token;
     return made;

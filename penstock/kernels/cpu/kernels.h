@@ -47,9 +47,10 @@ struct Kernels {
                          int64_t end_row);
   void (*pack_activations)(const LinearCall&, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
 
-  // Products in whole numbers. The first splits a row into planes and finds its scale; the last leaves activation(first
-  // panel) × second panel, in bfloat16, where y has the first panel's outputs.
-  void (*split_row)(const IntegerCall&, const bf16* x, int64_t width, int64_t row);
+  // Products in whole numbers. The first rotates a row in place, the second makes codes and finds their scale; the last
+  // leaves activation(first panel) × second panel, in bfloat16, where y has the first panel's outputs.
+  void (*rotate_row)(float* row, int64_t num_runs);
+  void (*round_row)(const IntegerCall&, const bf16* x, int64_t width, int64_t row);
   void (*multiply_panels)(const IntegerCall&, const PanelPair*, int64_t num_pairs, int64_t first_row, int64_t end_row);
   void (*multiply_gated_panels)(const IntegerCall&, const PanelPair*, int64_t num_pairs, Activation,
                                 int64_t first_row, int64_t end_row);

@@ -47,7 +47,7 @@ struct Part {
   float* row_scales() const {
     return reinterpret_cast<float*>(data + data_bytes) - 2 * num_panels * kPanelOutputs;
   }
-  int32_t* high_offsets() const {
+  int32_t* code_offsets() const {
     return reinterpret_cast<int32_t*>(data + data_bytes) - num_panels * kPanelOutputs;
   }
 
@@ -78,7 +78,7 @@ struct Strip {
 struct Panel {
   const uint8_t* tiles;
   const float* scales;
-  const int32_t* offsets;  // of the sums of high bytes
+  const int32_t* offsets;  // of the sums: see integer.h
   int64_t first_output;
   int64_t num_outputs;
 };

@@ -7,6 +7,7 @@
 #include "integer.h"
 #include "linear.h"
 #include "linear_write.h"
+#include "rotation_impl.h"
 #include "vec.h"
 
 namespace penstock {
@@ -143,15 +144,19 @@ static void read_row_as(const Part& part, int64_t row, int64_t num_inputs, Eleme
 template <typename Element>
 static void read_integer_row_as(const Part& part, int64_t row, int64_t num_inputs, Element* y) {
   const uint8_t* tiles = part.data + row / kPanelOutputs * part.num_tiles * kIntegerTileBytes;
+  const uint8_t* lane = tiles + row % kPanelOutputs * kQuadInputs;
   const Floats scale = broadcast(part.row_scales()[row]);
-  alignas(64) int8_t codes[kLanes];
-  for (int64_t at = 0; at < num_inputs; at += kLanes) {
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const int64_t input = at + i;
-      codes[i] = static_cast<int8_t>(tiles[input / kQuadInputs * kQuadBytes + row % kPanelOutputs * kQuadInputs +
-                                           input % kQuadInputs]);
+  for (int64_t at = 0; at < num_inputs; at += kIntegerTileInputs) {
+    alignas(64) int8_t codes[kIntegerTileInputs];
+    for (int64_t i = 0; i < kIntegerTileInputs; ++i) {
+      codes[i] = static_cast<int8_t>(lane[(at + i) / kQuadInputs * kQuadBytes + i % kQuadInputs]);
     }
-    store_some(y + at, load_bytes(codes) * scale, num_inputs - at);
+    Floats run[kRunRegisters];
+    for (int i = 0; i < kRunRegisters; ++i) run[i] = load_bytes(codes + i * kLanes) * scale;
+    rotate(run);
+    for (int64_t i = 0; i < kRunRegisters && at + i * kLanes < num_inputs; ++i) {
+      store_some(y + at + i * kLanes, run[i], num_inputs - at - i * kLanes);
+    }
   }
 }
 

@@ -1,10 +1,11 @@
-// Rounding quantized matrices to 8 bits with one scale for each output, and packing them. See integer.h for the layout.
+// Rotating quantized matrices, rounding them to 8 bits with one scale for each output, and packing them. See integer.h.
 #include <algorithm>
 #include <cmath>
 #include <new>
 #include <vector>
 
 #include "integer.h"
+#include "kernels.h"
 #include "pool.h"
 
 namespace penstock {
@@ -55,18 +56,20 @@ int32_t pack_row(const float* row, int64_t count, float inverse, int64_t lane, u
 }
 
 void pack_panel(const Part& part, const GroupCodes& source, int64_t panel) {
-  constexpr float largest_code = 127.0f;
   static thread_local std::vector<float> row;
-  row.resize(static_cast<size_t>(source.in_features));
+  const int64_t count = part.num_tiles * kIntegerTileInputs;
   uint8_t* tiles = part.data + panel * part.num_tiles * kIntegerTileBytes;
   const int64_t end = std::min((panel + 1) * kPanelOutputs, part.rows);
   for (int64_t output = panel * kPanelOutputs; output < end; ++output) {
+    row.assign(static_cast<size_t>(count), 0.0f);
     source.is_signed ? widen_row<int8_t>(source, output, row.data()) : widen_row<uint8_t>(source, output, row.data());
-    const float largest = largest_magnitude(row.data(), source.in_features);
-    const float inverse = largest > 0 ? largest_code / largest : 0.0f;
-    part.row_scales()[output] = largest / largest_code;
-    const int32_t sum = pack_row(row.data(), source.in_features, inverse, output % kPanelOutputs, tiles);
-    part.high_offsets()[output] = -kHighOffset * sum;
+    kernels().rotate_row(row.data(), part.num_tiles);
+    const float largest = largest_magnitude(row.data(), count);
+    const float inverse = largest > 0 ? kLargestIntegerCode / largest : 0.0f;
+    // A product of two rotated rows is 64 times that of the rows.
+    part.row_scales()[output] = largest / kLargestIntegerCode / kIntegerTileInputs;
+    const int32_t sum = pack_row(row.data(), count, inverse, output % kPanelOutputs, tiles);
+    part.code_offsets()[output] = -kCodeOffset * sum;
   }
 }
 
@@ -97,7 +100,7 @@ PENSTOCK_API int64_t penstock_linear_add_rounded(Linear* linear, int64_t rows, c
   for (int64_t panel = 0; panel < part.num_panels; ++panel) {
     const int64_t first = panel * kPanelOutputs;
     linear->panels.push_back({part.data + panel * part.num_tiles * kIntegerTileBytes, part.row_scales() + first,
-                              part.high_offsets() + first, part.first_output + first,
+                              part.code_offsets() + first, part.first_output + first,
                               std::min<int64_t>(kPanelOutputs, rows - first)});
   }
   linear->parts.push_back(part);

@@ -21,7 +21,8 @@ static Kernels make_table() {
   table.multiply_strip_f32 = multiply_strip;
   table.multiply_strip_bf16 = multiply_strip;
   table.activations = Activations::widened;
-  table.split_row = split_row;
+  table.rotate_row = rotate_row;
+  table.round_row = round_row;
   table.multiply_panels = multiply_panels_with<PlainEngine>;
   table.multiply_gated_panels = multiply_gated_panels_with<PlainEngine>;
   table.fast_integers = false;
