@@ -66,8 +66,8 @@ PENSTOCK_INLINE Floats round_to_bf16(Floats value) {
   return load(rounded);
 }
 
-PENSTOCK_INLINE Floats scale_sums(const Panel& panel, const int32_t (&sums)[kPanelOutputs], float row_scale) {
-  return to_floats(load_ints(sums)) * load(panel.scales) * broadcast(row_scale);
+PENSTOCK_INLINE Floats scale_sums(const int32_t (&sums)[kPanelOutputs], Floats scales, Floats row_scale) {
+  return to_floats(load_ints(sums)) * scales * row_scale;
 }
 
 // Which bytes of each of the next pair's tiles to ask memory for while some rows are summed: every turn takes its share,
@@ -84,26 +84,29 @@ struct BytesAhead {
   }
 };
 
-// Sums that wait to be written.
-struct WaitingSums {
+// Rows of sums that wait to be written: so many, from this index on.
+struct WaitingRows {
   const PanelPair* pair;
-  int64_t first_row;
-  int64_t num_rows;
-  int64_t num_written;
+  int64_t row;  // of the first
+  int64_t index;
+  int64_t count;
 };
 
-// write(pair, row, index in the sums, sums) for every row of every pair. Rows are written while the next are summed,
-// some for each tile of inputs, so that neither waits for the other.
+// write(rows, sums) for every row of every pair. Rows are written while the next are summed, some for each tile of
+// inputs, so that neither waits for the other.
 template <typename Engine, typename Write>
 PENSTOCK_INLINE void for_rows_of_pairs(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
                                        int64_t first_row, int64_t end_row, const Write& write) {
   IntegerSums buffers[2];
-  WaitingSums waiting = {};
+  WaitingRows waiting = {};
   int current = 0;
-  const auto write_some = [&](int64_t count) {
-    for (; count > 0 && waiting.num_written < waiting.num_rows; --count, ++waiting.num_written) {
-      write(*waiting.pair, waiting.first_row + waiting.num_written, waiting.num_written, buffers[1 - current]);
-    }
+  const auto write_some = [&](int64_t most) {
+    const int64_t count = waiting.count < most ? waiting.count : most;
+    if (count == 0) return;
+    write(WaitingRows{waiting.pair, waiting.row, waiting.index, count}, buffers[1 - current]);
+    waiting.row += count;
+    waiting.index += count;
+    waiting.count -= count;
   };
   const int64_t rows_per_tile = ceil_div(kRowsAtOnce, call.num_tiles);
   const int64_t num_turns = ceil_div(end_row - first_row, kRowsAtOnce);
@@ -113,7 +116,7 @@ PENSTOCK_INLINE void for_rows_of_pairs(const IntegerCall& call, const PanelPair*
       const BytesAhead ahead = BytesAhead::of_turn((row - first_row) / kRowsAtOnce, num_turns);
       Engine::sum(call, *pair, row, rows, ahead, &buffers[current], [&] { write_some(rows_per_tile); });
       write_some(kRowsAtOnce);
-      waiting = {pair, row, rows, 0};
+      waiting = {pair, row, 0, rows};
       current = 1 - current;
     }
   }
@@ -139,12 +142,15 @@ static void multiply_whole_panels(const IntegerCall& call, const PanelPair* pair
   const int64_t stride = call.out_features;
   const float* row_scales = call.row_scales;
   bf16* y = static_cast<bf16*>(call.y);
-  const auto write = [=](const PanelPair& pair, int64_t row, int64_t index, const IntegerSums& sums) {
-    const Panel &first = *pair.panel[0], &second = *pair.panel[1];
-    const float row_scale = row_scales[row];
-    const Floats low = scale_sums(first, sums.of[0][index], row_scale);
-    const Floats high = scale_sums(second, sums.of[1][index], row_scale);
-    write_two<kAdds>(y + row * stride + first.first_output, low, high);
+  const auto write = [=](const WaitingRows& rows, const IntegerSums& sums) {
+    const Panel &first = *rows.pair->panel[0], &second = *rows.pair->panel[1];
+    const Floats first_scales = load(first.scales), second_scales = load(second.scales);
+    bf16* to = y + rows.row * stride + first.first_output;
+    for (int64_t i = 0; i < rows.count; ++i, to += stride) {
+      const Floats row_scale = broadcast(row_scales[rows.row + i]);
+      write_two<kAdds>(to, scale_sums(sums.of[0][rows.index + i], first_scales, row_scale),
+                       scale_sums(sums.of[1][rows.index + i], second_scales, row_scale));
+    }
   };
   for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
 }
@@ -159,29 +165,47 @@ static void multiply_panels_with(const IntegerCall& call, const PanelPair* pairs
   }
   if (whole && call.adds) return multiply_whole_panels<Engine, true>(call, pairs, num_pairs, first_row, end_row);
   if (whole) return multiply_whole_panels<Engine, false>(call, pairs, num_pairs, first_row, end_row);
-  const auto write = [&](const PanelPair& pair, int64_t row, int64_t index, const IntegerSums& sums) {
-    for (int p = 0; p < 2 && pair.panel[p] != nullptr; ++p) {
-      const Panel& panel = *pair.panel[p];
-      write_outputs(call, row, panel.first_output, panel.num_outputs,
-                    scale_sums(panel, sums.of[p][index], call.row_scales[row]));
+  const auto write = [&](const WaitingRows& rows, const IntegerSums& sums) {
+    for (int p = 0; p < 2 && rows.pair->panel[p] != nullptr; ++p) {
+      const Panel& panel = *rows.pair->panel[p];
+      const Floats scales = load(panel.scales);
+      for (int64_t i = 0; i < rows.count; ++i) {
+        const Floats row_scale = broadcast(call.row_scales[rows.row + i]);
+        write_outputs(call, rows.row + i, panel.first_output, panel.num_outputs,
+                      scale_sums(sums.of[p][rows.index + i], scales, row_scale));
+      }
     }
   };
   for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
 }
 
 // activation(first) × second, rounded wherever the separate operations round.
+template <typename Engine, Activation kActivation>
+static void multiply_pairs_gated(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs, int64_t first_row,
+                                 int64_t end_row) {
+  const int64_t stride = call.out_features;
+  const float* row_scales = call.row_scales;
+  bf16* y = static_cast<bf16*>(call.y);
+  const auto write = [=](const WaitingRows& rows, const IntegerSums& sums) {
+    const Panel &gate = *rows.pair->panel[0], &up = *rows.pair->panel[1];
+    const Floats gate_scales = load(gate.scales), up_scales = load(up.scales);
+    bf16* to = y + rows.row * stride + gate.first_output;
+    for (int64_t i = 0; i < rows.count; ++i, to += stride) {
+      const Floats row_scale = broadcast(row_scales[rows.row + i]);
+      const Floats gates = round_to_bf16(scale_sums(sums.of[0][rows.index + i], gate_scales, row_scale));
+      const Floats ups = round_to_bf16(scale_sums(sums.of[1][rows.index + i], up_scales, row_scale));
+      store_some(to, activate_roughly(kActivation, gates) * ups, gate.num_outputs);
+    }
+  };
+  for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
+}
+
 template <typename Engine>
 static void multiply_gated_panels_with(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
                                        Activation activation, int64_t first_row, int64_t end_row) {
-  const auto write = [&](const PanelPair& pair, int64_t row, int64_t index, const IntegerSums& sums) {
-    const Panel &gate = *pair.panel[0], &up = *pair.panel[1];
-    const float row_scale = call.row_scales[row];
-    const Floats gates = round_to_bf16(scale_sums(gate, sums.of[0][index], row_scale));
-    const Floats ups = round_to_bf16(scale_sums(up, sums.of[1][index], row_scale));
-    bf16* to = static_cast<bf16*>(call.y) + row * call.out_features + gate.first_output;
-    store_some(to, activate_roughly(activation, gates) * ups, gate.num_outputs);
-  };
-  for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
+  const auto multiply = activation == Activation::silu ? multiply_pairs_gated<Engine, Activation::silu>
+                                                       : multiply_pairs_gated<Engine, Activation::gelu_tanh>;
+  multiply(call, pairs, num_pairs, first_row, end_row);
 }
 
 // Sixteen outputs at a time, one input after the other.
