@@ -85,7 +85,10 @@ PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBa
   store_tokens(call);
   cut_attention(call, num_threads(), &work);
   const AttentionPieces& shared_work = work;  // a thread_local would be the worker's own inside the region
-  parallel_for(static_cast<int64_t>(work.pieces.size()),
-               [&](int64_t i) { kernels().attend_tile(call, shared_work.pieces[i]); });
+  parallel_for(static_cast<int64_t>(work.items.size()) - 1, [&](int64_t item) {
+    for (int64_t i = shared_work.items[item]; i < shared_work.items[item + 1]; ++i) {
+      kernels().attend_tile(call, shared_work.pieces[i]);
+    }
+  });
   merge_pieces(call, work);
 }

@@ -51,32 +51,41 @@ void find_runs(const AttendCall& call, std::vector<SharedRun>& runs) {
   }
 }
 
-int64_t add_piece(AttentionPieces& into, QueryTile piece, int64_t first_split, int64_t end_split) {
+int64_t add_piece(AttentionPieces& into, QueryTile piece, int64_t first_split, int64_t end_split,
+                  bool begins_item = true) {
+  const int64_t index = static_cast<int64_t>(into.pieces.size());
   piece.first_split = first_split;
   piece.end_split = end_split;
   into.pieces.push_back(piece);
-  return static_cast<int64_t>(into.pieces.size()) - 1;
+  if (begins_item) into.items.push_back(index);
+  return index;
 }
 
-// One piece for each (some requests, KV head, split), in this order.
-void add_shared_pieces(const AttendCall& call, SharedRun& run, AttentionPieces& into) {
+// One piece for each (KV head, split, some requests), in this order. The last share their keys, and an item where there
+// are items enough for all threads.
+void add_shared_pieces(const AttendCall& call, int64_t num_threads, SharedRun& run, AttentionPieces& into) {
   run.first_piece = static_cast<int64_t>(into.pieces.size());
-  const int64_t at_once = requests_per_tile(call);
-  for (int64_t first = 0; first < run.num_requests; first += at_once) {
-    const int64_t rows = std::min(at_once, run.num_requests - first) * call.heads_per_kv_head();
-    for (int64_t kv_head = 0; kv_head < call.layer->num_kv_heads; ++kv_head) {
-      const QueryTile tile = {run.first_request + first, kv_head, 0, rows, 0, 0, nullptr, true};
-      for (int64_t split = 0; split < run.num_splits; ++split) add_piece(into, tile, split, split + 1);
+  const int64_t at_once = requests_per_tile(call), num_tiles = ceil_div(run.num_requests, at_once);
+  const int64_t num_pieces = call.layer->num_kv_heads * run.num_splits * num_tiles;
+  const int64_t per_item = std::clamp<int64_t>(num_pieces / (num_threads * kTilesPerThread), 1, num_tiles);
+  for (int64_t kv_head = 0; kv_head < call.layer->num_kv_heads; ++kv_head) {
+    for (int64_t split = 0; split < run.num_splits; ++split) {
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        const int64_t first = i * at_once;
+        const int64_t rows = std::min(at_once, run.num_requests - first) * call.heads_per_kv_head();
+        const QueryTile tile = {run.first_request + first, kv_head, 0, rows, 0, 0, nullptr, true};
+        add_piece(into, tile, split, split + 1, i % per_item == 0);
+      }
     }
   }
 }
 
 void add_shared_parts(const AttendCall& call, const SharedRun& run, const QueryTile& tile, AttentionPieces& into) {
   const int64_t index = tile.request - run.first_request, at_once = requests_per_tile(call);
-  const int64_t first =
-      run.first_piece + (index / at_once * call.layer->num_kv_heads + tile.kv_head) * run.num_splits;
+  const int64_t num_tiles = ceil_div(run.num_requests, at_once);
   for (int64_t split = 0; split < run.num_splits; ++split) {
-    into.parts.push_back({first + split, index % at_once * call.heads_per_kv_head()});
+    const int64_t piece = (tile.kv_head * run.num_splits + split) * num_tiles + index / at_once;
+    into.parts.push_back({run.first_piece + piece, index % at_once * call.heads_per_kv_head()});
   }
 }
 
@@ -121,11 +130,12 @@ void cut_attention(const AttendCall& call, int64_t num_threads, AttentionPieces*
   static thread_local std::vector<QueryTile> tiles;
   static thread_local std::vector<SharedRun> runs;
   into->pieces.clear();
+  into->items.clear();
   into->parts.clear();
   into->merges.clear();
   list_tiles(call, tiles);
   find_runs(call, runs);
-  for (SharedRun& run : runs) add_shared_pieces(call, run, *into);
+  for (SharedRun& run : runs) add_shared_pieces(call, num_threads, run, *into);
   const bool few = num_threads > 1 && static_cast<int64_t>(tiles.size()) < num_threads * kTilesPerThread;
   auto run = runs.begin();
   for (const QueryTile& tile : tiles) {
@@ -142,6 +152,7 @@ void cut_attention(const AttendCall& call, int64_t num_threads, AttentionPieces*
     }
     into->merges.push_back({tile, first_part, into->parts.size() - first_part});
   }
+  into->items.push_back(static_cast<int64_t>(into->pieces.size()));
   place_states(call, *into);
 }
 

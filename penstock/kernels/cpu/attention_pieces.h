@@ -20,9 +20,11 @@ struct Merge {
   size_t num_parts;
 };
 
-// Pieces may run in any order and at the same time, then merges. Kept from call to call for its memory.
+// Pieces may run in any order and at the same time, then merges. Those of an item read the same keys, and find them in
+// the cache of the thread that runs them one after the other. Kept from call to call for its memory.
 struct AttentionPieces {
   std::vector<QueryTile> pieces;
+  std::vector<int64_t> items;  // the first piece of each, and the number of all pieces
   std::vector<RowState> states;  // of the pieces that leave one
   std::vector<StateRows> parts;
   std::vector<Merge> merges;

@@ -27,7 +27,7 @@ void round_rows(const Linear& linear, int64_t rows, const InputRows& in, Integer
       if (makes) make_row(in, Dtype::bfloat16, width, row, made + row * width);
       kernels().round_row(*call, x + row * width, width, row);
     }
-  });
+  }, std::clamp<int64_t>(ceil_div(rows, num_threads()), 1, kPackRows));
 }
 
 IntegerCall make_call(const Linear& linear, const OutputRows& out) {

@@ -34,15 +34,15 @@ void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void
 
 constexpr int64_t kPackRows = 16;
 
-// body(first row, number of rows) for every 16 rows; few elements stay on the calling thread.
+// body(first row, number of rows) for every `block_rows` rows; few elements stay on the calling thread.
 template <typename Body>
-void for_row_blocks(int64_t rows, int64_t width, Body&& body) {
-  constexpr int64_t serial_elements = 16384;
+void for_row_blocks(int64_t rows, int64_t width, Body&& body, int64_t block_rows = kPackRows) {
+  constexpr int64_t serial_elements = 4096;
   const auto one = [&](int64_t block) {
-    const int64_t first = block * kPackRows, left = rows - first;
-    body(first, left < kPackRows ? left : kPackRows);
+    const int64_t first = block * block_rows, left = rows - first;
+    body(first, left < block_rows ? left : block_rows);
   };
-  const int64_t blocks = ceil_div(rows, kPackRows);
+  const int64_t blocks = ceil_div(rows, block_rows);
   if (rows * width > serial_elements) return parallel_for(blocks, one, num_threads());
   for (int64_t block = 0; block < blocks; ++block) one(block);
 }
