@@ -54,7 +54,7 @@ class Report:
 def quantize_model(job: QuantizeJob, on_stage: OnStage) -> Report:
     checkpoint = open_checkpoint(job.model)
     _require_possible(checkpoint, job.out)
-    pieces = _pieces(checkpoint, job.evaluation_text, job.evaluation_tokens)
+    pieces = text_pieces(checkpoint, job.evaluation_text, job.evaluation_tokens)
     ops = select_ops("cpu", preferred_cpu_dtype())
     num_positions = _window_tokens(checkpoint)
 
@@ -100,7 +100,7 @@ def _window_tokens(checkpoint: Checkpoint) -> int:
     return min(WINDOW_TOKENS, checkpoint.config.max_positions)
 
 
-def _pieces(checkpoint: Checkpoint, text: str, num_tokens: int) -> list[list[int]]:
+def text_pieces(checkpoint: Checkpoint, text: str, num_tokens: int) -> list[list[int]]:
     files = load_tokenizer(checkpoint.path)
     if files is None:
         raise ModelLoadError(f"{checkpoint.path} has no tokenizer, so no text can be measured.")
@@ -118,7 +118,7 @@ def _scaled(
     source: WeightSource,
     on_stage: OnStage,
 ) -> WeightSource:
-    pieces = _pieces(checkpoint, job.calibration_text, job.calibration_tokens)
+    pieces = text_pieces(checkpoint, job.calibration_text, job.calibration_tokens)
     count = _counter(on_stage, "Looking at activations", len(pieces))
     inputs = awq.record_inputs(checkpoint, preferred_cpu_dtype(), pieces, _window_tokens(checkpoint), count)
 
