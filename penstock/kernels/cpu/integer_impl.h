@@ -36,17 +36,21 @@ constexpr float kCodeRounder = 12582912.0f + kCodeOffset;
   static thread_local Scratch scratch;
   float* rotated = scratch.get<float>(call.num_tiles * kIntegerTileInputs);
   Ints magnitudes = broadcast_int(0);
-  for (int64_t i = 0; i < width; i += kIntegerTileInputs) {
+  const auto rotate_run = [&](const bf16* from, float* to) {
     Floats run[kRunRegisters];
-    for (int64_t j = 0; j < kRunRegisters; ++j) {
-      const int64_t at = i + j * kLanes;
-      run[j] = at < width ? load_some(x + at, width - at) : zeros();
-    }
+    for (int j = 0; j < kRunRegisters; ++j) run[j] = load(from + j * kLanes);
     rotate(run);
-    for (int64_t j = 0; j < kRunRegisters; ++j) {
+    for (int j = 0; j < kRunRegisters; ++j) {
       magnitudes = larger_magnitudes(magnitudes, run[j]);
-      store(rotated + i + j * kLanes, run[j]);
+      store(to + j * kLanes, run[j]);
     }
+  };
+  const int64_t whole = width / kIntegerTileInputs * kIntegerTileInputs;
+  for (int64_t i = 0; i < whole; i += kIntegerTileInputs) rotate_run(x + i, rotated + i);
+  if (whole < width) {
+    bf16 last[kIntegerTileInputs] = {};
+    memcpy(last, x + whole, static_cast<size_t>(width - whole) * sizeof(bf16));
+    rotate_run(last, rotated + whole);
   }
   const float largest = largest_lane(magnitudes);
   call.row_scales[row] = largest / kLargestIntegerCode;
