@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 NUM_CLIENTS = 24
 ANSWERS_BEFORE_THE_KILL = 60
 PROMPT = "abcdefgh"
+LONG_ANSWER = 30_000
 
 
 @dataclass
@@ -63,7 +64,12 @@ async def load_until_killed(server: RunningServer, received: Received) -> None:
         while len(received.complete) < target:
             assert not any(task.done() for task in clients), "the server refused or died"
             await asyncio.sleep(0.01)
-        os.kill(server.process.pid, signal.SIGKILL)
+        # However fast the server is, this answer is under way.
+        body = {"prompt": PROMPT, "max_tokens": LONG_ANSWER, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_text())
+            received.cut.add(response.headers["x-request-id"])
+            os.kill(server.process.pid, signal.SIGKILL)
         await asyncio.gather(*clients)
     server.process.wait(timeout=10)
 
