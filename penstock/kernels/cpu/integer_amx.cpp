@@ -7,7 +7,7 @@
 
 #include <immintrin.h>
 
-PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,f16c,fma,amx-tile,amx-int8")
+PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,fma,amx-tile,amx-int8")
 
 #define PENSTOCK_ISA amx
 #define PENSTOCK_REGISTER_BYTES 64

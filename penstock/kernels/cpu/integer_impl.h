@@ -139,10 +139,10 @@ PENSTOCK_INLINE void write_two(bf16* to, Floats first, Floats second) {
   store_two(to, first, second);
 }
 
-// The most common case: whole panels of bfloat16 side by side, without bias.
-template <typename Engine, bool kAdds>
-static void multiply_whole_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
-                                  int64_t first_row, int64_t end_row) {
+// write_row(to, number of outputs, scaled sums of the first panel, of the second) for bfloat16 rows, where y has the first panel's outputs.
+template <typename Engine, typename WriteRow>
+PENSTOCK_INLINE void for_scaled_rows(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
+                                     int64_t first_row, int64_t end_row, const WriteRow& write_row) {
   const int64_t stride = call.out_features;
   const float* row_scales = call.row_scales;
   bf16* y = static_cast<bf16*>(call.y);
@@ -152,11 +152,19 @@ static void multiply_whole_panels(const IntegerCall& call, const PanelPair* pair
     bf16* to = y + rows.row * stride + first.first_output;
     for (int64_t i = 0; i < rows.count; ++i, to += stride) {
       const Floats row_scale = broadcast(row_scales[rows.row + i]);
-      write_two<kAdds>(to, scale_sums(sums.of[0][rows.index + i], first_scales, row_scale),
-                       scale_sums(sums.of[1][rows.index + i], second_scales, row_scale));
+      write_row(to, first.num_outputs, scale_sums(sums.of[0][rows.index + i], first_scales, row_scale),
+                scale_sums(sums.of[1][rows.index + i], second_scales, row_scale));
     }
   };
   for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
+}
+
+// The most common case: whole panels of bfloat16 side by side, without bias.
+template <typename Engine, bool kAdds>
+static void multiply_whole_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
+                                  int64_t first_row, int64_t end_row) {
+  for_scaled_rows<Engine>(call, pairs, num_pairs, first_row, end_row,
+                          [](bf16* to, int64_t, Floats first, Floats second) { write_two<kAdds>(to, first, second); });
 }
 
 template <typename Engine>
@@ -187,21 +195,11 @@ static void multiply_panels_with(const IntegerCall& call, const PanelPair* pairs
 template <typename Engine, Activation kActivation>
 static void multiply_pairs_gated(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs, int64_t first_row,
                                  int64_t end_row) {
-  const int64_t stride = call.out_features;
-  const float* row_scales = call.row_scales;
-  bf16* y = static_cast<bf16*>(call.y);
-  const auto write = [=](const WaitingRows& rows, const IntegerSums& sums) {
-    const Panel &gate = *rows.pair->panel[0], &up = *rows.pair->panel[1];
-    const Floats gate_scales = load(gate.scales), up_scales = load(up.scales);
-    bf16* to = y + rows.row * stride + gate.first_output;
-    for (int64_t i = 0; i < rows.count; ++i, to += stride) {
-      const Floats row_scale = broadcast(row_scales[rows.row + i]);
-      const Floats gates = round_to_bf16(scale_sums(sums.of[0][rows.index + i], gate_scales, row_scale));
-      const Floats ups = round_to_bf16(scale_sums(sums.of[1][rows.index + i], up_scales, row_scale));
-      store_some(to, activate_roughly(kActivation, gates) * ups, gate.num_outputs);
-    }
-  };
-  for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
+  for_scaled_rows<Engine>(call, pairs, num_pairs, first_row, end_row,
+                          [](bf16* to, int64_t num_outputs, Floats gates, Floats ups) {
+                            const Floats active = activate_roughly(kActivation, round_to_bf16(gates));
+                            store_some(to, active * round_to_bf16(ups), num_outputs);
+                          });
 }
 
 template <typename Engine>

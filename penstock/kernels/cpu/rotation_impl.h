@@ -14,18 +14,18 @@ constexpr int kRunRegisters = kIntegerTileInputs / kLanes;
 template <int kDistance>
 PENSTOCK_INLINE Floats sums_and_differences(Floats a) {
   Floats out;
-  if (kDistance >= kRegisterLanes) {
-    constexpr int step = kDistance / kRegisterLanes > 0 ? kDistance / kRegisterLanes : 1;
-    FOR_PARTS out.part[i] = i & step ? a.part[i ^ step] - a.part[i] : a.part[i] + a.part[(i ^ step) % kRegisters];
-    return out;
+  if constexpr (kDistance >= kRegisterLanes) {
+    constexpr int step = kDistance / kRegisterLanes;
+    FOR_PARTS out.part[i] = i & step ? a.part[i ^ step] - a.part[i] : a.part[i] + a.part[i ^ step];
+  } else {
+    IntRegister partners;
+    FloatRegister signs;
+    for (int lane = 0; lane < kRegisterLanes; ++lane) {
+      partners[lane] = lane ^ kDistance;
+      signs[lane] = lane & kDistance ? -1.0f : 1.0f;
+    }
+    FOR_PARTS out.part[i] = a.part[i] * signs + shuffle(a.part[i], a.part[i], partners);
   }
-  IntRegister partners;
-  FloatRegister signs;
-  for (int lane = 0; lane < kRegisterLanes; ++lane) {
-    partners[lane] = lane ^ kDistance;
-    signs[lane] = lane & kDistance ? -1.0f : 1.0f;
-  }
-  FOR_PARTS out.part[i] = a.part[i] * signs + shuffle(a.part[i], a.part[i], partners);
   return out;
 }
 

@@ -73,7 +73,7 @@ def quantize_model(job: QuantizeJob, on_stage: OnStage) -> Report:
     bytes_written = _write(job.out, checkpoint, source, inventory, method, group, on_stage)
 
     rounds_inputs = job.method == "w8a8"
-    if rounds_inputs:  # which no CPU backend does: it is measured on one that keeps weights wide
+    if rounds_inputs:  # as a GPU does: measured on a backend that does the same, and keeps weights wide
         ops = smooth.RoundedInputsOps(preferred_cpu_dtype())
     result = load_model(
         job.out,
