@@ -1,27 +1,47 @@
-"""The command `penstock` and its subcommands, all of which are imported here and therefore light."""
+"""The command `penstock` and its subcommands, of which only the one that is called is imported."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import click
 
-from penstock.cli.bench import bench
-from penstock.cli.chat import chat
 from penstock.cli.commands import PenstockCommand, PenstockGroup
-from penstock.cli.doctor import doctor
-from penstock.cli.generate import generate
-from penstock.cli.keys import keys
-from penstock.cli.pull import pull
-from penstock.cli.quantize import quantize
-from penstock.cli.release import release
-from penstock.cli.serve import serve
-from penstock.cli.top import top
-from penstock.cli.usage import usage
-from penstock.cli.workspaces import audit, organizations, workspaces
 from penstock.version import __version__
+
+# In the order that a newcomer needs them in. Each is a module of this room, and a command of the same name in it.
+MODULES = {
+    "serve": "serve",
+    "top": "top",
+    "release": "release",
+    "pull": "pull",
+    "chat": "chat",
+    "generate": "generate",
+    "quantize": "quantize",
+    "keys": "keys",
+    "workspaces": "workspaces",
+    "organizations": "workspaces",
+    "audit": "workspaces",
+    "usage": "usage",
+    "bench": "bench",
+    "doctor": "doctor",
+    "version": "app",
+}
+
+
+class LazyGroup(PenstockGroup):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in MODULES:
+            return None
+        command: click.Command = getattr(import_module(f"penstock.cli.{MODULES[cmd_name]}"), cmd_name)
+        return command
 
 
 @click.group(
-    cls=PenstockGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(__version__, prog_name="penstock", message="%(prog)s %(version)s")
 def penstock() -> None:
@@ -36,23 +56,3 @@ def penstock() -> None:
 def version() -> None:
     """Print the version."""
     click.echo(__version__)
-
-
-for command in (
-    serve,
-    top,
-    release,
-    pull,
-    chat,
-    generate,
-    quantize,
-    keys,
-    workspaces,
-    organizations,
-    audit,
-    usage,
-    bench,
-    doctor,
-    version,
-):
-    penstock.add_command(command)

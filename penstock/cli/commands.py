@@ -115,7 +115,8 @@ class PenstockGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            raise click.UsageError(f"There is no command '{name}'.{did_you_mean(name, self.commands)}", ctx)
+            known = self.list_commands(ctx)
+            raise click.UsageError(f"There is no command '{name}'.{did_you_mean(name, known)}", ctx)
         return super().resolve_command(ctx, args)
 
 

@@ -16,7 +16,8 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ from penstock.core.messages import (
     StepOutputs,
 )
 from penstock.core.plan import TokenEvent
-from penstock.engine.build import Engine, build_engine, preload
+from penstock.engine.build import Engine, build_engine, preload, prepare
 from penstock.engine.transfer.port import Wire
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Worker:
         # What is loaded stays: the collector need not walk over it again and again between steps.
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._broadcast(self._engine.ready)
 
     def _open_transfers(self, engine: Engine) -> Engine:
@@ -306,15 +308,35 @@ class Worker:
                 self._engine.loop.abort(request_id)
 
 
-def _arguments_that_come_later() -> list[str] | None:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    arguments: argparse.Namespace
+    config: EngineConfig
+
+
+def _job(arguments: list[str], config: bytes) -> _Job:
+    job = _Job(_parser().parse_args(arguments), msgspec.json.decode(config, type=EngineConfig))
+    if job.arguments.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = job.arguments.gpus
+    prepare(job.config, job.arguments.model_path)
+    return job
+
+
+def _job_that_comes_later() -> _Job | None:
     """See `early`. None if nobody needs this process."""
-    with contextlib.suppress(ImportError):  # It comes back where it can be said properly.
-        preload()
-    line = sys.stdin.buffer.readline()
-    return msgspec.json.decode(line, type=list[str]) if line else None
+
+    def read() -> _Job | None:
+        line = sys.stdin.buffer.readline()
+        return _job(msgspec.json.decode(line, type=list[str]), sys.stdin.buffer.read()) if line else None
+
+    with ThreadPoolExecutor(1) as reader:
+        job = reader.submit(read)  # which comes while this imports
+        with contextlib.suppress(ImportError):  # It comes back where it can be said properly.
+            preload()
+        return job.result()
 
 
-def main() -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="One Penstock engine. Started by `penstock serve`, not by hand."
     )
@@ -325,25 +347,28 @@ def main() -> int:
     parser.add_argument("--key-file", type=Path, help="secret key for an endpoint on the network")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
+    return parser
+
+
+def main() -> int:
     # Ctrl-C and a service manager's SIGTERM reach the whole process group; the gateway drains first and then
     # sends Shutdown. If the gateway dies instead, run() notices.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    given = sys.argv[1:] if sys.argv[1:] != ["--early"] else _arguments_that_come_later()
-    if given is None:
+    gc.disable()  # until everything is loaded, of which hardly anything is garbage
+    given = sys.argv[1:]
+    job = _job_that_comes_later() if given == ["--early"] else _job(given, sys.stdin.buffer.read())
+    if job is None:
         return 0
-    arguments = parser.parse_args(given)
-    if arguments.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = arguments.gpus
+    arguments = job.arguments
     handler = logging.StreamHandler()
     text_format = "%(asctime)s engine %(levelname)s %(message)s"
     handler.setFormatter(formatter(arguments.log_format, process="engine", text_format=text_format))
     logging.basicConfig(level=arguments.log_level, handlers=[handler])
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     secret_key = arguments.key_file.read_text() if arguments.key_file else None
     worker = Worker(arguments.endpoint, arguments.parent_pid, secret_key)
     try:
-        worker.start(config, arguments.model_path)
+        worker.start(job.config, arguments.model_path)
         worker.run()
     except PenstockError as error:
         worker.report_failure(error)

@@ -18,10 +18,10 @@ from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
+from penstock.engine.head_start import open_gpu_ahead, read_compiler_ahead
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json
-from penstock.engine.read_ahead import read_compiler_ahead
 from penstock.engine.record import PlanRecorder
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.scheduler import Scheduler
@@ -54,6 +54,13 @@ def preload() -> None:
     """Import what engines of most kinds need, long before it is known what they will run."""
     read_compiler_ahead()
     import penstock.engine.decoder  # noqa: F401
+
+
+def prepare(config: EngineConfig, model_path: Path) -> None:
+    """Begin what needs no torch, as soon as it is known what will run and CUDA_VISIBLE_DEVICES is right."""
+    is_alone = config.parallel.num_ranks == 1  # ranks are processes of their own
+    if str(model_path) != ECHO_MODEL and config.model.device != "cpu" and is_alone:
+        open_gpu_ahead()
 
 
 def build_engine(

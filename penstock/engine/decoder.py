@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from penstock.core.clock import Clock
@@ -23,7 +24,7 @@ from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows
 from penstock.engine.device import choose_ops, leave_cores_to
 from penstock.engine.executor import ModelExecutor
-from penstock.engine.grammar import build_compiler
+from penstock.engine.grammar import GrammarCompiler, build_compiler
 from penstock.engine.grammar_desk import GrammarDesk
 from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs
@@ -75,17 +76,19 @@ def load_decoder(
     leave_cores_to(whole_ops)
     model = setup.model(loaded, ops)
     is_cuda = ops.device.type == "cuda"
-    if is_cuda and setup.mesh is None:  # ranks would have to run every step together
-        _warm_up(config, model, ops, clock)
-    num_blocks = setup.agreed(num_kv_blocks(config, model, ops))
-    max_model_len = _fit_context(config, model.max_model_len, num_blocks)
-    memory = _allocate(config, model, ops, num_blocks, setup)
+    with ThreadPoolExecutor(1) as helper:
+        description = helper.submit(_describe, config, model_path, model, ops)
+        if is_cuda and setup.mesh is None:  # ranks would have to run every step together
+            _warm_up(config, model, ops, clock)
+        num_blocks = setup.agreed(num_kv_blocks(config, model, ops))
+        max_model_len = _fit_context(config, model.max_model_len, num_blocks)
+        memory = _allocate(config, model, ops, num_blocks, setup)
+        card, compiler = description.result()
     kv = memory.kv
-    card = _card(config, model_path, model, max_model_len, str(ops.dtype).removeprefix("torch."))
+    card = msgspec.structs.replace(card, max_model_len=max_model_len)
     max_rows = config.scheduler.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)
     rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging)
-    compiler = build_compiler(card)
     lora = _adaptable(config, model, ops, staging)
     adapters = None
     if lora is not None:
@@ -172,14 +175,22 @@ def _adaptable(config: EngineConfig, model: Model, ops: Ops, staging: Staging) -
     return LoRAModel(model, ops, staging, max_loras=config.lora.max_loras, max_rank=config.lora.max_lora_rank)
 
 
-def _card(config: EngineConfig, model_path: Path, model: Model, max_model_len: int, dtype: str) -> ModelCard:
+def _describe(
+    config: EngineConfig, model_path: Path, model: Model, ops: Ops
+) -> tuple[ModelCard, GrammarCompiler | None]:
+    """With the longest context that the model allows."""
+    card = _card(config, model_path, model, str(ops.dtype).removeprefix("torch."))
+    return card, build_compiler(card)
+
+
+def _card(config: EngineConfig, model_path: Path, model: Model, dtype: str) -> ModelCard:
     architecture = model.config
     tokenizer = load_tokenizer(model_path)
     return ModelCard(
         name=config.model.served_model_name or config.model.model,
         architecture=architecture.architecture,
         vocab_size=architecture.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=model.max_model_len,
         tokenizer_json=(
             tokenizer.tokenizer_json if tokenizer else numbered_tokenizer_json(architecture.vocab_size)
         ),

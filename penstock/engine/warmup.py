@@ -1,18 +1,20 @@
 """Compiles what serving will need before it is needed: every GPU kernel exists in a few variants, by the number of
 rows, and the first step that meets a new one would make all its requests wait while it is compiled.
 
-A handful of steps of the real model, over a cache of a single block, meet all of them. They run side by side: each
-waits for its own kernels, and all compilers are busy meanwhile. Nothing is read from their results.
+A handful of steps of the real model, over a cache of a single block, meet all of them. They launch nothing: kernels
+are only asked for, so that no step waits for one and all of them are compiled at the same time. What torch computes
+meanwhile, from memory that nobody wrote, loads its libraries; nothing is read from the results.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -34,19 +36,20 @@ class WarmUpStep:
     span: int
 
 
+# What takes longest to compile comes first. Ends of prompts whose beginnings are cached, and whole prompts.
+PREFILLS = (WarmUpStep(4, 10, 10), WarmUpStep(1, 10, VERY_LONG_CONTEXT), WarmUpStep(1, 200, 200))
 # One row, and few in each size that products are padded to, each with one token per request: decodes. The first ones
 # leave the chip room to split contexts, the later ones do not.
 DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64, 128))
-# Ends of prompts whose beginnings are cached, and whole prompts.
-PREFILLS = (WarmUpStep(4, 10, 10), WarmUpStep(1, 10, VERY_LONG_CONTEXT), WarmUpStep(1, 200, 200))
 
 
 def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_tokens: int) -> None:
     """Returns when everything is compiled that steps of so many requests and tokens at most can meet."""
+    model = model.with_distinct_layers()
     kv = ops.allocate_kv(model.num_layers, 1, block_size, model.num_kv_heads, model.head_dim)
     many = min(MANY_TOKENS, max_tokens)
     chunks = max(1, min(many // SHORT_CHUNK, max_rows))
-    steps = [*DECODES, *PREFILLS, WarmUpStep(chunks, many // chunks, 4 * many)]
+    steps = [WarmUpStep(chunks, many // chunks, 4 * many), *PREFILLS, *DECODES]
     if model.config.experts is not None:
         # The tiles of experts grow with the step: three times as many tokens, at least, from one size to the next.
         steps += [
@@ -57,22 +60,49 @@ def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_token
         for step in steps
         if step.num_requests <= max_rows and step.num_requests * step.tokens_each <= max_tokens
     ]
-    tasks = [partial(_run, model, ops, kv, step) for step in steps]
-    _run_side_by_side([partial(_sample, ops, model.config.vocab_size), *tasks])
+    with _compiling(ops.device), torch.inference_mode():
+        _sample(ops, model.config.vocab_size)
+        for step in steps:
+            _run(model, ops, kv, step)
 
 
-def _run_side_by_side(tasks: Sequence[Callable[[], None]]) -> None:
-    from triton import AsyncCompileMode  # only a GPU has kernels to compile
+class _Compilers(ThreadPoolExecutor):
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        return super().submit(_load, compile_kernel)
 
-    # In this mode a kernel that several tasks want is compiled once. It is a matter of the context, which threads do
-    # not inherit.
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as compilers,
-        AsyncCompileMode(compilers),
-        ThreadPoolExecutor(len(tasks)) as threads,
-    ):
-        for done in [threads.submit(copy_context().run, task) for task in tasks]:
-            done.result()
+
+def _load(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    # Asking for what runs it builds that, a small C library, and brings the kernel to the device. Otherwise the first
+    # launch would.
+    _ = kernel.run
+    return kernel
+
+
+@contextmanager
+def _compiling(device: torch.device) -> Iterator[None]:
+    """Kernels that are launched in this context do not run; at its end they are compiled and loaded."""
+    from triton import AsyncCompileMode, JITFunction  # only a GPU has kernels to compile
+
+    launch = JITFunction.run
+    asked_for_all = threading.Event()
+
+    def ask(self: Any, *args: Any, **options: Any) -> Any:
+        return launch(self, *args, **(options | {"warmup": True}))
+
+    def begin() -> None:
+        # Until then, compilers would only take the interpreter away from the thread that asks.
+        asked_for_all.wait()
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
+
+    with _Compilers(os.cpu_count(), initializer=begin) as compilers, AsyncCompileMode(compilers):
+        JITFunction.run = ask
+        try:
+            yield
+        finally:
+            JITFunction.run = launch
+            asked_for_all.set()
 
 
 def _run(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
@@ -93,9 +123,8 @@ def _run(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
         max_context_len=step.span,
         num_decodes=requests if each == 1 else 0,
     )
-    with torch.inference_mode():
-        hidden = model.forward(int32([0] * requests * each), batch, kv)
-        model.logits(hidden[:requests])
+    hidden = model.forward(int32([0] * requests * each), batch, kv)
+    model.logits(hidden[:requests])
 
 
 def _sample(ops: Ops, vocab_size: int) -> None:
@@ -104,14 +133,13 @@ def _sample(ops: Ops, vocab_size: int) -> None:
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((1,), value, dtype=dtype, device=ops.device)
 
-    with torch.inference_mode():
-        batch = SamplingBatch(
-            temperature=column(1.0, torch.float32),
-            top_k=column(2, torch.int32),
-            top_p=column(0.9, torch.float32),
-            min_p=column(0.0, torch.float32),
-            seed=column(0, torch.int64),
-            position=column(0, torch.int64),
-            all_greedy=False,
-        )
-        ops.sample(torch.zeros(1, vocab_size, device=ops.device), batch)
+    batch = SamplingBatch(
+        temperature=column(1.0, torch.float32),
+        top_k=column(2, torch.int32),
+        top_p=column(0.9, torch.float32),
+        min_p=column(0.0, torch.float32),
+        seed=column(0, torch.int64),
+        position=column(0, torch.int64),
+        all_greedy=False,
+    )
+    ops.sample(torch.zeros(1, vocab_size, device=ops.device), batch)

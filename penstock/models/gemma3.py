@@ -138,7 +138,9 @@ class Gemma3(Decoder):
             residual.add_(rms_norm(hidden, sandwich.after_mlp_norm, norm_eps))
 
     def _load_layers(self, loader: WeightLoader) -> None:
-        self._layers = [self._load_sandwich(index, loader) for index in self.layer_indices]
+        self._layers: list[SandwichLayer] = [
+            self._load_sandwich(index, loader) for index in self.layer_indices
+        ]
 
     def _load_sandwich(self, index: int, loader: WeightLoader) -> SandwichLayer:
         inner = self._load_layer(index, loader)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from penstock.models.gguf_source import GGUFLayout
 from penstock.models.rope import rope_table
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, NamedProduct, WeightLoader
+
+KERNEL_ALIGNMENT = 16  # bytes; kernels for data that begin at a multiple of it are different ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,17 @@ class DecoderLayer:
     mlp: GatedMLP | ExpertMLP
 
 
+def _kind(part: object) -> Hashable:
+    """The same for layers that differ in the values of their weights alone."""
+    if isinstance(part, Tensor):
+        return part.shape, part.stride(), part.dtype, part.data_ptr() % KERNEL_ALIGNMENT
+    if is_dataclass(part):
+        return type(part), *(_kind(getattr(part, field.name)) for field in fields(part))
+    if isinstance(part, Sequence):
+        return tuple(_kind(item) for item in part) if not isinstance(part, str) else part
+    return part if isinstance(part, Hashable) else id(part)
+
+
 class RopeTables:
     """The rotary tables of a model, one for all layers or one for each kind."""
 
@@ -100,6 +113,7 @@ class Decoder(ABC):
     gguf_names: ClassVar[tuple[str, ...]]  # as in `general.architecture`
     has_head_norms: ClassVar[bool] = False  # RMS norm of each query and key head before rope
     mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # of the norm between attention and MLP
+    _layers: Sequence[Any]
 
     @classmethod
     @abstractmethod
@@ -137,6 +151,12 @@ class Decoder(ABC):
         """The same weights, run by other operations."""
         twin = copy.copy(self)
         twin._ops = ops
+        return twin
+
+    def with_distinct_layers(self) -> Self:
+        twin = copy.copy(self)
+        twin._layers = list({_kind(layer): layer for layer in self._layers}.values())
+        twin.num_layers = len(twin._layers)
         return twin
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
@@ -278,4 +298,4 @@ class PreNormDecoder(Decoder):
         return (made * share).to(residual.dtype)
 
     def _load_layers(self, loader: WeightLoader) -> None:
-        self._layers = [self._load_layer(index, loader) for index in self.layer_indices]
+        self._layers: list[DecoderLayer] = [self._load_layer(index, loader) for index in self.layer_indices]

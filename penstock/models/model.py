@@ -34,6 +34,10 @@ class Model(Protocol):
         """The same weights, run by other operations."""
         ...
 
+    def with_distinct_layers(self) -> Model:
+        """One layer of each kind, which is enough to meet every kernel that the model needs."""
+        ...
+
 
 class StagedModel(Model, Protocol):
     """A model whose forward pass can be taken apart, for a pipeline: `embed`, `run_layers`, `normed`."""

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.app import penstock
+from penstock.cli.app import MODULES, penstock
 from penstock.cli.commands import PenstockCommand
 from penstock.cluster.replica import ReplicaSpec
 from penstock.core.config import ServeConfig
@@ -63,13 +63,14 @@ def test_every_command_has_help_and_every_option_is_described() -> None:
             if isinstance(parameter, click.Option):
                 assert parameter.help, f"{' '.join(path)} {parameter.opts}"
         if isinstance(command, click.Group):
-            for name, child in command.commands.items():
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                child = command.get_command(context, name)
+                assert child is not None
                 walk(child, (*path, name))
 
     walk(penstock, ())
-    assert {"serve", "pull", "chat", "generate", "keys", "bench", "doctor", "version"} <= set(
-        penstock.commands
-    )
+    assert {"serve", "pull", "chat", "generate", "keys", "bench", "doctor", "version"} <= set(MODULES)
 
 
 def test_an_unknown_command_names_the_nearest() -> None:
@@ -87,9 +88,21 @@ def test_the_commands_import_nothing_heavy() -> None:
     heavy = (
         "{'torch', 'transformers', 'numpy', 'rich', 'uvicorn', 'httpx', 'matplotlib', 'sqlalchemy', 'jwt'}"
     )
-    script = f"import sys, penstock.cli.app; print(*({heavy} & set(sys.modules)))"
+    modules = ", ".join(f"penstock.cli.{module}" for module in sorted(set(MODULES.values())))
+    script = f"import sys, {modules}; print(*({heavy} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+def test_a_command_imports_no_other() -> None:
+    script = """
+import sys
+from penstock.cli.app import MODULES, penstock
+penstock(["version"], standalone_mode=False)
+print(*sorted({f"penstock.cli.{module}" for module in MODULES.values()} & set(sys.modules)))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [__version__, "penstock.cli.app"]
 
 
 def test_the_entry_point_runs_as_a_process() -> None:

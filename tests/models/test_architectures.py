@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.kernels.interface import Ops
+from penstock.kernels.reference import TorchOps
 from penstock.models.load import load_model
 from tests.models.checkpoints import Reference
 from tests.models.conftest import available_ops, random_prompt
@@ -80,3 +81,15 @@ def test_the_model_describes_itself(reference: Reference, ops: Ops) -> None:
     assert model.num_kv_heads == config.num_key_value_heads
     assert model.config.vocab_size == config.vocab_size
     assert model.max_model_len == 256
+
+
+def test_one_layer_of_each_kind(reference: Reference) -> None:
+    """By the backend that lays weights out as they come."""
+    model = load_model(reference.folder, TorchOps("cpu", torch.float32))
+    config = model.config
+    dense = config.experts.dense_layers if config.experts else frozenset()
+    kinds = {(window, index in dense) for index, window in enumerate(config.windows)}
+    few = model.with_distinct_layers()
+    assert few.num_layers == len(kinds)
+    assert model.num_layers == reference.model.config.num_hidden_layers
+    PagedRunner(few, TorchOps("cpu", torch.float32)).prompt_logits([5, 6, 7])

@@ -4,6 +4,7 @@ arguments."""
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ pytest.importorskip(
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
+from triton import JITFunction
+from triton.runtime._async_compile import active_mode
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.core.engine_config import Quantization
-from penstock.engine.warmup import warm_up
+from penstock.engine.warmup import _compiling, warm_up
 from penstock.kernels.triton import decode_attention, prefill_attention
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
@@ -98,3 +101,39 @@ def test_experts_come_in_tiles_of_every_size(tmp_path: Path, launched: set[Varia
         batch = bench.batch([(0, tokens)], num_blocks=300)
         model.forward(torch.zeros(tokens, dtype=torch.int32), batch, kv)
     assert launched == known
+
+
+def test_what_is_launched_while_compiling_is_only_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def run(self: object, *, grid: tuple[int], warmup: bool) -> None:
+        asked.append(warmup)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    with _compiling(torch.device("cpu")):
+        JITFunction.run(object(), grid=(1,), warmup=False)
+    assert asked == [True]
+    assert JITFunction.run is run
+
+
+def test_what_is_compiled_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        is_loaded = False
+
+        @property
+        def run(self) -> None:
+            self.is_loaded = True
+
+    kernel = Kernel()
+    submitted = threading.Event()
+
+    def compile_kernel() -> Kernel:
+        assert submitted.is_set()  # Compilers wait until everything is asked for.
+        return kernel
+
+    with _compiling(torch.device("cpu")):
+        mode = active_mode.get()
+        assert mode is not None
+        mode.submit("key", compile_kernel, lambda _: None, lambda _: None)
+        submitted.set()
+    assert kernel.is_loaded

@@ -57,6 +57,9 @@ class RankModel:
     def with_ops(self, ops: Ops) -> Model:
         return self._model.with_ops(ops)
 
+    def with_distinct_layers(self) -> Model:
+        return self._model.with_distinct_layers()
+
 
 @contextmanager
 def _no_second_try() -> Iterator[None]:
