@@ -31,7 +31,7 @@ def state_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where models are kept: PENSTOCK_CACHE, else `penstock` in the user's cache folder."""
+    """Where models are kept, and bytecode: PENSTOCK_CACHE, else `penstock` in the user's cache folder."""
     chosen = os.environ.get("PENSTOCK_CACHE")
     if chosen:
         return Path(chosen).expanduser()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -22,9 +23,10 @@ WORKER = "penstock.cluster.worker"
 class EarlyProcess:
     """For one engine on this machine. Where it is never taken, it ends with `close`, or with its parent."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytecode: Path) -> None:
+        """`bytecode` is a folder for that of packages which were installed without."""
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            [sys.executable, "-m", WORKER, "--early"], stdin=subprocess.PIPE
+            [sys.executable, "-m", WORKER, "--early", str(bytecode)], stdin=subprocess.PIPE
         )
 
     def take(self, arguments: list[str], config: EngineConfig) -> subprocess.Popen[bytes] | None:

@@ -322,7 +322,7 @@ def _job(arguments: list[str], config: bytes) -> _Job:
     return job
 
 
-def _job_that_comes_later() -> _Job | None:
+def _job_that_comes_later(bytecode: Path) -> _Job | None:
     """See `early`. None if nobody needs this process."""
 
     def read() -> _Job | None:
@@ -332,7 +332,7 @@ def _job_that_comes_later() -> _Job | None:
     with ThreadPoolExecutor(1) as reader:
         job = reader.submit(read)  # which comes while this imports
         with contextlib.suppress(ImportError):  # It comes back where it can be said properly.
-            preload()
+            preload(bytecode)
         return job.result()
 
 
@@ -357,7 +357,10 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until everything is loaded, of which hardly anything is garbage
     given = sys.argv[1:]
-    job = _job_that_comes_later() if given == ["--early"] else _job(given, sys.stdin.buffer.read())
+    if given[:1] == ["--early"]:
+        job = _job_that_comes_later(bytecode=Path(given[1]))
+    else:
+        job = _job(given, sys.stdin.buffer.read())
     if job is None:
         return 0
     arguments = job.arguments

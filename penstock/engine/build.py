@@ -17,6 +17,7 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
+from penstock.engine.bytecode import keep_bytecode
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.head_start import open_gpu_ahead, read_compiler_ahead
 from penstock.engine.loaded import Loaded, Progress
@@ -50,9 +51,12 @@ class Engine:
             self.recorder.close()
 
 
-def preload() -> None:
-    """Import what engines of most kinds need, long before it is known what they will run."""
+def preload(bytecode: Path | None = None) -> None:
+    """Import what engines of most kinds need, long before it is known what they will run. `bytecode` is a folder for
+    that of packages which have none."""
     read_compiler_ahead()
+    if bytecode is not None:
+        keep_bytecode(bytecode)
     import penstock.engine.decoder  # noqa: F401
 
 

@@ -16,8 +16,7 @@ CUDA_LIBRARY = "libcuda.so.1"
 
 def read_compiler_ahead() -> threading.Thread | None:
     """Have the system read the compiler of kernels from disk: 400 MB, which cost a machine that was just switched on
-    three seconds where they are read in small pieces, as they are first used. The compiler itself then reads all of
-    it, for a hash by which it knows its kernels.
+    three seconds where they are read in small pieces, as they are first used.
 
     Returns at once. None where there is no GPU to compile for, or no compiler."""
     spec = importlib.util.find_spec("triton")
@@ -30,7 +29,8 @@ def read_compiler_ahead() -> threading.Thread | None:
 
 def open_gpu_ahead() -> threading.Thread | None:
     """Let the driver find its devices and set up the first one, which torch then finds open: some tenths of a second.
-    CUDA_VISIBLE_DEVICES has to be what it will be.
+    Then have Triton build its way to the driver, a small library, if this is the first time. CUDA_VISIBLE_DEVICES has
+    to be what it will be.
 
     Returns at once. None where there is no GPU."""
     if not _has_gpu():
@@ -60,11 +60,16 @@ def _read_ahead(paths: list[Path]) -> None:
 
 
 def _open_gpu() -> None:
-    """If something is wrong, torch says so when it finds it itself."""
+    """If something is wrong, torch or Triton says so when it finds it itself."""
     try:
         cuda = ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
-        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # the one that torch uses
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return
+    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # the one that torch uses
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()

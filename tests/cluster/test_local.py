@@ -28,6 +28,8 @@ from tests.cluster.engines import (
     until,
 )
 
+NO_BYTECODE = Path("/proc/nobody/bytecode")
+
 
 @pytest.fixture
 async def engine() -> AsyncIterator[EngineProcess]:
@@ -145,7 +147,7 @@ def _gpus(pid: int | None) -> str:
 
 
 async def test_an_early_process_becomes_the_first_engine() -> None:
-    early = EarlyProcess()
+    early = EarlyProcess(NO_BYTECODE)
     launcher = LocalLauncher(early=early)
     async with (
         engine_process(echo_spec(), launcher) as first,
@@ -159,7 +161,7 @@ async def test_an_early_process_becomes_the_first_engine() -> None:
 
 
 async def test_the_end_of_an_early_process_is_noticed() -> None:
-    running = await LocalLauncher(early=EarlyProcess()).launch(echo_spec(), "replica-1")
+    running = await LocalLauncher(early=EarlyProcess(NO_BYTECODE)).launch(echo_spec(), "replica-1")
     running.kill()
     assert await asyncio.wait_for(running.wait(), WAIT_S) == -signal.SIGKILL
     await running.stop()
@@ -170,7 +172,7 @@ def _is_early(pid: int | None) -> bool:
 
 
 def test_an_early_process_that_nobody_needs_ends_at_once() -> None:
-    early = EarlyProcess()
+    early = EarlyProcess(NO_BYTECODE)
     process = early._process
     assert process is not None
     early.close()
@@ -179,14 +181,14 @@ def test_an_early_process_that_nobody_needs_ends_at_once() -> None:
 
 
 def test_an_early_process_leaves_with_its_parent() -> None:
-    process = EarlyProcess()._process
+    process = EarlyProcess(NO_BYTECODE)._process
     assert process is not None
     process.communicate(timeout=WAIT_S)  # As seen from there, it has closed its end.
     assert process.returncode == 0
 
 
 async def test_an_early_process_that_died_is_replaced() -> None:
-    early = EarlyProcess()
+    early = EarlyProcess(NO_BYTECODE)
     assert early._process is not None
     early._process.kill()
     early._process.wait()

@@ -19,8 +19,7 @@ from penstock.engine.echo import ECHO_MODEL
 
 @pytest.fixture
 def advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that the system was told of, and the compiler's own look at them, on a machine with one
-    GPU and a compiler."""
+    """The names of the files that the system was told of, on a machine with one GPU and a compiler."""
     for name in ("_C/libtriton.so", "backends/nvidia/bin/ptxas", "dev/nvidia0"):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
@@ -34,11 +33,6 @@ def advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    compiler = ModuleType("triton.runtime.cache")
-    compiler.triton_key = lambda: names.append("hash")  # type: ignore[attr-defined]
-    for name in ("triton", "triton.runtime"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, compiler.__name__, compiler)
     return names
 
 
@@ -46,7 +40,7 @@ def test_the_compiler_is_read_ahead(advised: list[str]) -> None:
     reading = head_start.read_compiler_ahead()
     assert reading is not None
     reading.join()
-    assert advised == ["libtriton.so", "ptxas", "hash"]
+    assert advised == ["libtriton.so", "ptxas"]
 
 
 def test_nothing_is_read_where_nothing_will_be_compiled(
@@ -76,6 +70,11 @@ class _Driver:
 
 def _opened(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> list[str]:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    compiler = ModuleType("triton.backends.nvidia.driver")
+    compiler.CudaUtils = lambda: driver.asked.append("CudaUtils")  # type: ignore[attr-defined]
+    for name in ("triton", "triton.backends", "triton.backends.nvidia"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, compiler.__name__, compiler)
     opening = head_start.open_gpu_ahead()
     assert opening is not None
     opening.join()
@@ -84,7 +83,8 @@ def _opened(monkeypatch: pytest.MonkeyPatch, driver: _Driver) -> list[str]:
 
 @pytest.mark.usefixtures("advised")
 def test_the_first_gpu_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _opened(monkeypatch, _Driver()) == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+    steps = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "CudaUtils"]
+    assert _opened(monkeypatch, _Driver()) == steps
 
 
 @pytest.mark.usefixtures("advised")

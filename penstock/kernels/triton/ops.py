@@ -24,6 +24,7 @@ from penstock.kernels.interface import (
 from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
 from penstock.kernels.triton import packing, products
 from penstock.kernels.triton.attention import attention
+from penstock.kernels.triton.compiler_key import know_compiler_by_its_wheel
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.experts import StackedExperts, add_experts
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
@@ -48,6 +49,7 @@ class TritonOps:
         flashinfer: FlashInferAttention | None = None,
     ) -> None:
         """`flashinfer` does the attention of the prompts that it takes."""
+        know_compiler_by_its_wheel()
         self._flashinfer = flashinfer
         self.device = device
         self.dtype = dtype
