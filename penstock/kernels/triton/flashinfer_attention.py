@@ -10,7 +10,6 @@ first step that has a kind goes to it, which is one of the warm-up.
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +56,6 @@ class FlashInferAttention:
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planned: dict[_Kind, _Planned] = {}
         self._given_up = False
-        self._lock = threading.Lock()  # The steps of the warm-up run side by side.
 
     def attends(
         self, q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
@@ -69,25 +67,24 @@ class FlashInferAttention:
         kind = _Kind(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, layer.window, layer.softcap
         )
-        with self._lock:
-            if self._given_up or not (
-                self._wherever_possible or kind not in self._planned or _is_faster(q, batch)
-            ):
-                return False
-            planned = self._planned.get(kind) or _Planned(self._make_wrapper(self._workspace, "HND"))
-            try:
-                if planned.batch is not batch:
-                    _plan(planned, kind, cache.block_size, batch, q.dtype)
-            except Exception as error:
-                # The first plan of a kind compiles its kernels, in which all sorts of things are missed.
-                if kind in self._planned or self._wherever_possible:
-                    raise
-                log.warning("FlashInfer cannot run here, so Triton does all attention: %s", error)
-                self._given_up = True
-                return False
-            self._planned[kind] = planned
-            first = batch.num_decodes
-            planned.wrapper.run(q[first:], (cache.keys, cache.values), out=out[first:])
+        if self._given_up or not (
+            self._wherever_possible or kind not in self._planned or _is_faster(q, batch)
+        ):
+            return False
+        planned = self._planned.get(kind) or _Planned(self._make_wrapper(self._workspace, "HND"))
+        try:
+            if planned.batch is not batch:
+                _plan(planned, kind, cache.block_size, batch, q.dtype)
+        except Exception as error:
+            # The first plan of a kind compiles its kernels, in which all sorts of things are missed.
+            if kind in self._planned or self._wherever_possible:
+                raise
+            log.warning("FlashInfer cannot run here, so Triton does all attention: %s", error)
+            self._given_up = True
+            return False
+        self._planned[kind] = planned
+        first = batch.num_decodes
+        planned.wrapper.run(q[first:], (cache.keys, cache.values), out=out[first:])
         return True
 
 
