@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
 from penstock.kernels.reference import TorchOps
-from penstock.kernels.triton import flashinfer_attention
+from penstock.kernels.triton import attention, flashinfer_attention
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.ops import TritonOps
 from tests.triton.cases import BLOCK_SIZE, Bench, Heads, Lengths
@@ -168,13 +168,24 @@ def a_small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("flashinfer", "a_small_chip")
-def test_by_default_it_gets_what_it_is_faster_at(lengths: Lengths, is_for_it: bool) -> None:
-    attention = FlashInferAttention(CPU, wherever_possible=False)
-    ops = TritonOps(CPU, torch.float16, flashinfer=attention)
-    _attend(ops, [(0, 2)])  # Its kernels are built for the first step that could use them, in the warm-up.
+def test_by_default_it_gets_what_it_is_faster_at(
+    lengths: Lengths, is_for_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_triton: list[int] = []
+
+    def count(q: Tensor, *_: object) -> None:
+        by_triton.append(len(q))
+
+    monkeypatch.setattr(attention, "prefill_attention", count)
+    ops = TritonOps(CPU, torch.float16, flashinfer=FlashInferAttention(CPU, wherever_possible=False))
+    # Its kernels are built for the first step that could use them, in the warm-up; and so are Triton's.
+    _attend(ops, [(0, 2)])
     assert StandIn.num_plans == 1
+    assert by_triton == [2]
     _attend(ops, lengths)
     assert StandIn.num_plans == 1 + int(is_for_it)
+    has_prompts = any(count > 1 for _, count in lengths)
+    assert len(by_triton) == 1 + int(has_prompts and not is_for_it)
 
 
 class Broken(StandIn):

@@ -4,7 +4,7 @@ Decodes stay with the Triton kernel: they run from CUDA graphs, and FlashInfer p
 caches in eight bits and sizes of heads that FlashInfer has no kernels for; and, unless it is to take all it can, the
 prompts that the Triton kernel is faster at (`docs/kernels.md` has the figures). A plan serves all layers of a step
 that are alike. FlashInfer compiles its kernels when it first meets a kind of layer, and keeps them on disk: so the
-first step that has a kind goes to it, which is one of the warm-up.
+first step that has a kind goes to it too, which is one of the warm-up.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class FlashInferAttention:
         kind = _Kind(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, layer.window, layer.softcap
         )
-        if self._given_up or not (
-            self._wherever_possible or kind not in self._planned or _is_faster(q, batch)
-        ):
+        is_for_it = self._wherever_possible or _is_faster(q, batch)
+        if self._given_up or not (is_for_it or kind not in self._planned):
             return False
         planned = self._planned.get(kind) or _Planned(self._make_wrapper(self._workspace, "HND"))
         try:
@@ -85,7 +84,7 @@ class FlashInferAttention:
         self._planned[kind] = planned
         first = batch.num_decodes
         planned.wrapper.run(q[first:], (cache.keys, cache.values), out=out[first:])
-        return True
+        return is_for_it  # otherwise it only had to compile its kernels, and the Triton kernel has to as well
 
 
 def _can_run(q: Tensor, cache: PagedLayer) -> bool:
