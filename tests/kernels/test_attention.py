@@ -148,7 +148,7 @@ def test_unsuitable_shapes_are_refused(library: Library) -> None:
 def test_requests_with_a_common_prefix_are_as_if_alone(
     native: NativeOps, dtype: torch.dtype, shared_len: int
 ) -> None:
-    """Enough of them for several tiles, and strangers before, between and after."""
+    """Enough of them for several tiles, one of which ends within a request; strangers before, between and after."""
     layer = make_layer(**LAYERS["grouped"])
     lengths = [700, shared_len + 3, *[shared_len + 20 + 40 * i for i in range(7)], 600, shared_len + 1, 30]
     num_blocks = num_blocks_for(lengths)

@@ -94,7 +94,8 @@ struct RowState {
 };
 
 // Up to 16 of a request's rows for one KV head. Row r is query head r % heads_per_kv_head of the request's token
-// r / heads_per_kv_head of this step; where all rows see all keys, the rows of the next requests follow.
+// r / heads_per_kv_head of this step; where all rows see all keys, the rows of the next requests follow, whose tokens
+// do so too.
 struct QueryTile {
   int64_t request;
   int64_t kv_head;

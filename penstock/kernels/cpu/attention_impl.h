@@ -60,8 +60,43 @@ PENSTOCK_INLINE RowUnits row_units(int64_t num_units, int64_t start, int64_t fir
   return {from / kUnitTokens, ceil_div(to, kUnitTokens), from % kUnitTokens != 0, to % kUnitTokens != 0};
 }
 
+// The weight of a score, and what the score is to be multiplied with before.
 PENSTOCK_INLINE Floats weight_of(const float*, Floats x) { return exponential(x); }
-PENSTOCK_INLINE Floats weight_of(const bf16*, Floats x) { return rough_exponential(x); }
+PENSTOCK_INLINE Floats weight_of(const bf16*, Floats x) { return rough_power_of_two(x); }
+PENSTOCK_INLINE float weight_base(const float*) { return 1.0f; }
+PENSTOCK_INLINE float weight_base(const bf16*) { return kLog2OfE; }
+
+// The highest of a row's scores; NaN is none. By two units, neither of which waits for the other.
+PENSTOCK_INLINE float highest_score(const float* scores, int64_t unit, int64_t end_unit) {
+  Floats highest = broadcast(-__builtin_inff()), of_odd = highest;
+  for (; unit + 2 <= end_unit; unit += 2) {
+    highest = maximum(load(scores + unit * kUnitTokens), highest);
+    of_odd = maximum(load(scores + (unit + 1) * kUnitTokens), of_odd);
+  }
+  if (unit < end_unit) highest = maximum(load(scores + unit * kUnitTokens), highest);
+  return reduce_max(maximum(highest, of_odd));
+}
+
+// The weights of score * steep + shift, and their sum.
+template <typename Weight>
+PENSTOCK_INLINE float weigh_scores(const float* scores, Weight* weights, int64_t unit, int64_t end_unit, Floats steep,
+                                   Floats shift) {
+  const auto weight_at = [&](int64_t at) {
+    return weight_of(weights, multiply_add(load(scores + at * kUnitTokens), steep, shift));
+  };
+  Floats sum = zeros();
+  for (; unit + 2 <= end_unit; unit += 2) {
+    const Floats weight = weight_at(unit), next = weight_at(unit + 1);
+    sum = sum + weight + next;
+    store_two(weights + unit * kUnitTokens, weight, next);
+  }
+  if (unit < end_unit) {
+    const Floats weight = weight_at(unit);
+    sum = sum + weight;
+    store(weights + unit * kUnitTokens, weight);
+  }
+  return reduce_sum(sum);
+}
 
 // Scores of one row → weights, their maximum and their sum. The row sees keys [first, end).
 template <typename Weight>
@@ -83,25 +118,15 @@ static void soften_row(const AttentionLayer& layer, float* scores, Weight* weigh
   }
   if (seen.cut_first) hide(seen.first_seen);
   if (seen.cut_last) hide(seen.end_seen - 1);
-  Floats highest = broadcast(-__builtin_inff());
-  for (int64_t unit = seen.first_seen; unit < seen.end_seen; ++unit) {
-    highest = maximum(load(scores + unit * kUnitTokens), highest);
-  }
-  const float top = reduce_max(highest);
+  const float top = highest_score(scores, seen.first_seen, seen.end_seen);
   // Nothing in sight, or nothing but NaN, which the row's empty sum will show.
   const bool blind = top == -__builtin_inff();
   const int64_t first_unit = blind ? 0 : seen.first_seen, end_unit = blind ? 0 : seen.end_seen;
-  const Floats shift = zeros() - broadcast(top) * factor;
-  Floats sum = zeros();
+  const Floats steep = factor * broadcast(weight_base(weights)), shift = zeros() - broadcast(top) * steep;
   for (int64_t unit = 0; unit < first_unit; ++unit) store(weights + unit * kUnitTokens, zeros());
-  for (int64_t unit = first_unit; unit < end_unit; ++unit) {
-    const Floats weight = weight_of(weights, multiply_add(load(scores + unit * kUnitTokens), factor, shift));
-    sum = sum + weight;
-    store(weights + unit * kUnitTokens, weight);
-  }
+  *sum_out = weigh_scores(scores, weights, first_unit, end_unit, steep, shift);
   for (int64_t unit = end_unit; unit < num_units; ++unit) store(weights + unit * kUnitTokens, zeros());
   *maximum_out = blind ? top : top * factor.part[0][0];
-  *sum_out = reduce_sum(sum);
 }
 
 // Adds a later split's state to an earlier one's.

@@ -30,12 +30,13 @@ int64_t splits_in_common(const AttendCall& call, int64_t request) {
   return (std::mismatch(table, end, table + batch.table_stride).first - table) / blocks_per_split;
 }
 
-int64_t requests_per_tile(const AttendCall& call) { return kTileRows / call.heads_per_kv_head(); }
+// Rows of all requests of a run, one request after the other, are cut into tiles wherever a tile is full.
+int64_t rows_of(const AttendCall& call, const SharedRun& run) { return run.num_requests * call.heads_per_kv_head(); }
 
 void find_runs(const AttendCall& call, std::vector<SharedRun>& runs) {
   runs.clear();
   const int64_t longest = call.batch->max_context_len;
-  const bool worth_it = requests_per_tile(call) > 1 && longest >= kSplitTokens;
+  const bool worth_it = 2 * call.heads_per_kv_head() <= kTileRows && longest >= kSplitTokens;
   const bool possible = call.layer->window >= longest && kSplitUnits % call.layout.units_per_block == 0;
   if (!worth_it || !possible) return;
   for (int64_t request = 0; request + 1 < call.batch->num_requests; ++request) {
@@ -61,31 +62,44 @@ int64_t add_piece(AttentionPieces& into, QueryTile piece, int64_t first_split, i
   return index;
 }
 
-// One piece for each (KV head, split, some requests), in this order. The last share their keys, and an item where there
+// One piece for each (KV head, split, tile of rows), in this order. The last share their keys, and an item where there
 // are items enough for all threads.
 void add_shared_pieces(const AttendCall& call, int64_t num_threads, SharedRun& run, AttentionPieces& into) {
   run.first_piece = static_cast<int64_t>(into.pieces.size());
-  const int64_t at_once = requests_per_tile(call), num_tiles = ceil_div(run.num_requests, at_once);
+  const int64_t heads = call.heads_per_kv_head(), num_rows = rows_of(call, run);
+  const int64_t num_tiles = ceil_div(num_rows, kTileRows);
   const int64_t num_pieces = call.layer->num_kv_heads * run.num_splits * num_tiles;
   const int64_t per_item = std::clamp<int64_t>(num_pieces / (num_threads * kTilesPerThread), 1, num_tiles);
   for (int64_t kv_head = 0; kv_head < call.layer->num_kv_heads; ++kv_head) {
     for (int64_t split = 0; split < run.num_splits; ++split) {
       for (int64_t i = 0; i < num_tiles; ++i) {
-        const int64_t first = i * at_once;
-        const int64_t rows = std::min(at_once, run.num_requests - first) * call.heads_per_kv_head();
-        const QueryTile tile = {run.first_request + first, kv_head, 0, rows, 0, 0, nullptr, true};
+        const int64_t first = i * kTileRows, rows = std::min<int64_t>(kTileRows, num_rows - first);
+        const QueryTile tile = {run.first_request + first / heads, kv_head, first % heads, rows, 0, 0, nullptr, true};
         add_piece(into, tile, split, split + 1, i % per_item == 0);
       }
     }
   }
 }
 
-void add_shared_parts(const AttendCall& call, const SharedRun& run, const QueryTile& tile, AttentionPieces& into) {
-  const int64_t index = tile.request - run.first_request, at_once = requests_per_tile(call);
-  const int64_t num_tiles = ceil_div(run.num_requests, at_once);
-  for (int64_t split = 0; split < run.num_splits; ++split) {
-    const int64_t piece = (tile.kv_head * run.num_splits + split) * num_tiles + index / at_once;
-    into.parts.push_back({run.first_piece + piece, index % at_once * call.heads_per_kv_head()});
+// Merges of the rows of a request: one, or two where a tile of the run ends among them. `own` are the pieces of what
+// the request does not share.
+void add_shared_merges(const AttendCall& call, const SharedRun& run, const QueryTile& tile, int64_t first_own,
+                       int64_t end_own, AttentionPieces& into) {
+  const int64_t heads = call.heads_per_kv_head(), num_tiles = ceil_div(rows_of(call, run), kTileRows);
+  const int64_t first = (tile.request - run.first_request) * heads, end = first + tile.num_rows;
+  for (int64_t row = first; row < end;) {
+    const int64_t next = std::min(end, (row / kTileRows + 1) * kTileRows);
+    QueryTile part = tile;
+    part.first_row = row - first;
+    part.num_rows = next - row;
+    const size_t first_part = into.parts.size();
+    for (int64_t split = 0; split < run.num_splits; ++split) {
+      const int64_t piece = (tile.kv_head * run.num_splits + split) * num_tiles + row / kTileRows;
+      into.parts.push_back({run.first_piece + piece, row % kTileRows});
+    }
+    for (int64_t piece = first_own; piece < end_own; ++piece) into.parts.push_back({piece, row - first});
+    into.merges.push_back({part, first_part, into.parts.size() - first_part});
+    row = next;
   }
 }
 
@@ -145,12 +159,17 @@ void cut_attention(const AttendCall& call, int64_t num_threads, AttentionPieces*
       add_piece(*into, tile, tile.first_split, tile.end_split);
       continue;
     }
-    const size_t first_part = into->parts.size();
-    if (shares) add_shared_parts(call, *run, tile, *into);
+    const int64_t first_own = static_cast<int64_t>(into->pieces.size());
     for (int64_t split = shares ? run->num_splits : tile.first_split; split < tile.end_split; ++split) {
-      into->parts.push_back({add_piece(*into, tile, split, split + 1), 0});
+      add_piece(*into, tile, split, split + 1);
     }
-    into->merges.push_back({tile, first_part, into->parts.size() - first_part});
+    const int64_t end_own = static_cast<int64_t>(into->pieces.size());
+    if (shares) {
+      add_shared_merges(call, *run, tile, first_own, end_own, *into);
+      continue;
+    }
+    into->merges.push_back({tile, into->parts.size(), static_cast<size_t>(end_own - first_own)});
+    for (int64_t piece = first_own; piece < end_own; ++piece) into->parts.push_back({piece, 0});
   }
   into->items.push_back(static_cast<int64_t>(into->pieces.size()));
   place_states(call, *into);

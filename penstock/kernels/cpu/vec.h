@@ -228,6 +228,11 @@ PENSTOCK_INLINE void store(bf16* to, Floats a) {
 }
 
 // One after the other.
+PENSTOCK_INLINE void store_two(float* to, Floats first, Floats second) {
+  store(to, first);
+  store(to + kLanes, second);
+}
+
 PENSTOCK_INLINE void store_two(bf16* to, Floats first, Floats second) {
 #ifdef PENSTOCK_NATIVE_BF16
   const __m512bh narrow = _mm512_cvtne2ps_pbh((__m512)second.part[0], (__m512)first.part[0]);
@@ -392,25 +397,26 @@ PENSTOCK_INLINE Floats exponential(Floats x) {
   return out;
 }
 
-// e^x to about 1 in 10^5, for what is rounded to bfloat16 in the end; 0 for -infinity, NaN for NaN.
-PENSTOCK_INLINE Floats rough_exponential(Floats x) {
+constexpr float kLog2OfE = 1.44269504f;
+
+// 2^x to about 1 in 10^4, for what is rounded to bfloat16 in the end; 0 for -infinity, NaN for NaN.
+PENSTOCK_INLINE Floats rough_power_of_two(Floats x) {
 #if PENSTOCK_REGISTER_BYTES == 64
   constexpr int kMinusFloor = 0x09;
-  const FloatRegister power = x.part[0] * 1.44269504f;
-  const FloatRegister r = (FloatRegister)_mm512_reduce_ps((__m512)power, kMinusFloor);
-  FloatRegister p = FloatRegister{} + 1.87757667e-3f;
-  p = p * r + 8.98934009e-3f;
-  p = p * r + 5.58263180e-2f;
-  p = p * r + 2.40153617e-1f;
-  p = p * r + 6.93153073e-1f;
-  p = p * r + 9.99999925e-1f;
+  const FloatRegister r = (FloatRegister)_mm512_reduce_ps((__m512)x.part[0], kMinusFloor);
+  FloatRegister p = FloatRegister{} + 7.80245212e-2f;
+  p = p * r + 2.26067158e-1f;
+  p = p * r + 6.95833540e-1f;
+  p = p * r + 9.99925219e-1f;
   Floats out;
-  out.part[0] = (FloatRegister)_mm512_scalef_ps((__m512)p, (__m512)power);  // which takes the floor itself
+  out.part[0] = (FloatRegister)_mm512_scalef_ps((__m512)p, (__m512)x.part[0]);  // which takes the floor itself
   return out;
 #else
-  return exponential(x);
+  return exponential(x * broadcast(1.0f / kLog2OfE));
 #endif
 }
+
+PENSTOCK_INLINE Floats rough_exponential(Floats x) { return rough_power_of_two(x * broadcast(kLog2OfE)); }
 
 // 1 / x to about 1 in 10^7, for what is neither zero nor infinite.
 PENSTOCK_INLINE Floats reciprocal(Floats x) {
