@@ -31,12 +31,17 @@ def state_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where models are kept, and bytecode: PENSTOCK_CACHE, else `penstock` in the user's cache folder."""
+    """Where models are kept: PENSTOCK_CACHE, else `penstock` in the user's cache folder."""
     chosen = os.environ.get("PENSTOCK_CACHE")
     if chosen:
         return Path(chosen).expanduser()
     user_cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(user_cache) if user_cache else Path.home() / ".cache") / "penstock"
+
+
+def bytecode_dir() -> Path:
+    """Where that of packages is kept which were installed without."""
+    return cache_dir() / "bytecode"
 
 
 def hub_token() -> str | None:

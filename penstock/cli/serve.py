@@ -14,7 +14,7 @@ import click
 
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import stderr_console
-from penstock.cli.environment import cache_dir
+from penstock.cli.environment import bytecode_dir
 from penstock.cli.models import fetch_model
 from penstock.cli.options import config_options, model_argument
 from penstock.cli.stores import open_database
@@ -96,7 +96,7 @@ def _early_process(config: ServeConfig) -> Iterator[EarlyProcess | None]:
         return
     from penstock.cluster.early import EarlyProcess
 
-    with contextlib.closing(EarlyProcess(cache_dir() / "bytecode")) as early:
+    with contextlib.closing(EarlyProcess(bytecode_dir())) as early:
         yield early
 
 

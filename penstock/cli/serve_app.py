@@ -19,7 +19,7 @@ import uvloop
 
 from penstock.cli.api_workers import ApiWorkers
 from penstock.cli.control import Control, open_control, open_link
-from penstock.cli.environment import visible_gpus
+from penstock.cli.environment import bytecode_dir, visible_gpus
 from penstock.cli.listening import prepare_process
 from penstock.cli.telemetry import configure_server_logging
 from penstock.cli.waiting import until
@@ -96,7 +96,13 @@ def launchers(config: ServeConfig, log_level: str, early: EarlyProcess | None = 
     """By the names that specs have for them. None does anything before it is asked to."""
     log_format = config.telemetry.log_format
     return {
-        "local": LocalLauncher(gpus=visible_gpus(), log_level=log_level, log_format=log_format, early=early),
+        "local": LocalLauncher(
+            gpus=visible_gpus(),
+            log_level=log_level,
+            log_format=log_format,
+            early=early,
+            bytecode=bytecode_dir(),
+        ),
         "ray": RayLauncher(config.cluster.ray_address, log_level=log_level, log_format=log_format),
     }
 

@@ -40,9 +40,12 @@ class LocalLauncher:
         log_level: str = "INFO",
         log_format: str = "text",
         early: EarlyProcess | None = None,
+        bytecode: Path | None = None,
     ) -> None:
-        """`early` becomes the first engine that is launched."""
+        """`early` becomes the first engine that is launched. `bytecode` is a folder for that of packages which were
+        installed without, for all others."""
         self._early = early
+        self._bytecode = ["--bytecode", str(bytecode)] if bytecode is not None else []
         self._gpu_uses = dict.fromkeys(gpus, 0)
         self._log_level = log_level
         self._log_format = log_format
@@ -62,7 +65,7 @@ class LocalLauncher:
         if self._early is not None and (early := self._early.take(arguments, config)) is not None:
             return _Adopted(early)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", WORKER, *arguments, stdin=asyncio.subprocess.PIPE
+            sys.executable, "-m", WORKER, *arguments, *self._bytecode, stdin=asyncio.subprocess.PIPE
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(config))

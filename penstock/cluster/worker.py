@@ -318,7 +318,7 @@ def _job(arguments: list[str], config: bytes) -> _Job:
     job = _Job(_parser().parse_args(arguments), msgspec.json.decode(config, type=EngineConfig))
     if job.arguments.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.arguments.gpus
-    prepare(job.config, job.arguments.model_path)
+    prepare(job.config, job.arguments.model_path, job.arguments.bytecode)
     return job
 
 
@@ -344,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", required=True, type=Path)
     parser.add_argument("--parent-pid", type=int, help="process to leave with, which may be gone already")
     parser.add_argument("--gpus", help="devices to use, as CUDA_VISIBLE_DEVICES names them")
+    parser.add_argument("--bytecode", type=Path, help="folder for that of packages which have none")
     parser.add_argument("--key-file", type=Path, help="secret key for an endpoint on the network")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text", choices=("text", "json"))

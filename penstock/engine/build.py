@@ -51,17 +51,19 @@ class Engine:
             self.recorder.close()
 
 
-def preload(bytecode: Path | None = None) -> None:
+def preload(bytecode: Path) -> None:
     """Import what engines of most kinds need, long before it is known what they will run. `bytecode` is a folder for
     that of packages which have none."""
+    keep_bytecode(bytecode)
     read_compiler_ahead()
-    if bytecode is not None:
-        keep_bytecode(bytecode)
     import penstock.engine.decoder  # noqa: F401
 
 
-def prepare(config: EngineConfig, model_path: Path) -> None:
-    """Begin what needs no torch, as soon as it is known what will run and CUDA_VISIBLE_DEVICES is right."""
+def prepare(config: EngineConfig, model_path: Path, bytecode: Path | None = None) -> None:
+    """Begin what needs no torch, as soon as it is known what will run and CUDA_VISIBLE_DEVICES is right. `bytecode`
+    where nothing is preloaded."""
+    if bytecode is not None:
+        keep_bytecode(bytecode)
     is_alone = config.parallel.num_ranks == 1  # ranks are processes of their own
     if str(model_path) != ECHO_MODEL and config.model.device != "cpu" and is_alone:
         open_gpu_ahead()

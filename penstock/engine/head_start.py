@@ -51,12 +51,6 @@ def _read_ahead(paths: list[Path]) -> None:
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-    with contextlib.suppress(
-        ImportError
-    ):  # Other versions may have it elsewhere, and are asked when they compile.
-        from triton.runtime.cache import triton_key
-
-        triton_key()
 
 
 def _open_gpu() -> None:

@@ -41,7 +41,7 @@ class NativeOps(ComposedBlocks):
 
     def __init__(self, library: Library, dtype: torch.dtype, *, integer_products: bool = False) -> None:
         """With `integer_products`, in bfloat16, quantized matrices are rounded to 8 bits with a scale for each
-        output, and multiplied with activations of 16 bits as whole numbers."""
+        output, and multiplied with activations of 8 bits as whole numbers."""
         if dtype not in DTYPE_CODES:
             raise ValueError(f"the native CPU backend computes in float32 or bfloat16, not {dtype}")
         self.dtype = dtype

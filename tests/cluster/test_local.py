@@ -45,6 +45,12 @@ async def test_requests_are_answered_token_by_token(engine: EngineProcess) -> No
         assert inbox.finish_reason is FinishReason.LENGTH
 
 
+async def test_a_process_is_told_where_bytecode_may_be_kept(tmp_path: Path) -> None:
+    async with engine_process(echo_spec(), LocalLauncher(bytecode=tmp_path)) as process:
+        command = Path(f"/proc/{process.running.pid}/cmdline").read_text().split("\0")
+        assert command[command.index("--bytecode") + 1] == str(tmp_path)
+
+
 async def test_an_abort_frees_the_blocks_and_silences_the_request(engine: EngineProcess) -> None:
     inbox = send(engine.client, make_request("endless", max_tokens=60_000))
     await inbox.until(lambda inbox: len(inbox.tokens) > 3)

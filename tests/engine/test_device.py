@@ -126,8 +126,9 @@ import torch
 asked = []
 for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties"):
     setattr(torch.cuda, name, lambda *args, name=name: asked.append(name))
+from pathlib import Path
 from penstock.engine.build import preload
-preload()
+preload(Path('/proc/nobody/bytecode'))
 assert not asked, asked
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -119,3 +119,12 @@ def test_only_an_engine_that_may_use_a_gpu_opens_it(
     )
     build.prepare(config, Path(model_path))
     assert bool(opened) == opens
+
+
+def test_an_engine_that_was_not_preloaded_keeps_its_bytecode_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Path] = []
+    monkeypatch.setattr(build, "keep_bytecode", kept.append)
+    build.prepare(EngineConfig(model=ModelConfig(model=ECHO_MODEL)), Path(ECHO_MODEL), tmp_path)
+    assert kept == [tmp_path]
