@@ -39,9 +39,7 @@ def choose_ops(config: EngineConfig) -> Ops:
         integer_products=config.model.dtype == "auto",
         attention_backend=backend,
     )
-    if isinstance(ops, TorchOps) and ops.kv_dtype != ops.dtype:
-        log.warning("a KV cache in %s runs on plain torch here, which is slow", config.cache.kv_cache_dtype)
-    elif isinstance(ops, TorchOps):
+    if isinstance(ops, TorchOps):
         log.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
     return ops
 

@@ -39,13 +39,26 @@ class NativeOps(ComposedBlocks):
     name = "native"
     device = torch.device("cpu")
 
-    def __init__(self, library: Library, dtype: torch.dtype, *, integer_products: bool = False) -> None:
-        """With `integer_products`, in bfloat16, quantized matrices are rounded to 8 bits with a scale for each
-        output, and multiplied with activations of 8 bits as whole numbers."""
+    def __init__(
+        self,
+        library: Library,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        *,
+        integer_products: bool = False,
+    ) -> None:
+        """Keys and values are cached in `dtype`, or in int8. With `integer_products`, in bfloat16, quantized matrices
+        are rounded to 8 bits with a scale for each output, and multiplied with activations of 8 bits as whole
+        numbers."""
         if dtype not in DTYPE_CODES:
             raise ValueError(f"the native CPU backend computes in float32 or bfloat16, not {dtype}")
+        if kv_dtype not in (None, dtype, torch.int8):
+            raise ValueError(
+                f"the native CPU backend caches keys and values in {dtype} or int8, not {kv_dtype}"
+            )
         self.dtype = dtype
-        self.kv_dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
+        self._rounded_kv = kv_dtype == torch.int8
         self._library = library
         self._dtype_code = DTYPE_CODES[dtype]
         self._integer_products = integer_products and dtype == torch.bfloat16
@@ -156,7 +169,9 @@ class NativeOps(ComposedBlocks):
             raise ValueError(f"blocks hold a multiple of {TOKENS_PER_UNIT} tokens, not {block_size}")
         if head_dim > MAX_HEAD_DIM or head_dim % 2 != 0:
             raise ValueError(f"a head has an even size of at most {MAX_HEAD_DIM}, not {head_dim}")
-        block_bytes = self._library.cache_block_bytes(self._dtype_code, block_size, num_kv_heads, head_dim)
+        block_bytes = self._library.cache_block_bytes(
+            self._dtype_code, self._rounded_kv, block_size, num_kv_heads, head_dim
+        )
         return NativeKVStore(self._library, num_layers, num_blocks, block_size, block_bytes)
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
@@ -168,6 +183,7 @@ class NativeOps(ComposedBlocks):
             struct,
             self._batch_struct,
             self._dtype_code,
+            self._rounded_kv,
             cache.block_size,
             cache.address,
             qkv.data_ptr(),
@@ -190,6 +206,7 @@ class NativeOps(ComposedBlocks):
             struct,
             self._batch_struct,
             self._dtype_code,
+            self._rounded_kv,
             cache.block_size,
             cache.address,
             x.data_ptr(),
@@ -237,6 +254,7 @@ class NativeOps(ComposedBlocks):
             struct,
             self._batch_struct,
             self._dtype_code,
+            self._rounded_kv,
             cache.block_size,
             cache.address,
             DTYPE_CODES[norm.dtype],

@@ -35,12 +35,18 @@ def select_ops(
     attention_backend: AttentionBackend = "auto",
 ) -> Ops:
     """With `integer_products`, weights that come quantized may be multiplied as whole numbers where a CPU does that
-    faster. `kv_dtype` is that of the KV cache, where it is not `dtype`; the native CPU kernels know no other, and
-    leave it to plain torch. On CUDA, `attention_backend` says who computes attention over prompts."""
+    faster. `kv_dtype` is that of the KV cache, where it is not `dtype`. On CUDA, `attention_backend` says who
+    computes attention over prompts."""
     device = torch.device(device)
     native = library.load()
-    if device.type == "cpu" and dtype in DTYPE_CODES and native is not None and kv_dtype is None:
-        return NativeOps(native, dtype, integer_products=integer_products and bool(native.fast_integers()))
+    if (
+        device.type == "cpu"
+        and dtype in DTYPE_CODES
+        and native is not None
+        and kv_dtype in (None, torch.int8)
+    ):
+        in_integers = integer_products and bool(native.fast_integers())
+        return NativeOps(native, dtype, kv_dtype, integer_products=in_integers)
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         # These import triton, which only CUDA machines have.
         from penstock.kernels.triton.flashinfer_attention import FlashInferAttention

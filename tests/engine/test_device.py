@@ -87,8 +87,15 @@ def test_a_float8_cache_needs_cuda() -> None:
         choose_ops(config)
 
 
-def test_an_int8_cache_runs_anywhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_int8_cache_runs_anywhere(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EngineConfig(model=ModelConfig(device="cpu"), cache=CacheConfig(kv_cache_dtype="int8"))
+    if library.load() is not None:
+        ops = choose_ops(config)
+        assert (ops.name, ops.kv_dtype) == ("native", torch.int8)
+        assert not caplog.text
+    monkeypatch.setattr(library, "load", lambda: None)
     ops = choose_ops(config)
     assert (ops.name, ops.kv_dtype) == ("torch", torch.int8)
     assert "slow" in caplog.text

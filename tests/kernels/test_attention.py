@@ -63,8 +63,67 @@ def test_agrees_with_the_definition(
         torch.testing.assert_close(output.float(), sequence.output, **tolerance(dtype))
 
 
+@pytest.fixture
+def native_int8(library: Library, isa: str, dtype: torch.dtype) -> NativeOps:
+    """With keys and values in eight bits."""
+    return NativeOps(library, dtype, torch.int8)
+
+
+@pytest.mark.parametrize("shape", LAYERS.values(), ids=LAYERS.keys())
+def test_eight_bits_agree_with_their_definition(
+    native_int8: NativeOps, shape: dict, dtype: torch.dtype
+) -> None:
+    layer = make_layer(**shape)
+    num_blocks = num_blocks_for(LENGTHS)
+    sequences = make_sequences(LENGTHS, layer, num_blocks, dtype)
+    run_all(native_int8, layer, poisoned_cache(native_int8, num_blocks, layer).layer(1), sequences, chunk=64)
+    found = [sequence.output for sequence in sequences]
+
+    definition = TorchOps("cpu", torch.float32, torch.int8)
+    for sequence in sequences:
+        sequence.qkv = sequence.qkv.float()
+    store = definition.allocate_kv(1, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+    run_all(definition, layer, store.layer(0), sequences, chunk=64)
+    # A number halfway between two codes may be rounded either way.
+    close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.float32 else tolerance(dtype)
+    for output, sequence in zip(found, sequences, strict=True):
+        torch.testing.assert_close(output.float(), sequence.output, **close)
+
+
+def test_eight_bits_take_half_the_memory_of_bfloat16(library: Library) -> None:
+    whole, half = (
+        NativeOps(library, torch.bfloat16, kv_dtype).allocate_kv(1, 1, BLOCK_SIZE, 3, 64).num_bytes
+        for kv_dtype in (None, torch.int8)
+    )
+    scales = 2 * 3 * BLOCK_SIZE * 4
+    assert half == whole // 2 + scales
+
+
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_key", [True, False])
+def test_what_is_no_number_stays_none_in_eight_bits(
+    native_int8: NativeOps, dtype: torch.dtype, spoiled: float, is_key: bool
+) -> None:
+    layer = make_layer(num_heads=2, num_kv_heads=1, head_dim=32)
+    sick, healthy = make_sequences([20, 20], layer, num_blocks_for([20, 20]), dtype)
+    sick.qkv[5, 2 * 32 + (0 if is_key else 32) + 7] = spoiled
+    cache = native_int8.allocate_kv(1, num_blocks_for([20, 20]), BLOCK_SIZE, 1, 32).layer(0)
+    run_step(native_int8, layer, cache, [(sick, 20), (healthy, 20)])
+    assert sick.output[5:].isnan().any(dim=1).all()
+    assert healthy.output.isfinite().all()
+
+
+def test_no_other_type_of_cache(library: Library) -> None:
+    with pytest.raises(ValueError, match=r"or int8, not torch\.float16"):
+        NativeOps(library, torch.bfloat16, torch.float16)
+
+
 @pytest.mark.parametrize("shape", [LAYERS["grouped"], LAYERS["many-heads"], LAYERS["all"]])
-def test_cutting_a_prompt_changes_no_bit(native: NativeOps, shape: dict, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_cutting_a_prompt_changes_no_bit(
+    library: Library, isa: str, shape: dict, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    native = NativeOps(library, dtype, kv_dtype)
     layer = make_layer(**shape)
     lengths = [150, 37]
     num_blocks = num_blocks_for(lengths)
@@ -144,11 +203,14 @@ def test_unsuitable_shapes_are_refused(library: Library) -> None:
         ops.allocate_kv(1, 4, 16, 2, 512)
 
 
-@pytest.mark.parametrize("shared_len", [512, 1040, 1536])
+@pytest.mark.parametrize(
+    ("shared_len", "kv_dtype"), [(512, None), (1040, None), (1536, None), (1040, torch.int8)]
+)
 def test_requests_with_a_common_prefix_are_as_if_alone(
-    native: NativeOps, dtype: torch.dtype, shared_len: int
+    library: Library, isa: str, dtype: torch.dtype, shared_len: int, kv_dtype: torch.dtype | None
 ) -> None:
     """Enough of them for several tiles, one of which ends within a request; strangers before, between and after."""
+    native = NativeOps(library, dtype, kv_dtype)
     layer = make_layer(**LAYERS["grouped"])
     lengths = [700, shared_len + 3, *[shared_len + 20 + 40 * i for i in range(7)], 600, shared_len + 1, 30]
     num_blocks = num_blocks_for(lengths)

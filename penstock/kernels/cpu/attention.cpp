@@ -46,18 +46,20 @@ void merge_pieces(const AttendCall& call, const AttentionPieces& work) {
 
 }  // namespace
 
-CacheLayout cache_layout(Dtype dtype, int64_t block_size, int64_t num_kv_heads, int64_t head_dim) {
-  return {block_size / kUnitTokens, round_up(head_dim, 32), round_up(head_dim, 16),
-          dtype == Dtype::float32 ? 4 : 2, num_kv_heads};
+CacheLayout cache_layout(Dtype dtype, bool rounded, int64_t block_size, int64_t num_kv_heads, int64_t head_dim) {
+  const int64_t element_bytes = rounded ? 1 : dtype == Dtype::float32 ? 4 : 2;
+  return {block_size / kUnitTokens, round_up(head_dim, 32), round_up(head_dim, 16), element_bytes, num_kv_heads,
+          rounded};
 }
 
 }  // namespace penstock
 
 using namespace penstock;
 
-PENSTOCK_API int64_t penstock_cache_block_bytes(int dtype, int64_t block_size, int64_t num_kv_heads,
+PENSTOCK_API int64_t penstock_cache_block_bytes(int dtype, int rounded, int64_t block_size, int64_t num_kv_heads,
                                                 int64_t head_dim) {
-  const CacheLayout layout = cache_layout(static_cast<Dtype>(dtype), block_size, num_kv_heads, head_dim);
+  const CacheLayout layout =
+      cache_layout(static_cast<Dtype>(dtype), rounded != 0, block_size, num_kv_heads, head_dim);
   return layout.unit_bytes() * layout.units_per_block;
 }
 
@@ -67,7 +69,7 @@ PENSTOCK_API void penstock_touch_pages(void* data, int64_t bytes) { touch_pages(
 
 PENSTOCK_API void penstock_free_pages(void* data, int64_t bytes) { free_pages(data, static_cast<size_t>(bytes)); }
 
-PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBatch* batch, int dtype,
+PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBatch* batch, int dtype, int rounded,
                                   int64_t block_size, void* cache, const void* qkv, void* out) {
   static thread_local Scratch queries;
   static thread_local AttentionPieces work;
@@ -76,7 +78,7 @@ PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBa
   call.layer = layer;
   call.batch = batch;
   call.dtype = static_cast<Dtype>(dtype);
-  call.layout = cache_layout(call.dtype, block_size, layer->num_kv_heads, layer->head_dim);
+  call.layout = cache_layout(call.dtype, rounded != 0, block_size, layer->num_kv_heads, layer->head_dim);
   call.cache = static_cast<uint8_t*>(cache);
   call.qkv = qkv;
   call.out = out;

@@ -4,7 +4,11 @@
 // per KV head,
 //   keys    float32 [d][16 tokens]         bfloat16 [d / 2][16 tokens][2]   d padded to 32
 //   values  float32 [16 tokens][d]         bfloat16 [8 token pairs][d][2]   d padded to 16
-// so that both are second operands of a matrix product as they stand.
+// so that both are second operands of a matrix product as they stand. In eight bits (`rounded`) they are
+//   keys    int8 [d][16 tokens]
+//   values  int8 [16 tokens][d]
+//   scales  float32 [16 tokens] of keys, then of values: a key or value is its codes × its scale
+// and are written out in the type of the computation, a split at a time, before they are used.
 //
 // Keys are taken in splits of 512 counted from position 0. Inside a split the softmax has one maximum per row;
 // splits are merged in order. Neither depends on what else is in the batch, on where a prefill was cut, or on how
@@ -53,13 +57,16 @@ struct CacheLayout {
   int64_t value_dim;    // padded
   int64_t value_bytes;  // of one element
   int64_t num_kv_heads;
+  bool rounded;  // to int8, with scales
 
   int64_t keys_bytes() const { return key_dim * kUnitTokens * value_bytes; }
-  int64_t head_bytes() const { return (key_dim + value_dim) * kUnitTokens * value_bytes; }
+  int64_t values_bytes() const { return value_dim * kUnitTokens * value_bytes; }
+  int64_t scales_bytes() const { return rounded ? 2 * kUnitTokens * static_cast<int64_t>(sizeof(float)) : 0; }
+  int64_t head_bytes() const { return keys_bytes() + values_bytes() + scales_bytes(); }
   int64_t unit_bytes() const { return head_bytes() * num_kv_heads; }
 };
 
-CacheLayout cache_layout(Dtype dtype, int64_t block_size, int64_t num_kv_heads, int64_t head_dim);
+CacheLayout cache_layout(Dtype dtype, bool rounded, int64_t block_size, int64_t num_kv_heads, int64_t head_dim);
 
 struct AttendCall {
   const AttentionLayer* layer;
@@ -77,6 +84,9 @@ struct AttendCall {
   }
   uint8_t* values(int64_t unit, int64_t kv_head) const {
     return keys(unit, kv_head) + layout.keys_bytes();
+  }
+  float* scales(int64_t unit, int64_t kv_head) const {
+    return reinterpret_cast<float*>(values(unit, kv_head) + layout.values_bytes());
   }
   // The physical unit that holds a request's tokens 16 * index, 16 * index + 1, ...
   int64_t unit_of(int64_t request, int64_t index) const {

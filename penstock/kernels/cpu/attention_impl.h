@@ -189,6 +189,53 @@ static const uint8_t* without_tail(const AttendCall& call, const uint8_t* values
   return copy;
 }
 
+// Rows 2i and 2i + 1 of a matrix in the cache's layout, from `column` on.
+PENSTOCK_INLINE void place_rows(float* matrix, int64_t row, int64_t columns, int64_t column, Floats first,
+                                Floats second) {
+  store(matrix + row * columns + column, first);
+  store(matrix + (row + 1) * columns + column, second);
+}
+
+PENSTOCK_INLINE void place_rows(bf16* matrix, int64_t row, int64_t columns, int64_t column, Floats first,
+                                Floats second) {
+  store_by_turns(matrix + row * columns + column * 2, first, second);
+}
+
+// The keys and values of a unit that is kept in eight bits, as they would lie if they were kept in `Element`.
+template <typename Element>
+static void write_out(const CacheLayout& layout, const uint8_t* unit, Element* keys, Element* values) {
+  const int8_t* key_codes = reinterpret_cast<const int8_t*>(unit);
+  const int8_t* value_codes = key_codes + layout.keys_bytes();
+  const float* scales = reinterpret_cast<const float*>(value_codes + layout.values_bytes());
+  const Floats key_scales = load(scales);
+  for (int64_t d = 0; d < layout.key_dim; d += 2) {
+    const int8_t* codes = key_codes + d * kUnitTokens;
+    place_rows(keys, d, kUnitTokens, 0, load_bytes(codes) * key_scales, load_bytes(codes + kUnitTokens) * key_scales);
+  }
+  for (int64_t token = 0; token < kUnitTokens; token += 2) {
+    const Floats first = broadcast(scales[kUnitTokens + token]), second = broadcast(scales[kUnitTokens + token + 1]);
+    const int8_t* codes = value_codes + token * layout.value_dim;
+    for (int64_t d = 0; d < layout.value_dim; d += kLanes) {
+      place_rows(values, token, layout.value_dim, d, load_bytes(codes + d) * first,
+                 load_bytes(codes + layout.value_dim + d) * second);
+    }
+  }
+}
+
+template <typename Element>
+static void write_out_units(const CacheLayout& layout, int64_t num_units, const uint8_t** keys,
+                            const uint8_t** values) {
+  static thread_local Scratch written;
+  const int64_t key_count = layout.key_dim * kUnitTokens, value_count = layout.value_dim * kUnitTokens;
+  Element* to = written.get<Element>(kSplitUnits * (key_count + value_count));
+  for (int64_t i = 0; i < num_units; ++i) {
+    write_out(layout, keys[i], to, to + key_count);
+    keys[i] = reinterpret_cast<const uint8_t*>(to);
+    values[i] = reinterpret_cast<const uint8_t*>(to + key_count);
+    to += key_count + value_count;
+  }
+}
+
 template <typename Engine>
 static void attend_split(const AttendCall& call, const QueryTile& tile, const Sight& sight, int64_t split,
                          AttendScratch<typename Engine::Weight>& scratch, RowState& state) {
@@ -202,6 +249,9 @@ static void attend_split(const AttendCall& call, const QueryTile& tile, const Si
   for (int64_t i = 0; i < num_units; ++i) {
     scratch.keys[i] = call.keys(call.unit_of(tile.request, unit + i), tile.kv_head);
     scratch.values[i] = scratch.keys[i] + call.layout.keys_bytes();
+  }
+  if (call.layout.rounded) {
+    write_out_units<typename Engine::Element>(call.layout, num_units, scratch.keys, scratch.values);
   }
   const int64_t filled = context_len - (end_unit - 1) * kUnitTokens;
   if (filled < kUnitTokens) {

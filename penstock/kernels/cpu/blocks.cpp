@@ -5,7 +5,7 @@
 
 using namespace penstock;
 
-PENSTOCK_API void penstock_attend(const AttentionLayer*, const AttentionBatch*, int dtype, int64_t block_size,
+PENSTOCK_API void penstock_attend(const AttentionLayer*, const AttentionBatch*, int dtype, int rounded, int64_t block_size,
                                   void* cache, const void* qkv, void* out);
 
 namespace {
@@ -33,6 +33,7 @@ void run_mlp(const Linear& gate_up, const Linear& down, Dtype dtype, Activation 
 
 // A layer's cache, as the engine hands it over.
 struct Cache {
+  int rounded;
   int64_t block_size;
   void* data;
 };
@@ -44,7 +45,8 @@ void run_attention(const Linear& qkv, const Linear& output, const AttentionLayer
   void* projected = rows_of(projected_rows, rows, qkv.out_features);
   void* attended = rows_of(attended_rows, rows, output.in_features);
   multiply(qkv, dtype, rows, in, {projected, dtype});
-  penstock_attend(layer, batch, static_cast<int>(dtype), cache.block_size, cache.data, projected, attended);
+  penstock_attend(layer, batch, static_cast<int>(dtype), cache.rounded, cache.block_size, cache.data, projected,
+                  attended);
   multiply(output, dtype, rows, InputRows::given(attended), out);
 }
 
@@ -57,10 +59,10 @@ PENSTOCK_API void penstock_mlp(const Linear* gate_up, const Linear* down, int dt
 }
 
 PENSTOCK_API void penstock_attention(const Linear* qkv, const Linear* output, const AttentionLayer* layer,
-                                     const AttentionBatch* batch, int dtype, int64_t block_size, void* cache,
-                                     const void* x, void* y) {
+                                     const AttentionBatch* batch, int dtype, int rounded, int64_t block_size,
+                                     void* cache, const void* x, void* y) {
   const Dtype type = static_cast<Dtype>(dtype);
-  run_attention(*qkv, *output, layer, batch, {block_size, cache}, type, InputRows::given(x), {y, type});
+  run_attention(*qkv, *output, layer, batch, {rounded, block_size, cache}, type, InputRows::given(x), {y, type});
 }
 
 // residual += mlp(rms_norm(residual))
@@ -74,10 +76,10 @@ PENSTOCK_API void penstock_mlp_block(const Linear* gate_up, const Linear* down, 
 
 // residual += attention(rms_norm(residual))
 PENSTOCK_API void penstock_attention_block(const Linear* qkv, const Linear* output, const AttentionLayer* layer,
-                                           const AttentionBatch* batch, int dtype, int64_t block_size, void* cache,
-                                           int norm_dtype, const void* norm, float eps, void* residual) {
+                                           const AttentionBatch* batch, int dtype, int rounded, int64_t block_size,
+                                           void* cache, int norm_dtype, const void* norm, float eps, void* residual) {
   const Dtype type = static_cast<Dtype>(dtype);
   const ElementwiseArgs norm_args = {type, qkv->in_features, eps, static_cast<Dtype>(norm_dtype), norm};
-  run_attention(*qkv, *output, layer, batch, {block_size, cache}, type, InputRows::normed(residual, norm_args),
+  run_attention(*qkv, *output, layer, batch, {rounded, block_size, cache}, type, InputRows::normed(residual, norm_args),
                 {residual, type, true});
 }

@@ -61,6 +61,41 @@ PENSTOCK_INLINE void place_value(const bf16* value, int64_t dim, int64_t value_d
   for (; d < value_dim; ++d) to[d * 2] = 0;
 }
 
+// Codes of `count` numbers, padded with zeros to a multiple of the lanes, and their scale. One that is not finite makes
+// the scale NaN, and with it all that is computed from them.
+template <typename Element>
+static float round_to_codes(const Element* numbers, int64_t count, int8_t* codes) {
+  constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  constexpr float largest_code = 127.0f, least = 1e-12f;
+  Floats highest = broadcast(least), spoiled = zeros();
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats x = load_some(numbers + i, count - i);
+    highest = maximum(maximum(x, zeros() - x), highest);
+    spoiled = spoiled + x * zeros();
+  }
+  const float scale = reduce_max(highest) / largest_code;
+  const Floats inverse = broadcast(1.0f / scale);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats shifted = multiply_add(load_some(numbers + i, count - i), inverse, broadcast(rounder));
+    store_bytes(reinterpret_cast<uint8_t*>(codes) + i, as_ints(shifted));
+  }
+  return scale + reduce_sum(spoiled);
+}
+
+template <typename Element>
+static void place_rounded(const AttendCall& call, int64_t slot, int64_t kv_head, const Element* key,
+                          const Element* value) {
+  const int64_t unit = slot / kUnitTokens, offset = slot % kUnitTokens;
+  const int64_t key_dim = call.layout.key_dim, value_dim = call.layout.value_dim;
+  alignas(64) int8_t codes[kMaxHeadDim + kLanes];
+  float* scales = call.scales(unit, kv_head);
+  scales[offset] = round_to_codes(key, key_dim, codes);
+  int8_t* keys = reinterpret_cast<int8_t*>(call.keys(unit, kv_head));
+  for (int64_t d = 0; d < key_dim; ++d) keys[d * kUnitTokens + offset] = codes[d];
+  scales[kUnitTokens + offset] = round_to_codes(value, call.layer->head_dim, codes);
+  memcpy(call.values(unit, kv_head) + offset * value_dim, codes, static_cast<size_t>(value_dim));
+}
+
 template <typename Element, typename Query>
 static void store_token_as(const AttendCall& call, int64_t token) {
   const AttentionLayer& layer = *call.layer;
@@ -85,6 +120,10 @@ static void store_token_as(const AttendCall& call, int64_t token) {
     prepare_head(layer, row + (layer.num_heads + index) * dim, layer.k_norm, rope, head);
     round_head(head, key_dim, rounded);
     const Element* value = row + (layer.num_heads + layer.num_kv_heads + index) * dim;
+    if (call.layout.rounded) {
+      place_rounded(call, slot, index, rounded, value);
+      continue;
+    }
     Element* keys = reinterpret_cast<Element*>(call.keys(unit, index));
     Element* values = reinterpret_cast<Element*>(call.values(unit, index));
     place_key(rounded, key_dim, offset, keys);

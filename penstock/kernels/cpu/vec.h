@@ -243,6 +243,24 @@ PENSTOCK_INLINE void store_two(bf16* to, Floats first, Floats second) {
 #endif
 }
 
+// Element 0 of the one, element 0 of the other, element 1 of the one, ...
+PENSTOCK_INLINE void store_by_turns(bf16* to, Floats first, Floats second) {
+#ifdef PENSTOCK_NATIVE_BF16
+  alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second.part[0], (__m512)first.part[0]);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+#else
+  FOR_PARTS {
+    const UintRegister low = (UintRegister)first.part[i], high = (UintRegister)second.part[i];
+    const UintRegister low_rounded = (low + 0x7fff + ((low >> 16) & 1)) >> 16;
+    const UintRegister high_rounded = (high + 0x7fff + ((high >> 16) & 1)) & 0xffff0000u;
+    const UintRegister pairs = low_rounded | high_rounded;
+    memcpy(to + i * 2 * kRegisterLanes, &pairs, sizeof pairs);
+  }
+#endif
+}
+
 // The lowest byte of each lane.
 PENSTOCK_INLINE void store_bytes(uint8_t* to, Ints a) {
   FOR_PARTS {
