@@ -86,6 +86,9 @@ def _compiling(device: torch.device) -> Iterator[None]:
 
     launch = JITFunction.run
     asked_for_all = threading.Event()
+    gpu = None
+    if device.type == "cuda":  # Threads begin with the first one, whichever this one has chosen.
+        gpu = torch.cuda.current_device() if device.index is None else device.index
 
     def ask(self: Any, *args: Any, **options: Any) -> Any:
         return launch(self, *args, **(options | {"warmup": True}))
@@ -93,8 +96,8 @@ def _compiling(device: torch.device) -> Iterator[None]:
     def begin() -> None:
         # Until then, compilers would only take the interpreter away from the thread that asks.
         asked_for_all.wait()
-        if device.type == "cuda":
-            torch.cuda.set_device(device.index or 0)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
 
     with _Compilers(os.cpu_count(), initializer=begin) as compilers, AsyncCompileMode(compilers):
         JITFunction.run = ask

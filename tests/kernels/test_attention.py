@@ -45,9 +45,8 @@ def poisoned_cache(ops: NativeOps, num_blocks: int, layer: AttentionLayer) -> Na
     return store
 
 
-@pytest.mark.parametrize("shape", LAYERS.values(), ids=LAYERS.keys())
-def test_agrees_with_the_definition(
-    native: NativeOps, exact: TorchOps, shape: dict, dtype: torch.dtype
+def check_against(
+    definition: TorchOps, native: NativeOps, shape: dict, dtype: torch.dtype, close: dict[str, float]
 ) -> None:
     layer = make_layer(**shape)
     num_blocks = num_blocks_for(LENGTHS)
@@ -57,10 +56,17 @@ def test_agrees_with_the_definition(
 
     for sequence in sequences:
         sequence.qkv = sequence.qkv.float()
-    store = exact.allocate_kv(1, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-    run_all(exact, layer, store.layer(0), sequences, chunk=64)
+    store = definition.allocate_kv(1, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+    run_all(definition, layer, store.layer(0), sequences, chunk=64)
     for output, sequence in zip(found, sequences, strict=True):
-        torch.testing.assert_close(output.float(), sequence.output, **tolerance(dtype))
+        torch.testing.assert_close(output.float(), sequence.output, **close)
+
+
+@pytest.mark.parametrize("shape", LAYERS.values(), ids=LAYERS.keys())
+def test_agrees_with_the_definition(
+    native: NativeOps, exact: TorchOps, shape: dict, dtype: torch.dtype
+) -> None:
+    check_against(exact, native, shape, dtype, tolerance(dtype))
 
 
 @pytest.fixture
@@ -73,21 +79,9 @@ def native_int8(library: Library, isa: str, dtype: torch.dtype) -> NativeOps:
 def test_eight_bits_agree_with_their_definition(
     native_int8: NativeOps, shape: dict, dtype: torch.dtype
 ) -> None:
-    layer = make_layer(**shape)
-    num_blocks = num_blocks_for(LENGTHS)
-    sequences = make_sequences(LENGTHS, layer, num_blocks, dtype)
-    run_all(native_int8, layer, poisoned_cache(native_int8, num_blocks, layer).layer(1), sequences, chunk=64)
-    found = [sequence.output for sequence in sequences]
-
-    definition = TorchOps("cpu", torch.float32, torch.int8)
-    for sequence in sequences:
-        sequence.qkv = sequence.qkv.float()
-    store = definition.allocate_kv(1, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-    run_all(definition, layer, store.layer(0), sequences, chunk=64)
     # A number halfway between two codes may be rounded either way.
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.float32 else tolerance(dtype)
-    for output, sequence in zip(found, sequences, strict=True):
-        torch.testing.assert_close(output.float(), sequence.output, **close)
+    check_against(TorchOps("cpu", torch.float32, torch.int8), native_int8, shape, dtype, close)
 
 
 def test_eight_bits_take_half_the_memory_of_bfloat16(library: Library) -> None:
