@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ _BATCHED_TOKENS = 8192
 _ITL_TARGET_MS = 30.0
 _START_TIMEOUT_S = 600.0
 _PORT = 8801
+_WARM_UPS, _SHORT_ROUNDS = 2, 5  # of prefills
 
 
 @click.command("gpu", cls=PenstockCommand, short_help="One table: this GPU against a peer's figures.")
@@ -112,10 +114,10 @@ def bench_gpu(
         if json_file:
             json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
 
+    if "served" in chosen:  # first: an engine in this process would not give all of the GPU's memory back
+        _measure_server(config, folder, loads, vocabulary, peer, found)
     if set(chosen) - {"served"}:
         _measure_engine(config, folder, chosen, batches, vocabulary, peer, found)
-    if "served" in chosen:
-        _measure_server(config, folder, loads, vocabulary, peer, found)
     _print(folder.name, figures)
 
 
@@ -196,8 +198,13 @@ def _prefill(engine: OfflineEngine, count: int, vocabulary: IntRange) -> float:
     def first_tokens(prompts: Sequence[Sequence[int]]) -> None:
         engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))
 
-    prefill_ms(first_tokens, count, vocabulary, -count, SystemClock())
-    return prefill_ms(first_tokens, count, vocabulary, -count - 1000, SystemClock())
+    def measured(round_: int) -> float:
+        return prefill_ms(first_tokens, count, vocabulary, -count - 1000 * round_, SystemClock())
+
+    for round_ in range(_WARM_UPS):  # a size is recorded when it is met for the second time
+        measured(round_)
+    rounds = range(_WARM_UPS, _WARM_UPS + (_SHORT_ROUNDS if count == 1 else 1))
+    return statistics.median(measured(round_) for round_ in rounds)
 
 
 def _offline(engine: OfflineEngine, vocabulary: IntRange) -> float:
@@ -233,9 +240,9 @@ def _measure_server(
     found: Found,
 ) -> None:
     started_s = time.monotonic()
-    with _server(config, folder) as url:
+    with _server(config, folder) as (process, url):
         with spinner("Starting the server"):
-            _wait_until_ready(url)
+            wait_until_ready(process, url)
         asyncio.run(_load(url, loads, vocabulary, peer, started_s, found))
 
 
@@ -266,7 +273,7 @@ async def _load(
 
 
 @contextlib.contextmanager
-def _server(config: EngineConfig, folder: Path) -> Iterator[str]:
+def _server(config: EngineConfig, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     model = config.model
     command = [sys.executable, "-m", "penstock.main", "serve", str(folder), "--load-format", "random"]
     command += ["--device", model.device, "--port", str(_PORT), "--max-model-len", str(_SERVED_CONTEXT)]
@@ -277,15 +284,17 @@ def _server(config: EngineConfig, folder: Path) -> Iterator[str]:
         command += ["--quantization", model.quantization]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        yield f"http://127.0.0.1:{_PORT}"
+        yield process, f"http://127.0.0.1:{_PORT}"
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait_until_ready(url: str) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise EngineUnavailable("The server did not start; it said why above.")
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{url}/ready", timeout=1).close()
             return

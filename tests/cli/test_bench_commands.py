@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli import bench_gpu
 from penstock.cli.app import penstock
+from penstock.core.errors import EngineUnavailable
 from tests.bench.fake_server import FakeServer
 from tests.engine.tiny import write_tiny_model
 
@@ -148,8 +150,17 @@ def test_a_server_that_does_not_answer_yet_is_asked_again(monkeypatch: pytest.Mo
         return io.BytesIO()
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    bench_gpu._wait_until_ready("http://127.0.0.1:1")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        bench_gpu.wait_until_ready(process, "http://127.0.0.1:1")
+        process.kill()
     assert not answers
+
+
+def test_a_server_that_ended_is_not_waited_for() -> None:
+    with subprocess.Popen(["false"]) as process:
+        process.wait()
+        with pytest.raises(EngineUnavailable, match="did not start"):
+            bench_gpu.wait_until_ready(process, "http://127.0.0.1:1")
 
 
 def test_gpu_says_which_loads_there_are(tmp_path: Path) -> None:
