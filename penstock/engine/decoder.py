@@ -33,10 +33,11 @@ from penstock.engine.memory import block_copy_s, num_host_blocks, num_kv_blocks
 from penstock.engine.parallel.local_rank import LocalRank
 from penstock.engine.parallel.setup import OneRank
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json
+from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.staging import Staging
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
-from penstock.kernels.interface import KVStore, Ops
+from penstock.kernels.interface import CutsAtAttention, KVStore, Ops
 from penstock.models.load import load_model, load_tokenizer
 from penstock.models.model import Model
 
@@ -99,6 +100,9 @@ def load_decoder(
     copy_s = _host_copy_s(memory, ops, clock)
     shared_kv = share(config, model, ops, kv, clock) if config.kv_transfer else None
     records_graphs = is_cuda and setup.records_graphs
+    prompt_graphs = None
+    if records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None:  # which watches every layer
+        prompt_graphs = PromptGraphs(model, ops, kv, rows, staging)
     executor = ModelExecutor(
         model,
         ops,
@@ -108,6 +112,7 @@ def load_decoder(
         sampler=setup.sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed),
         clock=clock,
         graphs=DecodeGraphs(model, kv, rows, staging, max_model_len) if records_graphs else None,
+        prompt_graphs=prompt_graphs,
         masks=GrammarMasks(compiler.limits, clock) if compiler else None,
         lora=lora,
     )

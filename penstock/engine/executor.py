@@ -27,6 +27,7 @@ from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.grammar_masks import GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs
 from penstock.engine.pooling import HiddenPooler, sampled_vector
+from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.sampler import Sampler
 from penstock.engine.staging import Staging
 from penstock.engine.timing import CudaTimer, HostTimer, StepTimer
@@ -66,6 +67,7 @@ class ModelExecutor:
         sampler: Sampler,
         clock: Clock,
         graphs: DecodeGraphs | None = None,
+        prompt_graphs: PromptGraphs | None = None,
         masks: GrammarMasks | None = None,
         lora: LoRAModel | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class ModelExecutor:
         self._sampler = sampler
         self._clock = clock
         self._graphs = graphs
+        self._prompt_graphs = prompt_graphs
         self._masks = masks
         self._lora = lora
         self._pooler = HiddenPooler()
@@ -157,6 +160,10 @@ class ModelExecutor:
             return self._head(hidden, step)
         if graphs and adapters is None and self._graphs is not None and self._graphs.fits(step):
             return self._graphs.logits(step)
+        if graphs and adapters is None and self._prompt_graphs is not None:
+            replayed = self._prompt_graphs.hidden(step)
+            if replayed is not None:
+                return self._head(replayed, step)
         return self._head(self._hidden(step, adapters), step)
 
     def _compute_somehow(

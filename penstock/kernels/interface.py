@@ -8,9 +8,9 @@ answer independent of who shares its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -361,4 +361,20 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """float32 [S, V] → int64 [S]. Order: temperature, top-k, top-p, min-p. A row with a NaN gives -1."""
+        ...
+
+
+Attend = Callable[[AttentionBatch], None]
+
+
+@runtime_checkable
+class CutsAtAttention(Protocol):
+    """Of a backend on a GPU: all but attention depends on nothing but the number of tokens, and can be recorded."""
+
+    dtype: torch.dtype
+
+    def cut_at_attention(self, cut: Callable[[Attend], None], queries: Tensor, out: Tensor) -> Ops:
+        """The same operations, except that attention is handed to `cut` in the place where it belongs. To be called
+        there for a step of as many tokens or fewer. `queries` and `out`, [most tokens, H, D], are where it reads and
+        writes, in all layers."""
         ...

@@ -22,10 +22,11 @@ def attention(
     layer: AttentionLayer,
     batch: AttentionBatch,
     flashinfer: FlashInferAttention | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """[T, H, D] → [T, H × D]. The first `batch.num_decodes` requests have one query token each. `flashinfer` does
-    the prompts that it takes."""
-    out = torch.empty_like(q)
+    """[T, H, D] → [T, H × D], in `out` if that is given. The first `batch.num_decodes` requests have one query token
+    each. `flashinfer` does the prompts that it takes."""
+    out = torch.empty_like(q) if out is None else out
     if batch.num_decodes:
         decode_attention(q, cache, out, layer, batch)
     if batch.num_requests > batch.num_decodes and not (

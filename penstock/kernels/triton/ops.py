@@ -5,7 +5,7 @@ Matrix products of many rows are cuBLAS's; those of a few rows, and everything b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import (
     Activation,
+    Attend,
     AttentionBatch,
     AttentionLayer,
     ExpertWeights,
@@ -50,7 +51,7 @@ class TritonOps:
     ) -> None:
         """`flashinfer` does the attention of the prompts that it takes."""
         know_compiler_by_its_wheel()
-        self._flashinfer = flashinfer
+        self.flashinfer = flashinfer
         self.device = device
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
@@ -95,7 +96,7 @@ class TritonOps:
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: PagedLayer, batch: AttentionBatch) -> Tensor:
         queries = rope_and_cache(qkv, layer, cache, batch.positions, batch.slots)
-        return attention(queries, cache, layer, batch, self._flashinfer)
+        return attention(queries, cache, layer, batch, self.flashinfer)
 
     def attention(
         self,
@@ -165,9 +166,34 @@ class TritonOps:
         normed = rms_norm(residual, norm, eps)
         add_experts(normed, self.logits(normed, router), experts, routing, activation, residual)
 
+    def cut_at_attention(self, cut: Callable[[Attend], None], queries: Tensor, out: Tensor) -> TritonOps:
+        return _CutOps(self, cut, queries, out)
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         statistics = chunk_statistics(logits, batch.temperature)
         token_ids = draw_from_whole_vocabulary(logits, batch, statistics)
         if not (batch.all_greedy or batch.whole_vocabulary):
             redraw_limited_rows(logits, batch, statistics, token_ids)
         return token_ids
+
+
+class _CutOps(TritonOps):
+    """See `CutsAtAttention`."""
+
+    def __init__(self, ops: TritonOps, cut: Callable[[Attend], None], queries: Tensor, out: Tensor) -> None:
+        super().__init__(ops.device, ops.dtype, ops.kv_dtype, flashinfer=ops.flashinfer)
+        self._cut = cut
+        self._queries = queries
+        self._out = out
+
+    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: PagedLayer, batch: AttentionBatch) -> Tensor:
+        tokens = qkv.shape[0]
+        queries, out = self._queries[:tokens], self._out[:tokens]
+        rope_and_cache(qkv, layer, cache, batch.positions, batch.slots, queries)
+
+        def attend(step: AttentionBatch) -> None:
+            count = step.positions.shape[0]
+            attention(queries[:count], cache, layer, step, self.flashinfer, out[:count])
+
+        self._cut(attend)
+        return out.view(tokens, -1)

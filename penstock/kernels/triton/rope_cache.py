@@ -99,12 +99,18 @@ def _rope_cache_kernel(
 
 
 def rope_and_cache(
-    qkv: Tensor, layer: AttentionLayer, cache: PagedLayer, positions: Tensor, slots: Tensor
+    qkv: Tensor,
+    layer: AttentionLayer,
+    cache: PagedLayer,
+    positions: Tensor,
+    slots: Tensor,
+    queries: Tensor | None = None,
 ) -> Tensor:
-    """Returns the rotated queries [T, H, D]; keys and values go to their slots."""
+    """Returns the rotated queries [T, H, D], in `queries` if that is given; keys and values go to their slots."""
     heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
     tokens = qkv.shape[0]
-    queries = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
+    if queries is None:
+        queries = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
     has_norm = layer.q_norm is not None
     # A few tokens are spread over the chip; many fill it anyway, and then fewer, larger programs win.
     per_program = 4 if tokens <= FEW_TOKENS else 16
