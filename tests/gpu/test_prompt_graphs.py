@@ -83,15 +83,3 @@ def test_replayed_steps_agree(
     assert max(errors) < (0.06 if settings else 0.02)
     # Requests that come while others are answered: some of a step's tokens are not known yet when it is submitted.
     assert any(mixed)
-
-
-def test_without_memory_steps_are_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = _engine(tmp_path, {})
-
-    def out_of_memory(self: PromptGraphs, size: int) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(PromptGraphs, "_record", out_of_memory)
-    for turn in range(3):
-        events = run(engine, [request(f"turn {turn}", [5, 6, 7, 8])])
-        assert sum(len(event.token_ids) for event in events[f"turn {turn}"]) == 12
