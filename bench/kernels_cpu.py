@@ -19,12 +19,16 @@ from torch import Tensor
 from penstock.kernels.interface import (
     AttentionBatch,
     AttentionLayer,
+    GatedLayer,
     GroupQuantWeight,
+    KVStore,
     Ops,
     PackedLinear,
+    RunLayers,
     SamplingBatch,
     WeightData,
 )
+from penstock.kernels.native import NativeOps
 from penstock.kernels.select import capabilities, select_ops, set_num_threads
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 576, 30, 9, 3, 64, 1536, 49152
@@ -102,7 +106,7 @@ def run_all(ops: Ops, name: str, x: Tensor, packed: list[PackedLinear]) -> None:
 class Model:
     """SmolLM2-135M's sequence of operations with random weights."""
 
-    ops: Ops
+    ops: NativeOps
     bits: int = 4
 
     def __post_init__(self) -> None:
@@ -125,15 +129,28 @@ class Model:
             w.num_bytes for layer in self.layers for w in layer.values()
         )
 
-    def forward(self, ids: Tensor, batch: AttentionBatch, caches: list, sampling: SamplingBatch) -> Tensor:
-        ops, norm = self.ops, self.norm
-        residual = ops.embed(ids, self.table)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            ops.attention_block(
-                residual, norm, 1e-5, layer["qkv"], layer["output"], self.attention, cache, batch
+    def join(self, kv: KVStore) -> RunLayers:
+        layers = [
+            GatedLayer(
+                self.norm,
+                layer["qkv"],
+                self.attention,
+                layer["output"],
+                self.norm,
+                layer["gate_up"],
+                layer["down"],
             )
-            ops.mlp_block(residual, norm, 1e-5, layer["gate_up"], layer["down"], "silu")
-        last = ops.rms_norm(residual, norm, 1e-5)[batch.query_starts[1:].long() - 1]
+            for layer in self.layers
+        ]
+        run = self.ops.join_layers(layers, 1e-5, "silu", kv)
+        assert run is not None, "both are the library's own"
+        return run
+
+    def forward(self, ids: Tensor, batch: AttentionBatch, run: RunLayers, sampling: SamplingBatch) -> Tensor:
+        ops = self.ops
+        residual = ops.embed(ids, self.table)
+        run(residual, batch)
+        last = ops.rms_norm(residual, self.norm, 1e-5)[batch.query_starts[1:].long() - 1]
         return ops.sample(ops.logits(last, self.head), sampling)
 
 
@@ -141,7 +158,7 @@ def make_step(model: Model, requests: int, query_len: int, context_len: int) -> 
     ops = model.ops
     blocks = -(-context_len // BLOCK_SIZE)
     store = ops.allocate_kv(LAYERS, requests * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    caches = [store.layer(i) for i in range(LAYERS)]
+    run = model.join(store)
     tables = torch.randperm(requests * blocks, dtype=torch.int32).view(requests, blocks)
     positions = torch.arange(context_len - query_len, context_len)
     slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -165,10 +182,10 @@ def make_step(model: Model, requests: int, query_len: int, context_len: int) -> 
         position=torch.zeros(requests, dtype=torch.int64),
         all_greedy=True,
     )
-    return lambda: model.forward(ids, batch, caches, sampling)
+    return lambda: model.forward(ids, batch, run, sampling)
 
 
-def bench_steps(ops: Ops, bits: int) -> None:
+def bench_steps(ops: NativeOps, bits: int) -> None:
     model = Model(ops, bits)
     print(f"\nwhole steps, {model.num_bytes / 1e6:.0f} MB of weights")
     print(f"{'step':24} {'ms':>8} {'tokens/s':>9} {'GFLOP/s':>8}")
@@ -203,6 +220,8 @@ def main() -> None:
     if arguments.threads:
         set_num_threads(arguments.threads)
     ops = select_ops("cpu", getattr(torch, arguments.dtype), integer_products=arguments.integers)
+    if not isinstance(ops, NativeOps):
+        raise SystemExit("The CPU kernels are not built here.")
     print(f"backend {ops.name}, {ops.dtype}, {capabilities()}")
     rows_list = [int(rows) for rows in arguments.rows.split(",")]
     if not arguments.steps_only:

@@ -364,6 +364,34 @@ class Ops(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class GatedLayer:
+    """The parts of a decoder layer whose halves are `attention_block` and `mlp_block`."""
+
+    attention_norm: Tensor
+    qkv: PackedLinear
+    attention: AttentionLayer
+    output: PackedLinear
+    mlp_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+RunLayers = Callable[[Tensor, AttentionBatch], None]
+
+
+@runtime_checkable
+class JoinsLayers(Protocol):
+    """Of a backend whose operations are short enough for calls to count."""
+
+    def join_layers(
+        self, layers: Sequence[GatedLayer], eps: float, activation: Activation, kv: KVStore
+    ) -> RunLayers | None:
+        """Does to a residual what the blocks of one layer after the other do, to the bit, in one call. None where
+        that cannot be: for weights or a KV store that it does not know."""
+        ...
+
+
 Attend = Callable[[AttentionBatch], None]
 
 

@@ -48,6 +48,26 @@ class AttentionBatchStruct(Structure):
     )
 
 
+class NormStruct(Structure):
+    """`Norm` of cpu/blocks.cpp."""
+
+    _fields_ = (("weight", c_void_p), ("dtype", c_int))
+
+
+class DecoderLayerStruct(Structure):
+    """`DecoderLayer` of cpu/blocks.cpp."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("output", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("attention", POINTER(AttentionLayerStruct)),
+        ("attention_norm", NormStruct),
+        ("mlp_norm", NormStruct),
+    )
+
+
 class SamplingStruct(Structure):
     """`PenstockSampling` of cpu/sample.cpp."""
 
@@ -149,6 +169,23 @@ _FUNCTIONS = (
             c_int,
             c_void_p,
             c_float,
+            c_void_p,
+        ),
+    ),
+    (
+        "decoder_layers",
+        None,
+        (
+            POINTER(DecoderLayerStruct),
+            c_int64,
+            POINTER(AttentionBatchStruct),
+            c_int,
+            c_int,
+            c_float,
+            c_int,
+            c_int64,
+            c_void_p,
+            c_int64,
             c_void_p,
         ),
     ),

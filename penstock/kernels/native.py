@@ -8,7 +8,7 @@ load.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, pointer
 from typing import Any
 
 import torch
@@ -19,11 +19,21 @@ from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
     AttentionLayer,
+    GatedLayer,
+    KVStore,
+    RunLayers,
     SamplingBatch,
     WeightData,
     with_common_order,
 )
-from penstock.kernels.library import AttentionBatchStruct, AttentionLayerStruct, Library, SamplingStruct
+from penstock.kernels.library import (
+    AttentionBatchStruct,
+    AttentionLayerStruct,
+    DecoderLayerStruct,
+    Library,
+    NormStruct,
+    SamplingStruct,
+)
 from penstock.kernels.native_storage import NativeEmbedding, NativeKVStore, NativeLinear
 
 # Numbers shared with cpu/common.h.
@@ -282,6 +292,35 @@ class NativeOps(ComposedBlocks):
             residual.data_ptr(),
         )
 
+    def join_layers(
+        self, layers: Sequence[GatedLayer], eps: float, activation: Activation, kv: KVStore
+    ) -> RunLayers | None:
+        if not isinstance(kv, NativeKVStore) or any(map(_is_reordered, layers)):
+            return None
+        structs = (DecoderLayerStruct * len(layers))(*map(self._describe_decoder_layer, layers))
+        run, activation_code = self._library.decoder_layers, ACTIVATION_CODES[activation]
+        pointed_to = tuple(layers)
+
+        def run_layers(residual: Tensor, batch: AttentionBatch) -> None:
+            self._check_residual(residual)
+            if batch is not self._batch:
+                self._describe_batch(batch)
+            run(
+                structs,
+                len(pointed_to),
+                self._batch_struct,
+                self._dtype_code,
+                activation_code,
+                eps,
+                self._rounded_kv,
+                kv.block_size,
+                kv.address,
+                kv.layer_bytes,
+                residual.data_ptr(),
+            )
+
+        return run_layers
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits = logits.contiguous()
         rows, vocabulary = logits.shape
@@ -304,11 +343,13 @@ class NativeOps(ComposedBlocks):
         """The layer in C form; the batch's is left in `_batch_struct`."""
         if batch is not self._batch:
             self._describe_batch(batch)
-        known = self._layers.get(id(layer))
-        return known[0] if known is not None else self._describe_layer(layer)
+        return self._describe_layer(layer)
 
     def _describe_layer(self, layer: AttentionLayer) -> AttentionLayerStruct:
         """The C form of a layer, made once. Holds the layer, so that its id stays its own, and the tensors."""
+        known = self._layers.get(id(layer))
+        if known is not None:
+            return known[0]
         tables = [
             None if table is None else table.to(torch.float32).contiguous()
             for table in (layer.rope, layer.q_norm, layer.k_norm)
@@ -326,6 +367,15 @@ class NativeOps(ComposedBlocks):
         self._layers[id(layer)] = (struct, layer, tables)
         return struct
 
+    def _describe_decoder_layer(self, layer: GatedLayer) -> DecoderLayerStruct:
+        products: tuple[Any, ...] = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        norms = (
+            NormStruct(norm.data_ptr(), DTYPE_CODES[norm.dtype])
+            for norm in (layer.attention_norm, layer.mlp_norm)
+        )
+        attention = pointer(self._describe_layer(layer.attention))
+        return DecoderLayerStruct(*(product.handle for product in products), attention, *norms)
+
     def _describe_batch(self, batch: AttentionBatch) -> None:
         """The C form of a batch, reused by all layers of its step."""
         struct = self._batch_struct
@@ -339,3 +389,8 @@ class NativeOps(ComposedBlocks):
         struct.context_lens = batch.context_lens.data_ptr()
         struct.block_tables = batch.block_tables.data_ptr()
         self._batch = batch
+
+
+def _is_reordered(layer: GatedLayer) -> bool:
+    products: tuple[Any, ...] = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    return any(product.input_order is not None for product in products)

@@ -155,16 +155,16 @@ class NativeKVStore:
         self._library = library
         self._num_layers = num_layers
         self._layer_block_bytes = layer_block_bytes
-        self._layer_bytes = num_blocks * layer_block_bytes
-        self._address = self._allocate(self.num_bytes)
-        Thread(target=library.touch_pages, args=(self._address, self.num_bytes), daemon=True).start()
+        self.layer_bytes = num_blocks * layer_block_bytes
+        self.address = self._allocate(self.num_bytes)
+        Thread(target=library.touch_pages, args=(self.address, self.num_bytes), daemon=True).start()
         self._slots_address = 0
 
     def layer(self, index: int) -> NativeKVLayer:
-        return NativeKVLayer(self, self._address + index * self._layer_bytes)
+        return NativeKVLayer(self, self.address + index * self.layer_bytes)
 
     def regions(self, layer: int) -> tuple[KVRegion, ...]:
-        address = self._address + layer * self._layer_bytes
+        address = self.address + layer * self.layer_bytes
         return (KVRegion(address, self._layer_block_bytes, self.num_blocks),)
 
     def reserve_host(self, num_slots: int) -> None:
@@ -181,9 +181,9 @@ class NativeKVStore:
     def _pieces(self, slot: int, block_id: int) -> Iterator[tuple[int, int]]:
         """Where each layer's part of a block lies, in the slot and in the store."""
         in_slot = self._slots_address + slot * self.block_bytes
-        in_block = self._address + block_id * self._layer_block_bytes
+        in_block = self.address + block_id * self._layer_block_bytes
         for layer in range(self._num_layers):
-            yield in_slot + layer * self._layer_block_bytes, in_block + layer * self._layer_bytes
+            yield in_slot + layer * self._layer_block_bytes, in_block + layer * self.layer_bytes
 
     def _allocate(self, num_bytes: int) -> int:
         address: int | None = self._library.allocate_pages(num_bytes)

@@ -18,11 +18,14 @@ from torch import Tensor
 from penstock.kernels.interface import (
     AttentionBatch,
     AttentionLayer,
+    GatedLayer,
+    JoinsLayers,
     KVStore,
     Ops,
     PackedExperts,
     PackedLinear,
     Routing,
+    RunLayers,
 )
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.gguf_file import GGUFFile
@@ -263,11 +266,36 @@ class Decoder(ABC):
         return loader.vector(f"{name}.weight", self.config.hidden_size, plus=self.config.norm_offset)
 
 
+@dataclass(frozen=True, slots=True)
+class _JoinedLayers:
+    """How to run all layers in one call, if these operations can, and what that was made for."""
+
+    ops: Ops
+    layers: Sequence[DecoderLayer]
+    kv: KVStore
+    run: RunLayers | None
+
+
 class PreNormDecoder(Decoder):
     """Each half of a layer reads the normed residual and adds to it: what Llama made common."""
 
+    _joined: _JoinedLayers | None = None
+
     def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
-        ops = self._ops
+        ops, joined = self._ops, self._joined
+        if (
+            joined is None
+            or joined.ops is not ops
+            or joined.layers is not self._layers
+            or joined.kv is not kv
+        ):
+            joined = self._joined = _JoinedLayers(ops, self._layers, kv, self._join_layers(ops, kv))
+        if joined.run is not None:
+            joined.run(residual, batch)
+        else:
+            self._run_one_by_one(ops, residual, batch, kv)
+
+    def _run_one_by_one(self, ops: Ops, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
         attention_block, mlp_block, moe_block = ops.attention_block, ops.mlp_block, ops.moe_block
         eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
         for index, layer in enumerate(self._layers):
@@ -289,6 +317,26 @@ class PreNormDecoder(Decoder):
                 moe_block(residual, norm, eps, mlp.router, mlp.experts, mlp.routing, activation)
                 if shared is not None:
                     residual.add_(shared)
+
+    def _join_layers(self, ops: Ops, kv: KVStore) -> RunLayers | None:
+        if not isinstance(ops, JoinsLayers):
+            return None
+        parts = [
+            GatedLayer(
+                layer.attention_norm,
+                layer.qkv,
+                layer.attention,
+                layer.output,
+                layer.mlp_norm,
+                layer.mlp.gate_up,
+                layer.mlp.down,
+            )
+            for layer in self._layers
+            if isinstance(layer.mlp, GatedMLP)
+        ]
+        if len(parts) < len(self._layers):
+            return None
+        return ops.join_layers(parts, self.config.norm_eps, self.config.activation, kv)
 
     def _run_shared(self, expert: SharedExpert, residual: Tensor, norm: Tensor) -> Tensor:
         ops, config = self._ops, self.config

@@ -52,6 +52,32 @@ CacheLayout cache_layout(Dtype dtype, bool rounded, int64_t block_size, int64_t 
           rounded};
 }
 
+void attend(const AttentionLayer& layer, const AttentionBatch& batch, Dtype dtype, const LayerCache& cache,
+            const void* qkv, void* out, bool is_cut) {
+  static thread_local Scratch queries;
+  static thread_local AttentionPieces work;
+  kernels().enter();
+  AttendCall call = {};
+  call.layer = &layer;
+  call.batch = &batch;
+  call.dtype = dtype;
+  call.layout = cache_layout(dtype, cache.rounded != 0, cache.block_size, layer.num_kv_heads, layer.head_dim);
+  call.cache = static_cast<uint8_t*>(cache.data);
+  call.qkv = qkv;
+  call.out = out;
+  call.queries = queries.get<float>(batch.num_tokens * layer.num_heads * call.layout.key_dim);
+
+  store_tokens(call);
+  if (!is_cut) cut_attention(call, num_threads(), &work);
+  const AttentionPieces& shared_work = work;  // a thread_local would be the worker's own inside the region
+  parallel_for(static_cast<int64_t>(work.items.size()) - 1, [&](int64_t item) {
+    for (int64_t i = shared_work.items[item]; i < shared_work.items[item + 1]; ++i) {
+      kernels().attend_tile(call, shared_work.pieces[i]);
+    }
+  });
+  merge_pieces(call, work);
+}
+
 }  // namespace penstock
 
 using namespace penstock;
@@ -71,26 +97,5 @@ PENSTOCK_API void penstock_free_pages(void* data, int64_t bytes) { free_pages(da
 
 PENSTOCK_API void penstock_attend(const AttentionLayer* layer, const AttentionBatch* batch, int dtype, int rounded,
                                   int64_t block_size, void* cache, const void* qkv, void* out) {
-  static thread_local Scratch queries;
-  static thread_local AttentionPieces work;
-  kernels().enter();
-  AttendCall call = {};
-  call.layer = layer;
-  call.batch = batch;
-  call.dtype = static_cast<Dtype>(dtype);
-  call.layout = cache_layout(call.dtype, rounded != 0, block_size, layer->num_kv_heads, layer->head_dim);
-  call.cache = static_cast<uint8_t*>(cache);
-  call.qkv = qkv;
-  call.out = out;
-  call.queries = queries.get<float>(batch->num_tokens * layer->num_heads * call.layout.key_dim);
-
-  store_tokens(call);
-  cut_attention(call, num_threads(), &work);
-  const AttentionPieces& shared_work = work;  // a thread_local would be the worker's own inside the region
-  parallel_for(static_cast<int64_t>(work.items.size()) - 1, [&](int64_t item) {
-    for (int64_t i = shared_work.items[item]; i < shared_work.items[item + 1]; ++i) {
-      kernels().attend_tile(call, shared_work.pieces[i]);
-    }
-  });
-  merge_pieces(call, work);
+  attend(*layer, *batch, static_cast<Dtype>(dtype), {rounded, block_size, cache}, qkv, out);
 }

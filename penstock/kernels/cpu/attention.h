@@ -96,6 +96,22 @@ struct AttendCall {
   }
 };
 
+struct LayerCache {
+  int rounded;
+  int64_t block_size;
+  void* data;
+};
+
+// Whether a step's work over one layer can be cut as it was over the other.
+inline bool cut_alike(const AttentionLayer& a, const AttentionLayer& b) {
+  return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim &&
+         a.window == b.window;
+}
+
+// With `is_cut`, the thread's last call was for the same step, over a layer that is cut alike.
+void attend(const AttentionLayer& layer, const AttentionBatch& batch, Dtype dtype, const LayerCache& cache,
+            const void* qkv, void* out, bool is_cut = false);
+
 // The softmax-weighted sum of some rows over some keys, not yet divided by the sum of weights.
 struct RowState {
   float maximum[kTileRows];
