@@ -1,7 +1,9 @@
 // Sixteen lanes of float or int32, whatever the register width. Compiled once per instruction set: the including
 // file defines PENSTOCK_ISA (a namespace) and PENSTOCK_REGISTER_BYTES, and has set the compiler's target.
-// Uses no standard library template, whose instances the linker could share between instruction sets.
+// Uses no function of the standard library's templates, whose instances the linker could share between instruction sets.
 #pragma once
+
+#include <utility>
 
 #include "common.h"
 
@@ -303,11 +305,14 @@ PENSTOCK_INLINE FloatRegister shuffle(FloatRegister a, FloatRegister b, IntRegis
 #endif
 }
 
-// Which lanes of two registers `every_second` takes.
-PENSTOCK_INLINE IntRegister second_lanes(int32_t odd) {
-  IntRegister lanes;
-  for (int i = 0; i < kRegisterLanes; ++i) lanes[i] = 2 * i + odd;
-  return lanes;
+// kFirst, kFirst + kStep, ...: a constant. Filled in a loop, GCC would put it together lane by lane at run time.
+template <int kFirst, int kStep, int... kLane>
+PENSTOCK_INLINE IntRegister make_lanes(std::integer_sequence<int, kLane...>) {
+  return IntRegister{(kFirst + kStep * kLane)...};
+}
+template <int kFirst, int kStep>
+PENSTOCK_INLINE IntRegister lanes() {
+  return make_lanes<kFirst, kStep>(std::make_integer_sequence<int, kRegisterLanes>());
 }
 
 // Lanes 0, 2, 4, ... (or 1, 3, 5, ...) of a followed by those of b.
@@ -319,7 +324,7 @@ PENSTOCK_INLINE Floats every_second(Floats a, Floats b) {
     source[kRegisters + i] = b.part[i];
   }
   Floats out;
-  FOR_PARTS out.part[i] = shuffle(source[2 * i], source[2 * i + 1], second_lanes(kOdd));
+  FOR_PARTS out.part[i] = shuffle(source[2 * i], source[2 * i + 1], lanes<kOdd, 2>());
   return out;
 }
 
@@ -338,10 +343,13 @@ PENSTOCK_INLINE void reduce_four(Floats a, Floats b, Floats c, Floats d, float* 
   for (int i = 0; i < 4; ++i) to[i] = (lanes[4 * i] + lanes[4 * i + 1]) + (lanes[4 * i + 2] + lanes[4 * i + 3]);
 }
 
-PENSTOCK_INLINE IntRegister lanes_from(int32_t first) {
-  IntRegister lanes;
-  for (int i = 0; i < kRegisterLanes; ++i) lanes[i] = (i + first) % kRegisterLanes;
-  return lanes;
+template <int kWidth, typename Combine>
+PENSTOCK_INLINE FloatRegister fold(FloatRegister a, const Combine& combine) {
+  if constexpr (kWidth == 0) {
+    return a;
+  } else {
+    return fold<kWidth / 2>(combine(a, shuffle(a, a, lanes<kWidth, 1>())), combine);
+  }
 }
 
 // Lane i with lane i + 8, then with i + 4, i + 2 and i + 1, on every machine.
@@ -351,12 +359,7 @@ PENSTOCK_INLINE float reduce(Floats a, const Combine& combine) {
   for (int count = kRegisters / 2; count > 0; count /= 2) {
     for (int i = 0; i < count; ++i) a.part[i] = combine(a.part[i], a.part[i + count]);
   }
-  FloatRegister left = a.part[0];
-#pragma GCC unroll 4
-  for (int width = kRegisterLanes / 2; width > 0; width /= 2) {
-    left = combine(left, shuffle(left, left, lanes_from(width)));
-  }
-  return left[0];
+  return fold<kRegisterLanes / 2>(a.part[0], combine)[0];
 }
 
 PENSTOCK_INLINE float reduce_sum(Floats a) {
