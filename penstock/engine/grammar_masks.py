@@ -69,6 +69,9 @@ class GrammarMasks:
         self._constraints.pop(request_id, None)
         self._advanced.pop(request_id, None)
 
+    def any_of(self, request_ids: Sequence[str]) -> bool:
+        return bool(self._constraints) and any(request_id in self._constraints for request_id in request_ids)
+
     def start(self) -> None:
         """Give what was committed since the last call to the threads."""
         if not self._advanced:

@@ -100,6 +100,15 @@ class Sampler:
         self._edits.pop(row, None)
         self._logprobs.pop(row, None)
 
+    def takes_likeliest(self, rows: NDArray[np.int64]) -> bool:
+        """Whether nobody among them wants more of the logits than which is largest."""
+        if any(int(row) in special for special in (self._edits, self._logprobs) if special for row in rows):
+            return False
+        return not self._temperature[rows].any()
+
+    def note_drawn(self, rows: NDArray[np.int64]) -> None:
+        self._positions[rows] += 1
+
     def sample(
         self, logits: Tensor, rows: NDArray[np.int64], masks: StepMasks | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -129,7 +138,7 @@ class Sampler:
             if edits.counts is not None and i not in late:
                 one = torch.ones(1, dtype=edits.counts.dtype, device=edits.counts.device)
                 edits.counts.index_add_(0, token_ids[i : i + 1].clamp_min(0), one)
-        self._positions[np.delete(rows, list(late)) if late else rows] += 1
+        self.note_drawn(np.delete(rows, list(late)) if late else rows)
         return token_ids, logprobs
 
     def report(

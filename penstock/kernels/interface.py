@@ -364,6 +364,15 @@ class Ops(Protocol):
         ...
 
 
+@runtime_checkable
+class PicksLikeliest(Protocol):
+    """Of a backend that can do without logits where nobody looks at them."""
+
+    def likeliest(self, x: Tensor, head: PackedLinear) -> Tensor:
+        """[S, hidden] → int64 [S]: what `sample` takes of logits(x, head) where all rows are greedy."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GatedLayer:
     """The parts of a decoder layer whose halves are `attention_block` and `mlp_block`."""

@@ -106,6 +106,7 @@ _FUNCTIONS = (
     ("most_integer_inputs", c_int64, ()),
     ("linear_set_bias", None, (c_void_p, c_void_p)),
     ("linear", None, (c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p)),
+    ("largest", None, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),
     ("embed", c_int, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),
     ("rms_norm", None, (c_int, c_int64, c_int64, c_void_p, c_int, c_void_p, c_float, c_void_p)),
     (

@@ -125,6 +125,15 @@ class NativeOps(ComposedBlocks):
         self._library.linear(head.handle, self._dtype_code, rows, x.data_ptr(), 0, y.data_ptr())
         return y
 
+    def likeliest(self, x: Tensor, head: Any) -> Tensor:
+        if head.input_order is not None:
+            x = x[:, head.input_order]
+        if x.dtype is not self.dtype or not x.is_contiguous():
+            x = self._fitted(x)
+        tokens = torch.empty(x.shape[0], dtype=torch.int64)
+        self._library.largest(head.handle, self._dtype_code, x.shape[0], x.data_ptr(), tokens.data_ptr())
+        return tokens
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype is not self.dtype or not x.is_contiguous():
             x = self._fitted(x)

@@ -24,6 +24,7 @@ from penstock.kernels.interface import (
     Ops,
     PackedExperts,
     PackedLinear,
+    PicksLikeliest,
     Routing,
     RunLayers,
 )
@@ -183,6 +184,13 @@ class Decoder(ABC):
         logits = self._ops.logits(hidden_rows, self._head)
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def likeliest(self, hidden_rows: Tensor) -> Tensor | None:
+        # A cap may make equals of logits that were not.
+        if self.config.logit_softcap is not None or not isinstance(self._ops, PicksLikeliest):
+            return None
+        assert self._head is not None, "the last stage has the head"
+        return self._ops.likeliest(hidden_rows, self._head)
 
     @abstractmethod
     def _load_layers(self, loader: WeightLoader) -> None: ...

@@ -30,6 +30,10 @@ class Model(Protocol):
         """Rows of what `forward` returned, [S, hidden] → float32 [S, V]"""
         ...
 
+    def likeliest(self, hidden_rows: Tensor) -> Tensor | None:
+        """[S, hidden] → int64 [S], what a greedy draw takes of `logits`; None where that is not quicker."""
+        ...
+
     def with_ops(self, ops: Ops) -> Model:
         """The same weights, run by other operations."""
         ...

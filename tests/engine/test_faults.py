@@ -23,11 +23,11 @@ from penstock.core.messages import AddRequest, Codec, EngineFailed, EngineReady,
 from penstock.core.plan import Chunk
 from penstock.core.request import FinishReason
 from penstock.engine.faults import NOT_A_NUMBER, OUT_OF_MEMORY, SMALLEST_PIECE_TOKENS, halves
-from penstock.kernels.interface import SamplingBatch
+from penstock.kernels.interface import AttentionBatch, KVStore, SamplingBatch
 from penstock.kernels.native import NativeOps
 from penstock.models.llama import Llama
 from penstock.simulator.replay import replay
-from tests.engine.tiny import VOCAB_SIZE, request, run, tiny_engine, tokens, write_tiny_model
+from tests.engine.tiny import request, run, tiny_engine, tokens, write_tiny_model
 
 Forward = Callable[..., Tensor]
 POISON = 299
@@ -167,18 +167,21 @@ def test_pieces_cover_a_step_in_order() -> None:
     assert halves([Chunk("c", 0, 2 * SMALLEST_PIECE_TOKENS - 1, True, ())]) is None
 
 
-def test_a_nan_ends_its_request_and_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits: Callable[[Llama, Tensor], Tensor] = Llama.logits
+@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.5, "seed": 1}], ids=["likeliest", "drawn"])
+def test_a_nan_ends_its_request_and_is_counted(
+    model: Path, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, Any]
+) -> None:
+    forward: Forward = Llama.forward
 
-    def broken(self: Llama, hidden: Tensor) -> Tensor:
-        made = logits(self, hidden)
-        if len(made) == 3:
-            made[1, VOCAB_SIZE - 1] = float("nan")
-        return made
+    def broken(self: Llama, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        hidden = forward(self, token_ids, batch, kv)
+        if batch.num_requests == 3:
+            hidden[batch.query_starts[2] - 1, 0] = float("nan")
+        return hidden
 
-    requests = [request(f"{n}", prompt) for n, prompt in enumerate(prompts(5, 6, 7))]
+    requests = [request(f"{n}", prompt, **wishes) for n, prompt in enumerate(prompts(5, 6, 7))]
     expected = run(tiny_engine(model), requests)
-    monkeypatch.setattr(Llama, "logits", broken)
+    monkeypatch.setattr(Llama, "forward", broken)
     engine = tiny_engine(model)
     events = run(engine, requests)
     (only,) = events["1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.core.request import FinishReason
 from penstock.engine.build import Engine
+from penstock.kernels.native import NativeOps
 from penstock.simulator.replay import replay
 
 from .tiny import VOCAB_SIZE, request, run, teach_short_answers, tiny_engine, tokens, write_tiny_model
@@ -122,6 +124,34 @@ def test_logit_bias_and_logprobs(model: Path) -> None:
         assert at.logprob < at.top_logprobs[0] <= 0.0, (
             "log-probabilities are the model's own, before the bias"
         )
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"temperature": 0.9, "seed": 3},
+        {"logprobs": 1},
+        {"logit_bias": {9: 1.0}},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 4, "stop_token_ids": (9,)},
+    ],
+    ids=str,
+)
+def test_logits_are_made_only_where_somebody_looks_at_them(
+    model: Path, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, Any]
+) -> None:
+    made = []
+    logits = NativeOps.logits
+    monkeypatch.setattr(NativeOps, "logits", lambda self, x, head: made.append(1) or logits(self, x, head))
+    engine = tiny_engine(model)
+    alone = run(engine, [request("alone", [5, 6, 7], 8)])["alone"]
+    assert not made
+    beside = run(engine, [request("a", [5, 6, 7], 8), request("b", [8, 9], 4, **wishes)])
+    assert len(made) == len(beside["b"])
+    assert tokens(beside["a"]) == tokens(alone)
+    sampled = [request("a", [8, 9], 4, temperature=0.9, seed=3) for _ in range(2)]
+    first, again = (tokens(run(engine, [each])["a"]) for each in sampled)
+    assert first == again, "greedy draws count as draws"
 
 
 def test_settings_beyond_what_the_sampler_counts_with(model: Path) -> None:

@@ -81,6 +81,10 @@ struct Pairing {
   }
 };
 
+Pairing neighbours(const Linear& linear) {
+  return {ceil_div(static_cast<int64_t>(linear.panels.size()), 2), 2, 1};
+}
+
 // How many neighbouring pairs make an item: one where many rows fill the time, else enough to make one long stream of
 // memory, but not so many that a thread which lost its core holds up the rest.
 constexpr int64_t kMostPairsPerItem = 8;
@@ -119,11 +123,28 @@ void multiply_integers(const Linear& linear, int64_t rows, const InputRows& in, 
   set.enter();
   IntegerCall call = make_call(linear, out);
   round_rows(linear, rows, in, &call);
-  const Pairing neighbours = {ceil_div(static_cast<int64_t>(linear.panels.size()), 2), 2, 1};
   const auto run = [&](const PanelPair* pairs, int64_t num_pairs, int64_t first_row, int64_t end_row) {
     set.multiply_panels(call, pairs, num_pairs, first_row, end_row);
   };
-  for_pairs(call, linear, neighbours, rows, run);
+  for_pairs(call, linear, neighbours(linear), rows, run);
+}
+
+void find_largest_integers(const Linear& linear, int64_t rows, const InputRows& in, LargestOutputs* out) {
+  if (rows == 0) return;
+  const Kernels& set = kernels();
+  set.enter();
+  IntegerCall call = make_call(linear, {});
+  round_rows(linear, rows, in, &call);
+  for_pairs(call, linear, neighbours(linear), rows,
+            [&](const PanelPair* pairs, int64_t num_pairs, int64_t first_row, int64_t end_row) {
+              const Panel* const* last_pair = pairs[num_pairs - 1].panel;
+              const Panel& last = *(last_pair[1] != nullptr ? last_pair[1] : last_pair[0]);
+              const ProductPiece piece = {first_row, end_row, pairs[0].panel[0]->first_output,
+                                          last.first_output + last.num_outputs};
+              out->take(call, piece, [&](const IntegerCall& own) {
+                set.multiply_panels(own, pairs, num_pairs, first_row, end_row);
+              });
+            });
 }
 
 bool gates_integers(const Linear& gate_up) {

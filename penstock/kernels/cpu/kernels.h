@@ -62,6 +62,8 @@ struct Kernels {
   void (*attend_tile)(const AttendCall&, const QueryTile&);
   void (*merge_tile)(const AttendCall&, const QueryTile&, const RowState* partials, int64_t count);
 
+  // The largest; NaN where there is one.
+  float (*find_maximum)(const float* values, int64_t count);
   // Largest logit of each kSampleBlock neighbours; false when there is a NaN.
   bool (*scan_logits)(const float* logits, int64_t vocabulary, float* block_maxima);
   // exp((logit - top) * inverse_temperature), 0 where that is below `lowest`, and the sum of each kSampleBlock.

@@ -85,6 +85,16 @@ int64_t rows_per_item(const LinearCall& call, int64_t num_strips, int64_t rows) 
   return round_up(std::min(ceil_div(rows, pieces), cached), 32);
 }
 
+// body(strip, first row, end row)
+template <typename Body>
+void for_strips(const LinearCall& call, int64_t rows, const Body& body) {
+  const int64_t piece = rows_per_item(call, call.num_strips, rows);
+  parallel_for(ceil_div(rows, piece) * call.num_strips, [&](int64_t item) {
+    const int64_t first = item / call.num_strips * piece;
+    body(call.strips[item % call.num_strips], first, std::min(rows, first + piece));
+  });
+}
+
 }  // namespace
 
 void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void* to) {
@@ -102,10 +112,22 @@ void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& 
   LinearCall call = make_call(linear, out);
   const auto multiply_strip = dtype == Dtype::bfloat16 ? set.multiply_strip_bf16 : set.multiply_strip_f32;
   prepare_activations(in, rows, dtype, set.activations, &call);
-  const int64_t piece = rows_per_item(call, call.num_strips, rows);
-  parallel_for(ceil_div(rows, piece) * call.num_strips, [&](int64_t item) {
-    const int64_t first = item / call.num_strips * piece;
-    multiply_strip(call, call.strips[item % call.num_strips], first, std::min(rows, first + piece));
+  for_strips(call, rows, [&](const Strip& strip, int64_t first, int64_t end) {
+    multiply_strip(call, strip, first, end);
+  });
+}
+
+void find_largest(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, LargestOutputs* out) {
+  if (rows == 0) return;
+  if (linear.is_integer()) return find_largest_integers(linear, rows, in, out);
+  const Kernels& set = kernels();
+  set.enter();
+  LinearCall call = make_call(linear, {});
+  const auto multiply_strip = dtype == Dtype::bfloat16 ? set.multiply_strip_bf16 : set.multiply_strip_f32;
+  prepare_activations(in, rows, dtype, set.activations, &call);
+  for_strips(call, rows, [&](const Strip& strip, int64_t first, int64_t end) {
+    const ProductPiece piece = {first, end, strip.first_output, strip.first_output + strip.num_outputs};
+    out->take(call, piece, [&](const LinearCall& own) { multiply_strip(own, strip, first, end); });
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "largest.h"
 #include "linear.h"
 #include "pool.h"
 
@@ -49,6 +50,9 @@ void for_row_blocks(int64_t rows, int64_t width, Body&& body, int64_t block_rows
 
 void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, const OutputRows& out);
 
+// What `multiply` would write, in float32, goes to `out`, piece by piece.
+void find_largest(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, LargestOutputs* out);
+
 // Whether multiply_gated can do this (gate and up side by side in the same strips, in bfloat16 on the right machine)
 // and there are rows enough to fill its vectors.
 bool gates_on_the_way(const Linear& gate_up, Dtype dtype, int64_t rows);
@@ -56,8 +60,9 @@ bool gates_on_the_way(const Linear& gate_up, Dtype dtype, int64_t rows);
 // activation(gate) × up, packed for the next product.
 void multiply_gated(const Linear& gate_up, int64_t rows, const InputRows& in, Activation activation, bf16* out);
 
-// The same three for matrices of whole numbers, whose activations are bfloat16. The gated rows are left as they are.
+// The same four for matrices of whole numbers, whose activations are bfloat16. The gated rows are left as they are.
 void multiply_integers(const Linear& linear, int64_t rows, const InputRows& in, const OutputRows& out);
+void find_largest_integers(const Linear& linear, int64_t rows, const InputRows& in, LargestOutputs* out);
 bool gates_integers(const Linear& gate_up);
 void multiply_gated_integers(const Linear& gate_up, int64_t rows, const InputRows& in, Activation activation,
                              bf16* out);

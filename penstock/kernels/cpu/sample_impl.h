@@ -7,6 +7,24 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+static float find_maximum(const float* values, int64_t count) {
+  Floats highest = broadcast(-__builtin_inff());
+  Ints any_nan = broadcast_int(0);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats v = load(values + i);
+    highest = maximum(v, highest);
+    any_nan = any_nan | is_nan(v);
+  }
+  if (i < count) {
+    const Floats v = load_some(values + i, count - i);  // the rest are zeros
+    highest = maximum(keep_between(v, lane_indices(), 0, 0, count - i, -__builtin_inff()), highest);
+    any_nan = any_nan | is_nan(v);
+  }
+  const bool has_nan = reduce_max(to_floats(shift_right(any_nan, 31))) != 0.0f;
+  return has_nan ? __builtin_nanf("") : reduce_max(highest);
+}
+
 static bool scan_logits(const float* logits, int64_t vocabulary, float* block_maxima) {
   const Floats lowest = broadcast(-__builtin_inff());
   Ints any_nan = broadcast_int(0);

@@ -30,6 +30,7 @@ static Kernels make_table() {
   table.store_token = store_token;
   table.attend_tile = attend_tile;
   table.merge_tile = merge_tile;
+  table.find_maximum = find_maximum;
   table.scan_logits = scan_logits;
   table.weigh_logits = weigh_logits;
   return table;
