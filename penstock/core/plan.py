@@ -6,6 +6,8 @@ the scheduler needs nothing from the executor but a `StepResult`.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from penstock.core.request import FinishReason
@@ -14,10 +16,11 @@ from penstock.core.request import FinishReason
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens `[start, start + num_tokens)` of one request in this step.
 
-    `new_block_ids` extend the request's block table; when `begins` is set (first chunk after admission or
-    resumption) they are the whole table, cached prefix included. `in_flight` counts the trailing tokens of the
-    chunk whose ids an earlier, not yet committed step is still sampling: the executor takes those from its own
-    last output. `samples` asks for one sampled token from the chunk's last position.
+    `new_block_ids` are the request's block table from the block of token `start` on; when `begins` is set (first
+    chunk after admission or resumption) they are the whole table, cached prefix included. The tokens of the last of
+    them begin at its slot `tail_offset`: the rest of that block is another request's. `in_flight` counts the
+    trailing tokens of the chunk whose ids an earlier, not yet committed step is still sampling: the executor takes
+    those from its own last output. `samples` asks for one sampled token from the chunk's last position.
     """
 
     request_id: str
@@ -27,14 +30,26 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     new_block_ids: tuple[int, ...]
     begins: bool = False
     in_flight: int = 0
+    tail_offset: int = 0
 
 
-class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, tag="block"):
     """Copy the KV of one block between the device and a slot of host memory."""
 
     block_id: int
     host_slot: int
     to_host: bool
+
+
+class HalfCopy(msgspec.Struct, frozen=True, array_like=True, tag="half"):
+    """Copy the KV of half a block, from slot `offset` on, to the first half of a block."""
+
+    block_id: int
+    offset: int
+    to_block_id: int
+
+
+KVCopy: TypeAlias = BlockCopy | HalfCopy
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +61,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     chunks: tuple[Chunk, ...]
     released: tuple[str, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
+    copies: tuple[KVCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -30,6 +30,7 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag
     num_host_blocks: int = 0
     block_copy_s: float | None = None
     tile_tokens: int = 1
+    halves_blocks: bool = False
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):

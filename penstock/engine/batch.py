@@ -52,7 +52,10 @@ class BatchRows:
         self._tokens: Int32Array = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
         self._blocks: Int32Array = np.zeros((max_rows, -(-(max_model_len + 1) // block_size)), dtype=np.int32)
         self._num_tokens = np.zeros(max_rows, dtype=np.int64)
-        self._num_blocks = np.zeros(max_rows, dtype=np.int64)
+        self._last_block = np.zeros(max_rows, dtype=np.int64)  # its place in the row of `_blocks` ...
+        self._tail_offset = np.zeros(
+            max_rows, dtype=np.int32
+        )  # ... and the slot of it where its tokens begin
         self._free = list(range(max_rows - 1, -1, -1))
         self._row_of: dict[str, int] = {}
         # The newest sampled token of each row, on the device: what a step reads whose input is still in flight.
@@ -78,7 +81,6 @@ class BatchRows:
         self._row_of[request_id] = row
         self._tokens[row, : len(tokens)] = tokens
         self._num_tokens[row] = len(tokens)
-        self._num_blocks[row] = 0
         return row
 
     def append_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -87,10 +89,12 @@ class BatchRows:
         self._tokens[row, have : have + len(token_ids)] = token_ids
         self._num_tokens[row] = have + len(token_ids)
 
-    def append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
-        have = int(self._num_blocks[row])
-        self._blocks[row, have : have + len(block_ids)] = block_ids
-        self._num_blocks[row] = have + len(block_ids)
+    def place_blocks(self, row: int, chunk: Chunk) -> None:
+        first = 0 if chunk.begins else chunk.start // self.block_size
+        end = first + len(chunk.new_block_ids)
+        self._blocks[row, first:end] = chunk.new_block_ids
+        self._last_block[row] = end - 1
+        self._tail_offset[row] = chunk.tail_offset
 
     def block_tables(self, rows: Int64Array, width: int) -> Int32Array:
         return self._blocks[rows, :width]
@@ -109,14 +113,16 @@ class BatchRows:
         else:
             token_rows = np.repeat(rows, lengths)
             positions = np.arange(total) + np.repeat(starts - query_starts[:-1], lengths)
-        block_ids = self._blocks[token_rows, positions // self.block_size]
+        block_at, offsets = positions // self.block_size, positions % self.block_size
+        if self._tail_offset.any():
+            offsets += np.where(block_at == self._last_block[token_rows], self._tail_offset[token_rows], 0)
         context_lens = starts + lengths
         in_flight = np.fromiter((c.in_flight for c in chunks), dtype=np.bool_, count=count)
         return HostStep(
             rows=rows,
             token_ids=self._tokens[token_rows, positions],
             positions=positions.astype(np.int32),
-            slots=(block_ids * self.block_size + positions % self.block_size).astype(np.int32),
+            slots=(self._blocks[token_rows, block_at] * self.block_size + offsets).astype(np.int32),
             query_starts=query_starts,
             context_lens=context_lens.astype(np.int32),
             in_flight_at=query_starts[1:][in_flight].astype(np.int64) - 1,

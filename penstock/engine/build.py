@@ -108,6 +108,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         block_copy_s=loaded.block_copy_s,
         tile_tokens=loaded.tile_tokens,
+        halves_blocks=loaded.halves_blocks,
     )
     recorder = None
     if config.record_plans is not None:
@@ -122,6 +123,7 @@ def build_engine(
             num_host_blocks=loaded.num_host_blocks,
             block_copy_s=loaded.block_copy_s,
             tile_tokens=loaded.tile_tokens,
+            halves_blocks=loaded.halves_blocks,
         )
         recorder = PlanRecorder(Path(config.record_plans), header)
     ready = EngineReady(

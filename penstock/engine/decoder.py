@@ -37,7 +37,7 @@ from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.staging import Staging
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
-from penstock.kernels.interface import CutsAtAttention, KVStore, Ops
+from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, Ops
 from penstock.models.load import load_model, load_tokenizer
 from penstock.models.model import Model
 
@@ -123,6 +123,7 @@ def load_decoder(
         num_host_blocks=memory.num_host_blocks,
         block_copy_s=copy_s,
         tile_tokens=GPU_TILE_TOKENS if is_cuda else 1,
+        halves_blocks=isinstance(kv, HalvesBlocks),
         default_steps_in_flight=2 if is_cuda else 1,
         grammars=GrammarDesk(compiler) if compiler else None,
         adapters=adapters,

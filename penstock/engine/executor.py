@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.clock import Clock
-from penstock.core.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult
+from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows, HostStep
@@ -31,7 +31,7 @@ from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.sampler import Sampler
 from penstock.engine.staging import Staging
 from penstock.engine.timing import CudaTimer, HostTimer, StepTimer
-from penstock.kernels.interface import KVStore, Ops
+from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
 from penstock.models.model import Model
 
 log = logging.getLogger(__name__)
@@ -230,9 +230,12 @@ class ModelExecutor:
             return []
         return [nothing]
 
-    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+    def _copy_blocks(self, copies: Sequence[KVCopy]) -> None:
         for copy in copies:
-            if copy.to_host:
+            if isinstance(copy, HalfCopy):
+                assert isinstance(self._kv, HalvesBlocks), "whoever halves blocks can copy halves"
+                self._kv.copy_half(copy.block_id, copy.offset, copy.to_block_id)
+            elif copy.to_host:
                 self._kv.copy_to_host(copy.block_id, copy.host_slot)
             else:
                 self._kv.copy_from_host(copy.host_slot, copy.block_id)
@@ -284,6 +287,6 @@ class ModelExecutor:
                 prompt = live.request.prompt_token_ids
                 row = rows.begin(chunk.request_id, (*prompt, *live.output_token_ids))
                 self._sampler.begin(row, live.request, live.output_token_ids)
-                rows.append_blocks(row, chunk.new_block_ids)
+                rows.place_blocks(row, chunk)
             elif chunk.new_block_ids:
-                rows.append_blocks(rows.row(chunk.request_id), chunk.new_block_ids)
+                rows.place_blocks(rows.row(chunk.request_id), chunk)

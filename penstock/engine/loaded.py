@@ -30,6 +30,7 @@ class Loaded:
     num_host_blocks: int = 0
     block_copy_s: float | None = None
     tile_tokens: int = 1
+    halves_blocks: bool = False
     default_steps_in_flight: int = 1
     grammars: GrammarDesk | None = None
     adapters: AdapterDesk[LoRAWeights] | None = None

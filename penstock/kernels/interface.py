@@ -247,6 +247,17 @@ class KVStore(Protocol):
     def copy_from_host(self, slot: int, block_id: int) -> None: ...
 
 
+@runtime_checkable
+class HalvesBlocks(Protocol):
+    """Of a KV store whose attention also finds a request's last tokens where they begin in the middle of a block,
+    because the first half is another request's. The slot of its last token tells."""
+
+    def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
+        """The half of a block that begins at slot `offset`, to the first half of that or another block. Takes its
+        place among the steps and the other copies in the order of the calls."""
+        ...
+
+
 class Ops(Protocol):
     name: str
     device: torch.device

@@ -116,6 +116,7 @@ _FUNCTIONS = (
     ),
     ("gated", None, (c_int, c_int, c_int64, c_int64, c_void_p, c_void_p)),
     ("cache_block_bytes", c_int64, (c_int, c_int, c_int64, c_int64, c_int64)),
+    ("copy_half", None, (c_int, c_int, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64)),
     ("allocate_pages", c_void_p, (c_int64,)),
     ("touch_pages", None, (c_void_p, c_int64)),
     ("free_pages", None, (c_void_p, c_int64)),

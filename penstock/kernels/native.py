@@ -191,7 +191,8 @@ class NativeOps(ComposedBlocks):
         block_bytes = self._library.cache_block_bytes(
             self._dtype_code, self._rounded_kv, block_size, num_kv_heads, head_dim
         )
-        return NativeKVStore(self._library, num_layers, num_blocks, block_size, block_bytes)
+        shape = self._dtype_code, self._rounded_kv, num_kv_heads, head_dim
+        return NativeKVStore(self._library, num_layers, num_blocks, block_size, block_bytes, shape)
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
         if qkv.dtype is not self.dtype or not qkv.is_contiguous():

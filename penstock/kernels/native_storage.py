@@ -146,8 +146,15 @@ class NativeKVStore:
     are rarer, and wait for their use."""
 
     def __init__(
-        self, library: Library, num_layers: int, num_blocks: int, block_size: int, layer_block_bytes: int
+        self,
+        library: Library,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        layer_block_bytes: int,
+        shape: tuple[int, bool, int, int],
     ) -> None:
+        """`shape`: what the library calls the type, whether that is rounded to eight bits, KV heads, head size."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = num_layers * layer_block_bytes
@@ -155,6 +162,7 @@ class NativeKVStore:
         self._library = library
         self._num_layers = num_layers
         self._layer_block_bytes = layer_block_bytes
+        self._shape = shape
         self.layer_bytes = num_blocks * layer_block_bytes
         self.address = self._allocate(self.num_bytes)
         Thread(target=library.touch_pages, args=(self.address, self.num_bytes), daemon=True).start()
@@ -177,6 +185,12 @@ class NativeKVStore:
     def copy_from_host(self, slot: int, block_id: int) -> None:
         for in_slot, in_block in self._pieces(slot, block_id):
             memmove(in_block, in_slot, self._layer_block_bytes)
+
+    def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
+        from_slot, to_slot = block_id * self.block_size + offset, to_block_id * self.block_size
+        self._library.copy_half(
+            *self._shape, self.address, self._num_layers, self.layer_bytes, from_slot, to_slot
+        )
 
     def _pieces(self, slot: int, block_id: int) -> Iterator[tuple[int, int]]:
         """Where each layer's part of a block lies, in the slot and in the store."""

@@ -3,7 +3,8 @@
 from penstock.core.hashing import BlockHash, chain_hash, chain_hashes, root_hash
 from penstock.kvcache.block import Block, BlockState, IntegrityError
 from penstock.kvcache.cache import KVCache
-from penstock.kvcache.metrics import fragmentation
+from penstock.kvcache.metrics import SlotUse
+from penstock.kvcache.tails import TailHalves
 
 __all__ = [
     "Block",
@@ -11,8 +12,9 @@ __all__ = [
     "BlockState",
     "IntegrityError",
     "KVCache",
+    "SlotUse",
+    "TailHalves",
     "chain_hash",
     "chain_hashes",
-    "fragmentation",
     "root_hash",
 ]

@@ -29,7 +29,7 @@ from math import inf
 
 from penstock.core.hashing import BlockHash
 from penstock.core.kv_events import KVEvent
-from penstock.core.plan import BlockCopy
+from penstock.core.plan import BlockCopy, HalfCopy, KVCopy
 from penstock.kvcache.block import Block, IntegrityError, Promise
 from penstock.kvcache.events import EventLog
 from penstock.kvcache.eviction import EvictionOrder
@@ -63,7 +63,7 @@ class KVCache:
         self._cached = EvictionOrder(self._blocks, self._index)
         self._pins = PinBook(self._blocks)
         self._host = HostTier(num_host_blocks)
-        self._copies: list[BlockCopy] = []  # in the order of the decisions that need them
+        self._copies: list[KVCopy] = []  # in the order of the decisions that need them
         self._events = EventLog(max_pending_hashes=2 * num_blocks + 1024)
         self._num_active = 0
         self._num_releases = 0
@@ -186,7 +186,11 @@ class KVCache:
         self.copies_from_host += len(slots)
         return block_ids
 
-    def take_copies(self) -> tuple[BlockCopy, ...]:
+    def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
+        """Half a block goes to the start of another block, or of its own."""
+        self._copies.append(HalfCopy(block_id, offset, to_block_id))
+
+    def take_copies(self) -> tuple[KVCopy, ...]:
         """The copies that what was decided since the last call needs, in the order to make them: after all
         steps planned before, and before anything is written that is planned from now on."""
         if not self._copies:

@@ -1,19 +1,19 @@
-"""Figures about the use of blocks, as pure functions of numbers that the caller holds."""
+"""What is counted about the use of blocks by those who hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 
-def fragmentation(requests: Iterable[tuple[int, int]], block_size: int) -> float:
-    """The share of allocated token slots that hold nothing, over running requests.
+@dataclass(slots=True)
+class SlotUse:
+    """Token slots in the tables of running requests. A block that several of them share counts for each, and a spare
+    half of a block for none: anyone can have it."""
 
-    Each request is given as (tokens it has or is computing, blocks in its table). 0.0 when nothing is
-    allocated.
-    """
-    num_tokens = 0
-    num_slots = 0
-    for request_tokens, request_blocks in requests:
-        num_tokens += request_tokens
-        num_slots += request_blocks * block_size
-    return 1.0 - num_tokens / num_slots if num_slots else 0.0
+    num_slots: int = 0
+    num_filled: int = 0  # those that hold a token, or are meant for one that is known
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of slots that hold nothing."""
+        return 1.0 - self.num_filled / self.num_slots if self.num_slots else 0.0

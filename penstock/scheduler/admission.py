@@ -1,7 +1,8 @@
 """Whether the next waiting request can start now, and its block table if so. Knows no token budget and no queue.
 
 A request gets blocks for every token it knows at once: the prompt, and after a preemption the answer so far. While
-it runs it only ever needs one more block at a time, for its next sampled token.
+it runs it only ever needs one more block at a time, for its next sampled token. What half a block holds of its last
+tokens gets half a block; it is counted as a whole one, so that a request starts only if it could have that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 
 from penstock.core.hashing import BlockHash
 from penstock.kvcache.cache import KVCache
+from penstock.kvcache.tails import TailHalves
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.prefix import PrefixSharing
 from penstock.scheduler.sequence import Sequence
@@ -26,8 +28,9 @@ class Admission(enum.Enum):
 class AdmissionDesk:
     """Remembers who was turned away, so that a long prompt is not looked up again in every plan."""
 
-    def __init__(self, cache: KVCache, sharing: PrefixSharing, headroom: Headroom) -> None:
+    def __init__(self, cache: KVCache, tails: TailHalves, sharing: PrefixSharing, headroom: Headroom) -> None:
         self._cache = cache
+        self._tails = tails
         self._sharing = sharing
         self._headroom = headroom
         self._blocked: Sequence | None = None
@@ -76,13 +79,24 @@ class AdmissionDesk:
             return False
         if to_restore:
             reused = self._restore(found, to_restore, reused)
-        new = cache.allocate(num_blocks - num_found)
-        assert new is not None
-        sequence.block_ids = reused + new
-        sequence.num_slots = num_blocks * cache.block_size
+        sequence.block_ids = reused
+        self._add_blocks(sequence, num_blocks - num_found)
         sequence.num_reused_blocks = num_found
         sequence.num_computed = num_found * cache.block_size
         return True
+
+    def _add_blocks(self, sequence: Sequence, count: int) -> None:
+        """Room for all that it knows, in so many blocks more; half of the last one, where that will do."""
+        block_size = self._cache.block_size
+        takes_half = self._tails.suffices(sequence.num_known % block_size)
+        new = self._cache.allocate(count - takes_half)
+        assert new is not None
+        sequence.block_ids += new
+        sequence.num_slots = len(sequence.block_ids) * block_size
+        if takes_half:
+            block_id, sequence.half_offset = self._tails.take()
+            sequence.block_ids.append(block_id)
+            sequence.num_slots += self._tails.num_slots
 
     def _restore(self, found: list[BlockHash], to_restore: list[BlockHash], reused: list[int]) -> list[int]:
         """The blocks of a prefix that was found, once all are on the device; those in `reused` were there."""

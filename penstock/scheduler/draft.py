@@ -28,18 +28,20 @@ class StepDraft:
         self.sampling: dict[str, Sequence] = {}
         self.load = StepLoad()
 
-    def add_decodes(self, sequences: list[Sequence], grown: dict[int, int]) -> None:
-        """One token for each; `grown` has the new block of those that got one, by number."""
+    def add_decodes(self, sequences: list[Sequence], moved: set[int]) -> None:
+        """One token for each; `moved` are the numbers of those whose last block the executor does not know."""
         chunks, sampling = self.chunks, self.sampling
         context_tokens = 0
         for sequence in sequences:
             start = sequence.num_computed
             request_id = sequence.request_id
             new_blocks: tuple[int, ...] = ()
-            if grown and sequence.number in grown:
-                new_blocks = (grown[sequence.number],)
+            tail_offset = 0
+            if moved and sequence.number in moved:
+                new_blocks = (sequence.block_ids[-1],)
+                tail_offset = sequence.half_offset or 0
             in_flight = 1 if start >= sequence.num_known else 0
-            chunks.append(Chunk(request_id, start, 1, True, new_blocks, False, in_flight))
+            chunks.append(Chunk(request_id, start, 1, True, new_blocks, False, in_flight, tail_offset))
             sampling[request_id] = sequence
             sequence.num_computed = start + 1
             sequence.num_expected += 1
@@ -72,7 +74,12 @@ class StepDraft:
         num_tokens = min(num_tokens, sequence.num_known - start)
         samples = start + num_tokens == sequence.num_known
         new_blocks = tuple(sequence.block_ids) if begins else ()
-        self.chunks.append(Chunk(sequence.request_id, start, num_tokens, samples, new_blocks, begins))
+        tail_offset = (sequence.half_offset or 0) if begins else 0
+        self.chunks.append(
+            Chunk(
+                sequence.request_id, start, num_tokens, samples, new_blocks, begins, tail_offset=tail_offset
+            )
+        )
         sequence.num_computed = start + num_tokens
         sequence.is_prefilling = not samples
         if samples:

@@ -22,6 +22,7 @@ from penstock.core.messages import EngineStats
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
+from penstock.kvcache.tails import TailHalves
 from penstock.scheduler.admission import Admission, AdmissionDesk
 from penstock.scheduler.breakpoints import Breakpoints
 from penstock.scheduler.checks import check_records, check_request
@@ -61,9 +62,11 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         block_copy_s: float | None = None,
         tile_tokens: int = 1,
+        halves_blocks: bool = False,
     ) -> None:
         """`block_copy_s`: what one block takes to host memory, or back; None: preempted requests compute again.
-        `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them."""
+        `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them. `halves_blocks`: it
+        can have the last tokens of two requests in one block."""
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
@@ -79,14 +82,15 @@ class Scheduler:
         self._ledger = TenantLedger()
         self._sharing = PrefixSharing(cache)
         self._breakpoints = Breakpoints(cache, config.min_cacheable_tokens)
-        self._desk = AdmissionDesk(cache, self._sharing, headroom)
+        tails = TailHalves(cache, enabled=halves_blocks)
+        self._desk = AdmissionDesk(cache, tails, self._sharing, headroom)
         self._deadlines = Deadlines(config.queue_timeout_s)
         # For whoever moves KV between engines: blocks on loan, and blocks to be filled.
         self.exchange = BlockExchange(cache, headroom, self._desk.room_changed)
 
         # Until it ends, a request is in `_sequences`, and either in `_running` or a member of `_queue`.
         self._sequences: dict[str, Sequence] = {}
-        self._running = RunningSet(cache, self._lengths, headroom)
+        self._running = RunningSet(cache, tails, self._lengths, headroom)
         self._queue = WaitingQueue(config)
         self._steps: deque[_StepInFlight] = deque()  # planned, not yet committed
         self._events: list[TokenEvent] = []  # of requests that ended outside of a commit
@@ -142,10 +146,10 @@ class Scheduler:
         failed = self._sequences.get(chunk.request_id)
         if failed is None or failed.state is not State.RUNNING:
             return
-        lost = set(failed.block_ids[chunk.start // self._cache.block_size :])
+        lost = set(failed.whole_block_ids[chunk.start // self._cache.block_size :])
         self._cache.withdraw(lost)
         for sequence in list(self._running.sequences):
-            if not lost.isdisjoint(sequence.block_ids):
+            if sequence is failed or not lost.isdisjoint(sequence.block_ids):
                 event = last_event(sequence, FinishReason.ERROR, error)
                 self._end(sequence, now)
                 self._events.append(event)
@@ -158,7 +162,7 @@ class Scheduler:
 
         # Preemption comes before any chunk: what is in the plan may already be shared with others, and stays in it.
         work = self._running.find_work()
-        lacks_blocks = len(work.growing) > self._cache.num_available
+        lacks_blocks = self._running.num_blocks_to_grow(work.growing) > self._cache.num_available
         if lacks_blocks:
             self._preempt_for_growth(work.growing, now)
             work = self._running.find_work()
@@ -267,16 +271,17 @@ class Scheduler:
 
     def _preempt_for_growth(self, growing: list[Sequence], now: float) -> None:
         """Preempt until there is a block for everyone who still runs and needs one."""
-        cache = self._cache
-        needy = {sequence.number for sequence in growing}
-        for victim in victims_for_growth(self._running.sequences, cache.block_size):
-            if len(needy) <= cache.num_available:
+        cache, running = self._cache, self._running
+        needy = {sequence.number: sequence for sequence in growing}
+        for victim in victims_for_growth(running.sequences, cache.block_size):
+            if running.num_blocks_to_grow(needy.values()) <= cache.num_available:
                 return
             self._preempt(victim, now)
-            needy.discard(victim.number)
-        cache.make_pins_yield(len(needy))  # the most senior request runs alone, and comes before pins
-        if len(needy) > cache.num_available:  # it must wait for blocks that other engines read or fill
-            for sequence in tuple(self._running.sequences):
+            needy.pop(victim.number, None)
+        num_blocks = running.num_blocks_to_grow(needy.values())
+        cache.make_pins_yield(num_blocks)  # the most senior request runs alone, and comes before pins
+        if num_blocks > cache.num_available:  # it must wait for blocks that other engines read or fill
+            for sequence in tuple(running.sequences):
                 self._preempt(sequence, now)
 
     def _displace(self, now: float) -> bool:

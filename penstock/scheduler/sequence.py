@@ -48,6 +48,7 @@ class Sequence:
         "followers",
         "frontier",
         "growth_blocks",
+        "half_offset",
         "hashes",
         "is_constrained",
         "is_prefilling",
@@ -113,6 +114,9 @@ class Sequence:
 
         self.block_ids: list[int] = []
         self.num_slots = 0  # tokens that block_ids have room for
+        self.half_offset: int | None = (
+            None  # where it has only half of its last block: the first slot of that
+        )
         self.num_reused_blocks = 0  # leading blocks that were found in the cache at admission
         self.growth_blocks = 0  # predicted, beyond block_ids, while running; kept by Headroom
 
@@ -143,7 +147,17 @@ class Sequence:
 
     @property
     def num_own_blocks(self) -> int:
-        return len(self.block_ids) - self.num_reused_blocks
+        """What comes free for certain when it ends."""
+        return len(self.block_ids) - self.num_reused_blocks - (self.half_offset is not None)
+
+    @property
+    def whole_block_ids(self) -> list[int]:
+        return self.block_ids if self.half_offset is None else self.block_ids[:-1]
+
+    @property
+    def tail(self) -> tuple[int, int] | None:
+        """The block that it has only half of, and the first slot of that half."""
+        return None if self.half_offset is None else (self.block_ids[-1], self.half_offset)
 
     @property
     def num_filled_slots(self) -> int:

@@ -67,6 +67,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         eos_token_ids=frozenset(header.eos_token_ids),
         block_copy_s=header.block_copy_s,
         tile_tokens=header.tile_tokens,
+        halves_blocks=header.halves_blocks,
     )
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from penstock.core.plan import HalfCopy
+from penstock.core.plan_log import PlanCall, read_plan_log
+from penstock.engine.build import Engine
+
 from .tiny import VOCAB_SIZE, request, run, teach_short_answers, tiny_engine, tokens, write_tiny_model
 
 rng = random.Random(7)
@@ -82,6 +86,27 @@ def test_a_cached_prefix_is_reused_and_changes_nothing(
     for n in range(len(PROMPTS)):
         assert tokens(second[str(n)]) == tokens(first[str(n)]) == alone[n]
         assert second[str(n)][0].num_cached_tokens == (len(PROMPTS[n]) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_two_requests_in_a_block_answer_as_each_alone(
+    model: Path, dtype: str, tmp_path: Path, kv_cache_dtype: str, steps_in_flight: int
+) -> None:
+    def engine(**settings: Any) -> Engine:
+        return tiny_engine(
+            model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, steps_in_flight=steps_in_flight, **settings
+        )
+
+    alone = [tokens(run(engine(), [each])[each.id]) for each in all_requests()]
+    log = tmp_path / "plans.jsonl"
+    together = run(engine(record_plans=str(log)), all_requests())
+    assert [tokens(together[str(n)]) for n in range(len(PROMPTS))] == alone
+    with log.open("rb") as lines:
+        calls = list(read_plan_log(lines)[1])
+    plans = [call.plan for call in calls if isinstance(call, PlanCall) and call.plan is not None]
+    assert any(isinstance(copy, HalfCopy) for plan in plans for copy in plan.copies)
+    assert {chunk.tail_offset for plan in plans for chunk in plan.chunks} == {0, 8}
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])

@@ -44,6 +44,7 @@ class Sequence:
     qkv: Tensor  # [tokens, (H + 2G) × D]
     blocks: list[int]
     computed: int = 0
+    tail_offset: int = 0  # slot of the last block where its tokens begin
     outputs: list[Tensor] = field(default_factory=list)
 
     @property
@@ -64,13 +65,17 @@ def make_sequences(
     return sequences
 
 
-def make_batch(work: list[tuple[list[int], int, int]]) -> AttentionBatch:
+def make_batch(
+    work: list[tuple[list[int], int, int]], tail_offsets: list[int] | None = None
+) -> AttentionBatch:
     """Of (block table, tokens already in the cache, tokens of this step) for each request."""
     positions, slots, starts, contexts = [], [], [0], []
-    for blocks, computed, count in work:
+    for (blocks, computed, count), tail_offset in zip(work, tail_offsets or [0] * len(work), strict=True):
         for position in range(computed, computed + count):
             positions.append(position)
-            slots.append(blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            index, offset = divmod(position, BLOCK_SIZE)
+            offset += tail_offset if index == len(blocks) - 1 else 0
+            slots.append(blocks[index] * BLOCK_SIZE + offset)
         starts.append(starts[-1] + count)
         contexts.append(computed + count)
     longest = max(len(blocks) for blocks, _, _ in work)
@@ -89,7 +94,10 @@ def make_batch(work: list[tuple[list[int], int, int]]) -> AttentionBatch:
 
 def run_step(ops: Ops, layer: AttentionLayer, cache: object, work: list[tuple[Sequence, int]]) -> None:
     """Computes the next `n` tokens of each sequence in one batch."""
-    batch = make_batch([(sequence.blocks, sequence.computed, count) for sequence, count in work])
+    batch = make_batch(
+        [(sequence.blocks, sequence.computed, count) for sequence, count in work],
+        [sequence.tail_offset for sequence, _ in work],
+    )
     rows = [sequence.qkv[sequence.computed : sequence.computed + count] for sequence, count in work]
     out = ops.attend(torch.cat(rows), layer, cache, batch)
     for (sequence, count), start in zip(work, batch.query_starts.tolist(), strict=False):

@@ -176,6 +176,55 @@ def test_long_context_agrees_with_the_definition(
     torch.testing.assert_close(found.float(), sequence.output, **tolerance(dtype))
 
 
+@pytest.mark.parametrize("shape", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("chunk", [64, 1])
+def test_two_requests_in_a_block_are_as_if_alone_in_it(
+    library: Library, isa: str, shape: dict, dtype: torch.dtype, kv_dtype: torch.dtype | None, chunk: int
+) -> None:
+    native = NativeOps(library, dtype, kv_dtype)
+    layer = make_layer(**shape)
+    lengths = [1, 8, 17, 24, 19, 104, 3, 518]
+    num_blocks = num_blocks_for(lengths)
+    sequences = make_sequences(lengths, layer, num_blocks, dtype)
+    run_all(native, layer, poisoned_cache(native, num_blocks, layer).layer(0), sequences, chunk)
+    alone = [sequence.output for sequence in sequences]
+
+    for first, second in zip(sequences[::2], sequences[1::2], strict=True):
+        second.blocks[-1] = first.blocks[-1]
+        second.tail_offset = BLOCK_SIZE // 2
+    run_all(native, layer, poisoned_cache(native, num_blocks, layer).layer(0), sequences, chunk)
+    for sequence, output in zip(sequences, alone, strict=True):
+        assert torch.equal(sequence.output, output)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_who_outgrows_half_a_block_goes_on_in_another(
+    library: Library, isa: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    native = NativeOps(library, dtype, kv_dtype)
+    layer = make_layer(**LAYERS["grouped"])
+    lengths = [60, 60]
+    num_blocks = num_blocks_for(lengths)
+    first, second = sequences = make_sequences(lengths, layer, num_blocks, dtype)
+    run_all(native, layer, poisoned_cache(native, num_blocks, layer).layer(1), sequences, chunk=1)
+    alone = [sequence.output for sequence in sequences]
+
+    store = poisoned_cache(native, num_blocks, layer)
+    for sequence in sequences:
+        sequence.computed, sequence.outputs = 0, []
+    own_block = second.blocks.pop()
+    second.blocks.append(first.blocks[-1])
+    second.tail_offset = BLOCK_SIZE // 2
+    run_step(native, layer, store.layer(1), [(first, 56), (second, 56)])
+    store.copy_half(second.blocks[-1], second.tail_offset, own_block)
+    second.blocks[-1], second.tail_offset = own_block, 0
+    for _ in range(4):
+        run_step(native, layer, store.layer(1), [(first, 1), (second, 1)])
+    for sequence, output in zip(sequences, alone, strict=True):
+        assert torch.equal(sequence.output, output)
+
+
 def test_blocks_may_hold_several_units(library: Library) -> None:
     ops = NativeOps(library, torch.float32)
     layer = make_layer()

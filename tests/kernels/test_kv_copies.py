@@ -7,7 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from penstock.kernels.interface import KVStore
+from penstock.kernels.interface import HalvesBlocks, KVStore
+from penstock.kernels.library import Library
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.tensor_kv import TensorKVStore, kv_head_bytes
@@ -69,3 +70,20 @@ def test_blocks_come_back_bit_for_bit(native: NativeOps, exact: TorchOps, backen
     store.copy_from_host(1, 2)
     store.copy_from_host(0, 4)
     assert read(store) == [second[0], second[1], first[3], second[3], first[0]]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_half_a_block_is_copied_and_nothing_else(library: Library, kv_dtype: torch.dtype | None) -> None:
+    torch.manual_seed(1)
+    ops = NativeOps(library, torch.bfloat16, kv_dtype)
+    store = ops.allocate_kv(NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    assert isinstance(store, HalvesBlocks)
+    fill_native(store)
+    before = native_bytes(store)
+    store.copy_half(1, 0, 3)
+    after = native_bytes(store)
+    assert [*after[:3], after[4]] == [*before[:3], before[4]]
+    for source, old, new in zip(before[1], before[3], after[3], strict=True):
+        changed = [at for at in range(len(old)) if new[at] != old[at]]
+        assert all(new[at] == source[at] for at in changed)
+        assert 0.45 * len(old) < len(changed) <= 0.5 * len(old)  # a byte may have been the same

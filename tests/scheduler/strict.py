@@ -13,7 +13,7 @@ from zlib import crc32
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.hashing import chain_hashes, root_hash
-from penstock.core.plan import BlockCopy, Chunk, SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import CacheBreakpoint, FinishReason, Request, SamplingParams, Tier
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler import Scheduler
@@ -55,6 +55,7 @@ class Row:
     root_digest: int
     tokens: list[int]  # ids delivered by commits
     table: list[int] = field(default_factory=list)
+    tail_offset: int = 0  # where the tokens of the last block begin
     num_computed: int = 0
     digests: list[int] = field(default_factory=list)  # of the tokens computed or reused
     last_sample: tuple[int, int] | None = None  # position, token
@@ -70,6 +71,7 @@ class StrictExecutor:
         self._host_kv: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self.rows: dict[str, Row] = {}
         self.num_tokens_computed = 0
+        self.num_halves_copied = 0
         self.last_step_id = 0
 
     def execute(self, plan: StepPlan, tokens: dict[str, list[int]], tenants: dict[str, str]) -> StepResult:
@@ -125,11 +127,13 @@ class StrictExecutor:
             assert chunk.start % self._block_size == 0
             self.rows[chunk.request_id] = row
         row = self.rows[chunk.request_id]
-        row.table.extend(chunk.new_block_ids)
+        if chunk.new_block_ids:
+            row.table[0 if chunk.begins else chunk.start // self._block_size :] = chunk.new_block_ids
+            row.tail_offset = chunk.tail_offset
         assert len(set(row.table)) == len(row.table)
         assert chunk.num_tokens >= 1
         assert chunk.start == row.num_computed
-        assert chunk.start + chunk.num_tokens <= len(row.table) * self._block_size
+        assert chunk.start + chunk.num_tokens <= len(row.table) * self._block_size - row.tail_offset
         if chunk.in_flight:
             assert (chunk.in_flight, chunk.num_tokens, chunk.samples) == (1, 1, True)
             assert row.last_sample is not None
@@ -139,8 +143,18 @@ class StrictExecutor:
             assert chunk.start + chunk.num_tokens <= len(row.tokens), "tokens that nobody knows"
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(row.tokens))
 
-    def _copy(self, copy: BlockCopy) -> None:
-        if copy.to_host:
+    def _place(self, row: Row, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self._block_size)
+        return row.table[index], offset + (row.tail_offset if index == len(row.table) - 1 else 0)
+
+    def _copy(self, copy: KVCopy) -> None:
+        if isinstance(copy, HalfCopy):
+            half = self._block_size // 2
+            contents = self._kv[copy.block_id][copy.offset :][:half]
+            assert None not in contents, "half a block is copied before it is full"
+            self._kv[copy.to_block_id][:half] = contents
+            self.num_halves_copied += 1
+        elif copy.to_host:
             contents = self._kv[copy.block_id]
             assert None not in contents, "a block goes to host memory before it is full"
             self._host_kv[copy.host_slot] = list(contents)
@@ -162,7 +176,7 @@ class StrictExecutor:
                     token_id = row.tokens[position]
                 previous = row.digests[-1] if row.digests else row.root_digest
                 row.digests.append(extend(previous, token_id))
-                block, offset = row.table[position // self._block_size], position % self._block_size
+                block, offset = self._place(row, position)
                 assert (block, offset) not in written, "two requests write to one slot in one step"
                 written.add((block, offset))
                 self._kv[block][offset] = row.digests[-1]
@@ -181,7 +195,7 @@ class StrictExecutor:
                 self._check_slot(request_id, row, position)
 
     def _check_slot(self, request_id: str, row: Row, position: int) -> None:
-        block, offset = row.table[position // self._block_size], position % self._block_size
+        block, offset = self._place(row, position)
         assert self._kv[block][offset] == row.digests[position], (
             f"{request_id} reads foreign KV at {position}"
         )
@@ -201,6 +215,7 @@ class Driver:
         max_pinned_fraction: float = 0.5,
         num_host_blocks: int = 0,
         block_copy_s: float | None = None,
+        halves_blocks: bool = False,
         **config: object,
     ) -> None:
         settings: dict[str, object] = {"itl_target_ms": None, "min_cacheable_tokens": 1, **config}
@@ -218,6 +233,7 @@ class Driver:
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             block_copy_s=block_copy_s,
+            halves_blocks=halves_blocks,
         )
         self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks)
         self.depth = depth

@@ -76,6 +76,7 @@ configs = st.fixed_dictionaries(
         "num_host_blocks": st.sampled_from([0, 3, 40]),
         "block_copy_s": st.sampled_from([None, 0.0]),
         "min_cacheable_tokens": st.sampled_from([1, 20]),
+        "halves_blocks": st.booleans(),
     }
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.kernels.interface import KVRegion, KVStore
+from penstock.kernels.interface import HalvesBlocks, KVRegion, KVStore
 
 
 class WatchedKVStore:
@@ -38,3 +38,7 @@ class WatchedKVStore:
 
     def copy_from_host(self, slot: int, block_id: int) -> None:
         self._store.copy_from_host(slot, block_id)
+
+    def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
+        assert isinstance(self._store, HalvesBlocks), "whoever halves blocks can copy halves"
+        self._store.copy_half(block_id, offset, to_block_id)

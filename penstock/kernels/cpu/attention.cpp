@@ -1,5 +1,6 @@
 // Sharing attention between threads: first every token's queries, keys and values, then tiles of query rows.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "attention_pieces.h"
@@ -42,6 +43,19 @@ void merge_pieces(const AttendCall& call, const AttentionPieces& work) {
   const int64_t count = static_cast<int64_t>(work.merges.size());
   if (count > kSerialMerges) return parallel_for(count, merge_one);
   for (int64_t i = 0; i < count; ++i) merge_one(i);
+}
+
+// One head's part of half a unit. Only whole halves: pairs of tokens lie together.
+void copy_half(const CacheLayout& layout, const uint8_t* from, int64_t from_offset, uint8_t* to, int64_t to_offset) {
+  const auto copy_tokens = [&](int64_t at, int64_t token_bytes) {
+    memcpy(to + at + to_offset * token_bytes, from + at + from_offset * token_bytes, kHalfTokens * token_bytes);
+  };
+  const int64_t key_token_bytes = layout.rounded ? 1 : 4;  // in each row
+  for (int64_t at = 0; at < layout.keys_bytes(); at += kUnitTokens * key_token_bytes) copy_tokens(at, key_token_bytes);
+  copy_tokens(layout.keys_bytes(), layout.value_dim * layout.value_bytes);
+  const int64_t scales_at = layout.keys_bytes() + layout.values_bytes();
+  constexpr int64_t row_of_scales = kUnitTokens * sizeof(float);
+  for (int64_t at = 0; at < layout.scales_bytes(); at += row_of_scales) copy_tokens(scales_at + at, sizeof(float));
 }
 
 }  // namespace
@@ -87,6 +101,22 @@ PENSTOCK_API int64_t penstock_cache_block_bytes(int dtype, int rounded, int64_t 
   const CacheLayout layout =
       cache_layout(static_cast<Dtype>(dtype), rounded != 0, block_size, num_kv_heads, head_dim);
   return layout.unit_bytes() * layout.units_per_block;
+}
+
+// The half of a unit that begins at slot `from` to the half that begins at slot `to`, in every layer. Layer i's cache
+// begins `layer_bytes` after that of the one before.
+PENSTOCK_API void penstock_copy_half(int dtype, int rounded, int64_t num_kv_heads, int64_t head_dim, void* caches,
+                                     int64_t num_layers, int64_t layer_bytes, int64_t from, int64_t to) {
+  const CacheLayout layout =
+      cache_layout(static_cast<Dtype>(dtype), rounded != 0, kUnitTokens, num_kv_heads, head_dim);
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    uint8_t* cache = static_cast<uint8_t*>(caches) + layer * layer_bytes;
+    for (int64_t head = 0; head < num_kv_heads; ++head) {
+      const int64_t at = head * layout.head_bytes();
+      copy_half(layout, cache + from / kUnitTokens * layout.unit_bytes() + at, from % kUnitTokens,
+                cache + to / kUnitTokens * layout.unit_bytes() + at, to % kUnitTokens);
+    }
+  }
 }
 
 PENSTOCK_API void* penstock_allocate_pages(int64_t bytes) { return allocate_pages(static_cast<size_t>(bytes)); }

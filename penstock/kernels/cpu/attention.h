@@ -10,6 +10,9 @@
 //   scales  float32 [16 tokens] of keys, then of values: a key or value is its codes × its scale
 // and are written out in the type of the computation, a split at a time, before they are used.
 //
+// The last tokens of a request, if they are at most 8, may lie in the second half of a unit, whose first half is another
+// request's. The slot of its last token tells.
+//
 // Keys are taken in splits of 512 counted from position 0. Inside a split the softmax has one maximum per row;
 // splits are merged in order. Neither depends on what else is in the batch, on where a prefill was cut, or on how
 // the work was shared, so neither do the results, to the bit.
@@ -20,6 +23,7 @@
 namespace penstock {
 
 constexpr int kUnitTokens = 16;
+constexpr int kHalfTokens = kUnitTokens / 2;
 constexpr int kSplitUnits = 32;
 constexpr int kSplitTokens = kSplitUnits * kUnitTokens;
 constexpr int kTileRows = 16;
@@ -93,6 +97,11 @@ struct AttendCall {
     const int32_t* table = batch->block_tables + request * batch->table_stride;
     if (layout.units_per_block == 1) return table[index];
     return table[index / layout.units_per_block] * layout.units_per_block + index % layout.units_per_block;
+  }
+  // Where in its last unit, if that is not full, a request's tokens begin: 0, or in the middle.
+  int64_t tail_offset(int64_t request) const {
+    const int64_t slot = batch->slots[batch->query_starts[request + 1] - 1];
+    return (slot - (batch->context_lens[request] - 1)) & kHalfTokens;  // it differs by a multiple of 8
   }
 };
 

@@ -17,6 +17,7 @@ struct AttendScratch {
   alignas(64) Weight weights[kTileRows * kScoreStride];
   alignas(64) float split_output[kTileRows * kMaxHeadDim];
   alignas(64) float output[kTileRows * kMaxHeadDim];
+  alignas(64) uint8_t last_keys[kUnitTokens * kMaxHeadDim * 4];
   alignas(64) uint8_t last_values[kUnitTokens * kMaxHeadDim * 4];
   const uint8_t* keys[kSplitUnits];
   const uint8_t* values[kSplitUnits];
@@ -170,11 +171,23 @@ static void write_rows(const AttendCall& call, const QueryTile& tile, const RowS
   }
 }
 
-// Slots past the context may hold anything, NaN included, which a zero weight would not silence.
+// The keys of a unit whose tokens begin at `offset`, as if they began at 0. Each row has four bytes of every token.
+static const uint8_t* keys_from(const AttendCall& call, const uint8_t* keys, int64_t offset, uint8_t* copy) {
+  constexpr int64_t row_bytes = kUnitTokens * 4;
+  const int64_t rows = call.dtype == Dtype::float32 ? call.layout.key_dim : call.layout.key_dim / 2;
+  for (int64_t row = 0; row < rows; ++row) {
+    memcpy(copy + row * row_bytes, keys + row * row_bytes + offset * 4, kHalfTokens * 4);
+  }
+  return copy;
+}
+
+// The values of the `num_tokens` of a unit that begin at `offset`. Slots past the context may hold anything, NaN
+// included, which a zero weight would not silence.
 template <typename Element>
-static const uint8_t* without_tail(const AttendCall& call, const uint8_t* values, int64_t num_tokens, uint8_t* copy) {
-  const int64_t dim = call.layout.value_dim;
-  memcpy(copy, values, static_cast<size_t>(dim * kUnitTokens) * sizeof(Element));
+static const uint8_t* values_from(const AttendCall& call, const uint8_t* values, int64_t offset, int64_t num_tokens,
+                                  uint8_t* copy) {
+  const int64_t dim = call.layout.value_dim, token_bytes = dim * static_cast<int64_t>(sizeof(Element));
+  memcpy(copy, values + offset * token_bytes, static_cast<size_t>((kUnitTokens - offset) * token_bytes));
   Element* elements = reinterpret_cast<Element*>(copy);
   if (sizeof(Element) == 4) {
     memset(elements + num_tokens * dim, 0, static_cast<size_t>((kUnitTokens - num_tokens) * dim) * sizeof(Element));
@@ -255,8 +268,10 @@ static void attend_split(const AttendCall& call, const QueryTile& tile, const Si
   }
   const int64_t filled = context_len - (end_unit - 1) * kUnitTokens;
   if (filled < kUnitTokens) {
-    const uint8_t*& last = scratch.values[num_units - 1];
-    last = without_tail<typename Engine::Element>(call, last, filled, scratch.last_values);
+    const int64_t offset = call.tail_offset(tile.request);
+    const uint8_t *&keys = scratch.keys[num_units - 1], *&values = scratch.values[num_units - 1];
+    if (offset != 0) keys = keys_from(call, keys, offset, scratch.last_keys);
+    values = values_from<typename Engine::Element>(call, values, offset, filled, scratch.last_values);
   }
   Engine::score(call, tile, scratch.keys, num_units, scratch.scores);
   for (int64_t row = 0; row < tile.num_rows; ++row) {
