@@ -1,11 +1,15 @@
-"""How long `plan` and `commit` take: `python bench/scheduler.py`. No model, only the scheduler's own time.
+"""How long `plan` and `commit` take, and how full KV blocks are: `python bench/scheduler.py`. No model, only the
+scheduler's own time.
 
-Prints the median microseconds per call, by number of running decodes, pipeline depth and queue length.
+Prints the median microseconds per call, by number of running decodes, pipeline depth and queue length. Then the share
+of KV slots that hold nothing while requests of 100 to 156 tokens get 32 to 96 more: of the slots that they hold, and
+of all slots in the blocks that are in use, with whole last blocks and with halves.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections import deque
@@ -83,6 +87,40 @@ def measure(num_running: int, depth: int, num_waiting: int, num_steps: int) -> t
     return statistics.median(plan_us), statistics.median(commit_us)
 
 
+def measure_waste(num_running: int, *, halves_blocks: bool, num_steps: int) -> tuple[float, float]:
+    """Mean shares of slots that hold nothing: of those that requests hold, and of those in active blocks."""
+    rng = random.Random(1)
+    cache = KVCache(num_running * 20)
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=num_running),
+        cache,
+        max_model_len=256,
+        eos_token_ids=frozenset(),
+        halves_blocks=halves_blocks,
+    )
+    context_lens: dict[str, int] = {}
+    of_held, of_active = [], []
+    num_added = 0
+    for step in range(num_steps):
+        now = step * 0.02
+        while len(context_lens) < num_running:
+            num_added += 1
+            prompt = tuple(rng.randrange(30_000) for _ in range(rng.randint(100, 156)))
+            sampling = SamplingParams(max_tokens=rng.randint(32, 96), ignore_eos=True)
+            scheduler.add(Request(id=f"request-{num_added}", prompt_token_ids=prompt, sampling=sampling), now)
+            context_lens[f"request-{num_added}"] = len(prompt)
+        plan = scheduler.plan(now)
+        assert plan is not None
+        context_lens |= {chunk.request_id: chunk.start + chunk.num_tokens for chunk in plan.chunks}
+        if step > num_steps // 4 and len(plan.chunks) == num_running:
+            of_held.append(scheduler.stats().kv_fragmentation)
+            of_active.append(1 - sum(context_lens.values()) / (cache.num_active * BLOCK_SIZE))
+        for event in scheduler.commit(plan, execute(plan), now):
+            if event.finish_reason is not None:
+                del context_lens[event.request_id]
+    return statistics.mean(of_held), statistics.mean(of_active)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400, help="steps per measurement")
@@ -96,6 +134,12 @@ def main() -> None:
                     f"{num_running:>8} {depth:>6} {num_waiting:>8} {plan_us:>9.0f} {commit_us:>10.0f}"
                     f" {plan_us + commit_us:>8.0f}"
                 )
+    print(f"\n{'running':>8} {'last blocks':>12} {'of held':>8} {'of used':>8}")
+    for num_running in (1, 8, 32, 256):
+        for halves_blocks in (False, True):
+            of_held, of_active = measure_waste(num_running, halves_blocks=halves_blocks, num_steps=num_steps)
+            name = "halves" if halves_blocks else "whole"
+            print(f"{num_running:>8} {name:>12} {of_held:>8.1%} {of_active:>8.1%}")
 
 
 if __name__ == "__main__":

@@ -52,10 +52,9 @@ class BatchRows:
         self._tokens: Int32Array = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
         self._blocks: Int32Array = np.zeros((max_rows, -(-(max_model_len + 1) // block_size)), dtype=np.int32)
         self._num_tokens = np.zeros(max_rows, dtype=np.int64)
-        self._last_block = np.zeros(max_rows, dtype=np.int64)  # its place in the row of `_blocks` ...
-        self._tail_offset = np.zeros(
-            max_rows, dtype=np.int32
-        )  # ... and the slot of it where its tokens begin
+        # Where in `_blocks` a row's last block is, and the slot of that block where its tokens begin.
+        self._last_block = np.zeros(max_rows, dtype=np.int64)
+        self._tail_offset = np.zeros(max_rows, dtype=np.int32)
         self._free = list(range(max_rows - 1, -1, -1))
         self._row_of: dict[str, int] = {}
         # The newest sampled token of each row, on the device: what a step reads whose input is still in flight.
