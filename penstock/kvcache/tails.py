@@ -21,9 +21,11 @@ from penstock.kvcache.cache import KVCache
 class TailHalves:
     def __init__(self, cache: KVCache, *, enabled: bool) -> None:
         """Unless enabled, every tail is a whole block."""
+        if enabled and cache.block_size % 2:
+            raise ValueError(f"a block of {cache.block_size} tokens has no halves")
         self._cache = cache
-        self._enabled = enabled and cache.block_size % 2 == 0
-        self.num_slots = cache.block_size // 2 if self._enabled else cache.block_size  # of a tail
+        self._enabled = enabled
+        self.num_slots = cache.block_size // 2 if enabled else cache.block_size  # of a tail
         self._spare: dict[int, int] = {}  # by block, the first slot of the half that nobody has
 
     @property

@@ -114,9 +114,7 @@ class Sequence:
 
         self.block_ids: list[int] = []
         self.num_slots = 0  # tokens that block_ids have room for
-        self.half_offset: int | None = (
-            None  # where it has only half of its last block: the first slot of that
-        )
+        self.half_offset: int | None = None  # first slot of its half, where it has half of the last block
         self.num_reused_blocks = 0  # leading blocks that were found in the cache at admission
         self.growth_blocks = 0  # predicted, beyond block_ids, while running; kept by Headroom
 

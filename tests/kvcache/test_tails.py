@@ -82,6 +82,11 @@ def test_without_halves_every_tail_is_a_block() -> None:
     assert tails.num_slots == 16
 
 
+def test_blocks_of_an_odd_size_have_no_halves() -> None:
+    with pytest.raises(ValueError, match="5 tokens has no halves"):
+        TailHalves(KVCache(2, block_size=5), enabled=True)
+
+
 def test_what_half_a_block_holds() -> None:
     _, tails = make()
     assert [count for count in range(16) if tails.suffices(count)] == list(range(1, HALF + 1))
