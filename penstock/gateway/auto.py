@@ -1,6 +1,6 @@
 """`model: "auto"`: the smallest model that should do, and a larger one when its answer is unsure of itself.
 
-A prompt is assessed by `router.complexity`. Whoever reads an answer whole gets the larger model's where the smaller
+A prompt is assessed by `gateway.complexity`. Whoever reads an answer whole gets the larger model's where the smaller
 one's tokens had a low mean log-probability; a stream, whose first bytes cannot be taken back, stays with the first
 model. Every model that worked is paid for: each has its own account, and the usage of the answer is the sum.
 """
@@ -19,11 +19,11 @@ from penstock.core.clock import Clock
 from penstock.core.errors import ModelNotFound, PenstockError, PermissionDenied
 from penstock.gateway.catalogue import Catalogue
 from penstock.gateway.choice import Delta
+from penstock.gateway.complexity import Assessment, PromptText, assess
 from penstock.gateway.model_settings import AUTO, AutoSettings
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPart, TextPrompt, Usage
 from penstock.gateway.stream import AnswerStream
 from penstock.gateway.wrapped_answer import WrappedAnswer
-from penstock.router.complexity import Assessment, PromptText, assess
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from penstock.core.errors import ConfigError
 from penstock.core.identity import Principal
-from penstock.router.complexity import Complexity, Thresholds
+from penstock.gateway.complexity import Complexity, Thresholds
 
 AUTO = "auto"  # the name that leaves the choice to the gateway
 
