@@ -1,1 +1,1 @@
-"""The wire: OpenAI's shapes over HTTP, SSE, and the chat page. The only room that knows the HTTP framework."""
+"""The APIs on the wire, one folder per dialect. Only this room knows the HTTP framework."""

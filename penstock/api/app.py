@@ -1,4 +1,4 @@
-"""Puts routes, error shapes and middleware together into the application that an ASGI server runs."""
+"""Assembles routes, error handlers and middleware into the application that an ASGI server runs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock.api.access_log import AccessLog, RequestJournal
-from penstock.api.adapter_endpoints import AdapterEndpoints
-from penstock.api.admin_endpoints import AdminEndpoints
-from penstock.api.anthropic_endpoints import AnthropicEndpoints
-from penstock.api.application import Application
-from penstock.api.authenticate import Authenticate
-from penstock.api.batch_routes import stored_work_routes
-from penstock.api.embeddings_endpoints import EmbeddingEndpoints
-from penstock.api.errors import on_http_exception, on_penstock_error, on_reader_gone
-from penstock.api.middleware import CallerLimits, RequestIds
-from penstock.api.models_endpoints import ModelsEndpoints
-from penstock.api.openai_endpoints import OpenAIEndpoints
-from penstock.api.openapi import OpenAPIEndpoint
-from penstock.api.openapi_operations import OPERATIONS
-from penstock.api.responses_endpoints import ResponsesEndpoints
-from penstock.api.responses_service import Responses
-from penstock.api.service_endpoints import ServiceEndpoints
-from penstock.api.websocket import WebSocketEndpoint
+from penstock.api.admin.adapters import AdapterEndpoints
+from penstock.api.admin.service import ServiceEndpoints
+from penstock.api.admin.tenants import AdminEndpoints
+from penstock.api.anthropic.batches import KIND as ANTHROPIC
+from penstock.api.anthropic.batches import MESSAGES_PATH, MessageBatchEndpoints, MessageBatches
+from penstock.api.anthropic.endpoints import AnthropicEndpoints
+from penstock.api.http.access_log import AccessLog, RequestJournal
+from penstock.api.http.application import Application, CallerLimits, RequestIds, posted_endpoints
+from penstock.api.http.authenticate import Authenticate
+from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
+from penstock.api.models import ModelsEndpoints
+from penstock.api.openai.batches import KIND as OPENAI
+from penstock.api.openai.batches import OpenAIBatchEndpoints, OpenAIBatches
+from penstock.api.openai.embeddings import EmbeddingEndpoints
+from penstock.api.openai.endpoints import OpenAIEndpoints
+from penstock.api.openai.files import FilesEndpoints
+from penstock.api.openai.responses_endpoints import ResponsesEndpoints
+from penstock.api.openai.responses_service import Responses
+from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
+from penstock.api.websocket.endpoint import WebSocketEndpoint
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.batches.service import StoredWork
@@ -93,3 +95,19 @@ def create_app(
     )
     app.router.redirect_slashes = False
     return app
+
+
+def stored_work_routes(
+    work: StoredWork, inference_routes: Sequence[Route], max_body_bytes: int
+) -> list[Route]:
+    """Also teaches the runner of batches to answer their lines as `inference_routes` would."""
+    endpoints = posted_endpoints(inference_routes)
+    openai = OpenAIBatches(endpoints)
+    anthropic = MessageBatches(endpoints[MESSAGES_PATH])
+    work.runner.teach(OPENAI, openai)
+    work.runner.teach(ANTHROPIC, anthropic)
+    return [
+        *FilesEndpoints(work.files).routes(),
+        *OpenAIBatchEndpoints(work, openai, max_body_bytes).routes(),
+        *MessageBatchEndpoints(work, anthropic, max_body_bytes).routes(),
+    ]

@@ -1,7 +1,7 @@
-"""An OpenAPI document made from the routes that an application has and the shapes that its endpoints decode.
+"""The OpenAPI document, made from the routes of an application and from the wire shapes of its endpoints.
 
-`openapi_operations` says what each route takes and gives; a route that is not described there still appears, with
-bodies of any shape.
+The table `OPERATIONS` names the request and response shape of each route; a test checks that no route is missing.
+A route without an entry still appears in the document, with bodies of any shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,57 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from penstock.api.errors import AnthropicErrorBody, ErrorBody
+from penstock.api.admin.adapters import (
+    AdapterDeleted,
+    AdapterList,
+    AdapterObject,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from penstock.api.admin.fleet import ReleaseList, ReleaseObject, WhichModel
+from penstock.api.admin.service import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from penstock.api.admin.tenants import (
+    AuditList,
+    KeyChangesBody,
+    KeyList,
+    KeyObject,
+    NewKeyBody,
+    NewKeyObject,
+    NewOrganization,
+    NewWorkspace,
+    OrganizationList,
+    OrganizationObject,
+    Renaming,
+    WorkspaceList,
+    WorkspaceObject,
+)
+from penstock.api.admin.usage import PARAMETERS as USAGE_PARAMETERS
+from penstock.api.anthropic.answers import Message
+from penstock.api.anthropic.batches import (
+    CreateMessageBatch,
+    MessageBatch,
+    MessageBatchDeleted,
+    MessageBatchList,
+)
+from penstock.api.anthropic.endpoints import TokenCount
+from penstock.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from penstock.api.http.errors import AnthropicErrorBody, ErrorBody
+from penstock.api.models import ModelEntry, ModelList
+from penstock.api.openai.answers import ChatCompletion, Completion
+from penstock.api.openai.batches import BatchList, CreateBatch, WireBatch
+from penstock.api.openai.embeddings import CreateEmbeddings, EmbeddingList
+from penstock.api.openai.files import FileDeleted, FileList, FileObject
+from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
+from penstock.api.openai.responses_answers import ResponseBody
+from penstock.api.openai.responses_endpoints import DeletedResponse, InputItemList, InputTokens
+from penstock.api.openai.responses_requests import ResponseRequest
+from penstock.core.cluster_view import ClusterView, ReleaseOrder
+from penstock.gateway.ledger.report import UsagePage
 from penstock.version import __version__
 
 PATH = "/openapi.json"
@@ -143,3 +193,97 @@ def _responses(route: Route, operation: Operation, schemas: Schemas) -> dict[str
 def _tag(path: str) -> str:
     parts = path.strip("/").split("/")
     return parts[1] if parts[0] == "v1" and len(parts) > 1 else parts[0] or "page"
+
+
+_UPLOAD = {
+    "type": "object",
+    "properties": {
+        "purpose": {"type": "string"},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+    },
+    "required": ["purpose", "file"],
+}
+_PAGE = ("limit", "after")
+
+INFERENCE: dict[str, Operation] = {
+    "GET /v1/models": Operation(response=ModelList),
+    "GET /v1/models/{name:path}": Operation(response=ModelEntry),
+    "POST /v1/chat/completions": Operation(
+        request=ChatCompletionRequest, response=ChatCompletion, streams=True
+    ),
+    "POST /v1/completions": Operation(request=CompletionRequest, response=Completion, streams=True),
+    "POST /v1/responses": Operation(request=ResponseRequest, response=ResponseBody, streams=True),
+    "POST /v1/responses/input_tokens": Operation(request=ResponseRequest, response=InputTokens),
+    "GET /v1/responses/{response_id}": Operation(response=ResponseBody),
+    "DELETE /v1/responses/{response_id}": Operation(response=DeletedResponse),
+    "POST /v1/responses/{response_id}/cancel": Operation(response=ResponseBody, takes_body=False),
+    "GET /v1/responses/{response_id}/input_items": Operation(
+        response=InputItemList, query=("limit", "after", "order")
+    ),
+    "POST /v1/embeddings": Operation(request=CreateEmbeddings, response=EmbeddingList),
+    "POST /v1/messages": Operation(request=MessagesRequest, response=Message, streams=True),
+    "POST /v1/messages/count_tokens": Operation(request=CountTokensRequest, response=TokenCount),
+}
+
+STORED_WORK: dict[str, Operation] = {
+    "POST /v1/files": Operation(form=_UPLOAD, response=FileObject),
+    "GET /v1/files": Operation(response=FileList, query=(*_PAGE, "order", "purpose")),
+    "GET /v1/files/{file_id}": Operation(response=FileObject),
+    "DELETE /v1/files/{file_id}": Operation(response=FileDeleted),
+    "GET /v1/files/{file_id}/content": Operation(content_type="application/octet-stream"),
+    "POST /v1/batches": Operation(request=CreateBatch, response=WireBatch),
+    "GET /v1/batches": Operation(response=BatchList, query=_PAGE),
+    "GET /v1/batches/{batch_id}": Operation(response=WireBatch),
+    "POST /v1/batches/{batch_id}/cancel": Operation(response=WireBatch, takes_body=False),
+    "POST /v1/messages/batches": Operation(request=CreateMessageBatch, response=MessageBatch),
+    "GET /v1/messages/batches": Operation(
+        response=MessageBatchList, query=("limit", "after_id", "before_id")
+    ),
+    "GET /v1/messages/batches/{batch_id}": Operation(response=MessageBatch),
+    "DELETE /v1/messages/batches/{batch_id}": Operation(response=MessageBatchDeleted),
+    "POST /v1/messages/batches/{batch_id}/cancel": Operation(response=MessageBatch, takes_body=False),
+    "GET /v1/messages/batches/{batch_id}/results": Operation(content_type="application/x-jsonl"),
+}
+
+SERVICE: dict[str, Operation] = {
+    "GET /": Operation(content_type="text/html"),
+    "GET /health": Operation(),
+    "GET /ready": Operation(),
+    "GET /version": Operation(),
+    "GET /metrics": Operation(content_type="text/plain"),
+    "POST /tokenize": Operation(request=TokenizeRequest, response=TokenizeResponse),
+    "POST /detokenize": Operation(request=DetokenizeRequest, response=DetokenizeResponse),
+    "GET /v1/usage": Operation(response=UsagePage, query=tuple(sorted(USAGE_PARAMETERS))),
+}
+
+ADMIN: dict[str, Operation] = {
+    "GET /admin/organizations": Operation(query=_PAGE, response=OrganizationList),
+    "POST /admin/organizations": Operation(request=NewOrganization, response=OrganizationObject),
+    "GET /admin/organizations/{id}": Operation(response=OrganizationObject),
+    "PATCH /admin/organizations/{id}": Operation(request=Renaming, response=OrganizationObject),
+    "DELETE /admin/organizations/{id}": Operation(response=OrganizationObject),
+    "GET /admin/workspaces": Operation(query=(*_PAGE, "organization_id"), response=WorkspaceList),
+    "POST /admin/workspaces": Operation(request=NewWorkspace, response=WorkspaceObject),
+    "GET /admin/workspaces/{id}": Operation(response=WorkspaceObject),
+    "PATCH /admin/workspaces/{id}": Operation(request=Renaming, response=WorkspaceObject),
+    "DELETE /admin/workspaces/{id}": Operation(response=WorkspaceObject),
+    "GET /admin/keys": Operation(query=(*_PAGE, "workspace_id"), response=KeyList),
+    "POST /admin/keys": Operation(request=NewKeyBody, response=NewKeyObject),
+    "GET /admin/keys/{id}": Operation(response=KeyObject),
+    "PATCH /admin/keys/{id}": Operation(request=KeyChangesBody, response=KeyObject),
+    "DELETE /admin/keys/{id}": Operation(response=KeyObject),
+    "GET /admin/audit": Operation(query=(*_PAGE, "target"), response=AuditList),
+    "POST /admin/settings/reload": Operation(takes_body=False),
+    "GET /admin/adapters": Operation(response=AdapterList),
+    "POST /admin/adapters": Operation(request=LoadAdapter, response=AdapterObject),
+    "DELETE /admin/adapters/{name:path}": Operation(response=AdapterDeleted),
+    "POST /v1/load_lora_adapter": Operation(request=LoadAdapter, content_type="text/plain"),
+    "POST /v1/unload_lora_adapter": Operation(request=UnloadAdapter, content_type="text/plain"),
+    "GET /admin/cluster": Operation(response=ClusterView),
+    "GET /admin/releases": Operation(response=ReleaseList),
+    "POST /admin/releases": Operation(request=ReleaseOrder, response=ReleaseObject),
+    "POST /admin/releases/promote": Operation(request=WhichModel, response=ReleaseObject),
+    "POST /admin/releases/rollback": Operation(request=WhichModel, response=ReleaseObject),
+}
+
+OPERATIONS = INFERENCE | STORED_WORK | SERVICE | ADMIN

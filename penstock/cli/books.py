@@ -14,8 +14,8 @@ from pathlib import Path
 
 from starlette.routing import Route
 
-from penstock.api.settings_endpoints import SettingsEndpoints
-from penstock.api.usage_endpoints import UsageEndpoints
+from penstock.api.admin.fleet import SettingsEndpoints
+from penstock.api.admin.usage import UsageEndpoints
 from penstock.cli.stores import data_dir
 from penstock.cluster.client import EngineClient
 from penstock.core.config import ServeConfig

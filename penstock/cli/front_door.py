@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.app import create_app
-from penstock.api.cluster_endpoints import ClusterEndpoints
-from penstock.api.http_protocol import bounded_protocols
+from penstock.api.http.protocol import bounded_protocols
 from penstock.cli.books import open_books
 from penstock.cli.external_pool import open_external_pool
 from penstock.cli.stores import data_dir, open_database

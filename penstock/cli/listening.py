@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from penstock.api.http_protocol import ClientNoise
+from penstock.api.http.protocol import ClientNoise
 from penstock.core.config import ServeConfig
 from penstock.core.gateway_config import ServerConfig
 

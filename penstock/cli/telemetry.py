@@ -9,7 +9,7 @@ import queue
 import sys
 import threading
 
-from penstock.api.access_log import RequestJournal
+from penstock.api.http.access_log import RequestJournal
 from penstock.cli.environment import otel_sampled_share, otel_service_name, otlp_headers
 from penstock.core.gateway_config import TelemetryConfig
 from penstock.core.log_format import formatter

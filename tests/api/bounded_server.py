@@ -11,9 +11,9 @@ from typing import Any
 
 import uvicorn
 
-from penstock.api.access_log import RequestJournal
 from penstock.api.app import create_app
-from penstock.api.http_protocol import ConnectionMetrics, bounded_protocols
+from penstock.api.http.access_log import RequestJournal
+from penstock.api.http.protocol import ConnectionMetrics, bounded_protocols
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts

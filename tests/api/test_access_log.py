@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from websockets.sync.client import connect
 
-from penstock.api.access_log import RequestJournal
 from penstock.api.app import create_app
+from penstock.api.http.access_log import RequestJournal
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.log_format import JsonFormatter, TextFormatter, without_secrets
 from penstock.gateway.accounts import Accounts

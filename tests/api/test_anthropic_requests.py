@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.api.anthropic_answers import message_usage
-from penstock.api.anthropic_requests import GUARDED_FIELDS, MessagesRequest
-from penstock.api.body import BodyDecoder
+from penstock.api.anthropic.answers import message_usage
+from penstock.api.anthropic.requests import GUARDED_FIELDS, MessagesRequest
+from penstock.api.http.parsing import BodyDecoder
 from penstock.core.request import Tier
 from penstock.gateway.prompts import CacheMark, ChatPrompt, GenerationRequest, TextPart, Usage
 

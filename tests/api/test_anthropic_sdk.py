@@ -538,7 +538,7 @@ def test_the_sdk_tries_again_when_we_are_overloaded(serve: Serve) -> None:
 
 
 def test_pings_while_nothing_else_comes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.api.answers.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("penstock.api.http.answers.KEEP_ALIVE_S", 0.02)
     served = serve(FakeEngine(lambda request: [TokenEvent(request.id, (104,))]))
     body = {"model": "bytes", "max_tokens": 50, "messages": [USER], "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/messages", json=body) as answer:

@@ -12,9 +12,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from penstock.api.application import Application
-from penstock.api.errors import on_penstock_error
-from penstock.api.middleware import RequestIds
+from penstock.api.http.application import Application, RequestIds
+from penstock.api.http.errors import on_penstock_error
 from penstock.core.errors import InvalidRequest, PenstockError
 
 

@@ -21,11 +21,11 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 from starlette.websockets import WebSocket
 
+from penstock.api.admin.fleet import SettingsEndpoints
+from penstock.api.admin.usage import UsageEndpoints
 from penstock.api.app import create_app
-from penstock.api.authenticate import OPEN_PATHS, Authenticate, scope_of
-from penstock.api.context import principal_of
-from penstock.api.settings_endpoints import SettingsEndpoints
-from penstock.api.usage_endpoints import UsageEndpoints
+from penstock.api.http.authenticate import OPEN_PATHS, Authenticate, scope_of
+from penstock.api.http.context import principal_of
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.service import StoredWork

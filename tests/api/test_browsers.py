@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.api.browsers import is_foreign_page
+from penstock.api.http.authenticate import is_foreign_page
 from penstock.core.identity import Scope
 from tests.api.tenant_server import TenantServer
 

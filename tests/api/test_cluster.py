@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.app import create_app
-from penstock.api.cluster_endpoints import ClusterEndpoints
 from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, InvalidRequest
 from penstock.core.gateway_config import ServerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.api.http_protocol import HeldHead
+from penstock.api.http.protocol import HeldHead
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 

@@ -18,8 +18,7 @@ from schemathesis.checks import not_a_server_error
 from starlette.routing import Route
 
 from penstock.api.app import create_app
-from penstock.api.openapi import PATH, openapi_document
-from penstock.api.openapi_operations import OPERATIONS
+from penstock.api.openapi import OPERATIONS, PATH, openapi_document
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.batches.service import StoredWork
 from penstock.gateway.gateway import Gateway

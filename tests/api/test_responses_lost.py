@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.api import responses_service
 from penstock.api.app import create_app
+from penstock.api.openai import responses_service
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses.database import DatabaseResponses

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.api.authenticate import OPEN_PATHS
+from penstock.api.http.authenticate import OPEN_PATHS
 from penstock.cli import environment
 from penstock.cli.options import settings
 from penstock.gateway.pool_metrics import POOL_METRICS

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from penstock.api.access_log import RequestJournal
 from penstock.api.app import create_app
+from penstock.api.http.access_log import RequestJournal
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.accounts import Accounts

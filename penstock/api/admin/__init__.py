@@ -1,0 +1,1 @@
+"""Endpoints for operators: tenants, fleet, adapters, usage, health and metrics."""

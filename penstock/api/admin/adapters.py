@@ -1,0 +1,117 @@
+"""LoRA adapters while a server runs: /admin/adapters, and the same under the names that vLLM has for it.
+
+Whoever comes here has the scope `admin`: the middleware has seen to that.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from penstock.api.http.context import principal_of
+from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.gateway.adapter_trial import AdapterTrial
+from penstock.gateway.adapters import RegisteredAdapter, register
+from penstock.gateway.gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`lora_path` is a folder as PEFT writes it, which this server and its engines both see."""
+
+    lora_name: str
+    lora_path: str
+    base_model_name: str | None = None
+    load_inplace: bool = False  # one of the same name is replaced in any case
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True):
+    lora_name: str
+
+
+class AdapterObject(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    path: str
+    digest: str
+    base_model: str | None
+    object: Literal["adapter"] = "adapter"
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    data: list[AdapterObject]
+    object: Literal["list"] = "list"
+
+
+class AdapterDeleted(msgspec.Struct, frozen=True):
+    id: str
+    deleted: bool = True
+    object: Literal["adapter"] = "adapter"
+
+
+class AdapterEndpoints:
+    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+        self._gateway = gateway
+        self._max_body_bytes = max_body_bytes
+        self._load_decoder = BodyDecoder(LoadAdapter)
+        self._unload_decoder = BodyDecoder(UnloadAdapter)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/adapters", self.list_adapters, methods=["GET"]),
+            Route("/admin/adapters", self.create_adapter, methods=["POST"]),
+            Route("/admin/adapters/{name:path}", self.delete_adapter, methods=["DELETE"]),
+            Route("/v1/load_lora_adapter", self.load_lora_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload_lora_adapter, methods=["POST"]),
+        ]
+
+    async def list_adapters(self, request: Request) -> Response:
+        return _json(AdapterList([_shown(entry) for entry in self._gateway.catalogue.adapters.all()]))
+
+    async def create_adapter(self, request: Request) -> Response:
+        return _json(_shown(await self._load(request)))
+
+    async def delete_adapter(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        await self._unload(request, name)
+        return _json(AdapterDeleted(name))
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        entry = await self._load(request)
+        return PlainTextResponse(f"Success: LoRA adapter '{entry.adapter.name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        wire = self._unload_decoder.decode(await read_body(request, self._max_body_bytes))
+        await self._unload(request, wire.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{wire.lora_name}' removed successfully.")
+
+    async def _load(self, request: Request) -> RegisteredAdapter:
+        wire = self._load_decoder.decode(await read_body(request, self._max_body_bytes))
+        entry = await register(wire.lora_name, wire.lora_path, wire.base_model_name)
+        self._gateway.catalogue.check_free(entry)
+        await AdapterTrial(self._gateway.engine, self._gateway.catalogue).run(entry)
+        await self._gateway.catalogue.adapters.add(entry)
+        log.info(
+            "adapter %s added from %s by %s", wire.lora_name, wire.lora_path, principal_of(request).key_id
+        )
+        return entry
+
+    async def _unload(self, request: Request, name: str) -> None:
+        await self._gateway.catalogue.adapters.remove(name)
+        log.info("adapter %s removed by %s", name, principal_of(request).key_id)
+
+
+def _shown(entry: RegisteredAdapter) -> AdapterObject:
+    adapter = entry.adapter
+    return AdapterObject(
+        id=adapter.name, path=adapter.path, digest=adapter.digest, base_model=entry.base_model
+    )
+
+
+def _json(shape: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(shape), media_type="application/json")

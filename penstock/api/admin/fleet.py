@@ -1,0 +1,142 @@
+"""/admin/cluster, /admin/releases and /admin/settings/reload: the fleet's state, releases of new revisions, and a
+reload of the settings file. The middleware has checked that the caller has the scope `admin`."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.api.http.context import principal_of, request_id_of
+from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.core.cluster_view import ReleaseOrder, ReleaseView
+from penstock.core.errors import ConfigError, InvalidRequest, NotFound
+from penstock.gateway.control_desk import ControlDesk
+from penstock.gateway.external.models import ExternalModels
+from penstock.gateway.settings_keeper import SettingsKeeper
+from penstock.gateway.store.database import Database
+from penstock.gateway.tenants.audit import Actor, announce, write_entry
+
+
+class WhichModel(msgspec.Struct, forbid_unknown_fields=True):
+    model: str | None = None  # by the name that it is served under; None: the only one
+
+
+class ReleaseObject(ReleaseView, frozen=True, kw_only=True):
+    object: str = "release"
+
+
+class ReleaseList(msgspec.Struct, frozen=True):
+    """Of each model the release that is underway, or else the last."""
+
+    data: list[ReleaseObject]
+    object: str = "list"
+
+
+class ClusterEndpoints:
+    def __init__(
+        self,
+        desk: ControlDesk,
+        database: Database,
+        max_body_bytes: int,
+        external: ExternalModels | None = None,
+    ) -> None:
+        """`external` servers are shown beside the replicas."""
+        self._desk = desk
+        self._external = external
+        self._database = database
+        self._max_body_bytes = max_body_bytes
+        self._order = BodyDecoder(ReleaseOrder)
+        self._which = BodyDecoder(WhichModel)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/cluster", self.show, methods=["GET"]),
+            Route("/admin/releases", self.list_releases, methods=["GET"]),
+            Route("/admin/releases", self.start, methods=["POST"]),
+            Route("/admin/releases/promote", self.promote, methods=["POST"]),
+            Route("/admin/releases/rollback", self.roll_back, methods=["POST"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        view = await self._desk.cluster()
+        if self._external is not None:
+            replicas = (*view.replicas, *self._external.replica_views())
+            view = msgspec.structs.replace(view, replicas=replicas)
+        return _json(view)
+
+    async def list_releases(self, request: Request) -> Response:
+        view = await self._desk.cluster()
+        return _json(ReleaseList([_shown(release) for release in view.releases]))
+
+    async def start(self, request: Request) -> Response:
+        order = self._order.decode(await read_body(request, self._max_body_bytes))
+        return await self._done(request, "release.start", await self._desk.start_release(order))
+
+    async def promote(self, request: Request) -> Response:
+        which = self._which.decode(await read_body(request, self._max_body_bytes) or b"{}")
+        return await self._done(request, "release.promote", await self._desk.promote_release(which.model))
+
+    async def roll_back(self, request: Request) -> Response:
+        which = self._which.decode(await read_body(request, self._max_body_bytes) or b"{}")
+        return await self._done(request, "release.rollback", await self._desk.roll_back_release(which.model))
+
+    async def _done(self, request: Request, action: str, release: ReleaseView) -> Response:
+        actor = Actor(principal_of(request).key_id, request_id_of(request))
+        shown = _shown(release)
+        announce(
+            await self._database.run(
+                lambda connection: write_entry(
+                    connection, actor, action, release.id, at=time.time(), after=shown
+                )
+            )
+        )
+        return _json(shown)
+
+
+def _shown(release: ReleaseView) -> ReleaseObject:
+    return ReleaseObject(**msgspec.structs.asdict(release))
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(
+        msgspec.json.encode(body), headers={"cache-control": "no-store"}, media_type="application/json"
+    )
+
+
+class Reloaded(msgspec.Struct, frozen=True):
+    """What changed. Texts are not shown, because they may be private."""
+
+    changes: list[str]
+    object: str = "settings.reload"
+
+
+class SettingsEndpoints:
+    def __init__(self, keeper: SettingsKeeper | None, database: Database) -> None:
+        self._keeper = keeper
+        self._database = database
+
+    def routes(self) -> list[Route]:
+        return [Route("/admin/settings/reload", self.reload, methods=["POST"])]
+
+    async def reload(self, request: Request) -> Response:
+        if self._keeper is None:
+            raise NotFound("This server has no settings file.", hint="Start it with --settings FILE.")
+        try:
+            reloaded = Reloaded(await self._keeper.reload())
+        except ConfigError as error:
+            raise InvalidRequest(
+                f"The settings stay as they are: {error.message}", param=error.param, hint=error.hint
+            ) from error
+        actor = Actor(principal_of(request).key_id, request_id_of(request))
+        announce(
+            await self._database.run(
+                lambda connection: write_entry(
+                    connection, actor, "settings.reload", "settings", at=time.time(), after=reloaded
+                )
+            )
+        )
+        return Response(msgspec.json.encode(reloaded), media_type="application/json")

@@ -1,0 +1,165 @@
+"""What operators and tools ask a server: health, version, metrics, tokenization; and the chat page for people."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib import resources
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.api.http.context import note_model, principal_of
+from penstock.api.http.errors import error_response
+from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.openai.messages import Message, chat_messages
+from penstock.core.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    PenstockError,
+    ShuttingDown,
+)
+from penstock.gateway.catalogue import RETRY_AFTER_S
+from penstock.gateway.checks import check_token_ids
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.metrics import CONTENT_TYPE
+from penstock.gateway.plain_text import RenderedChat
+from penstock.gateway.prompts import ChatPrompt
+from penstock.gateway.served_model import ServedModel
+from penstock.version import __version__
+
+
+class TokenizeRequest(msgspec.Struct):
+    """Either `prompt` or `messages`. A chat template writes special tokens itself, a plain prompt gets them here."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+class ServiceEndpoints:
+    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+        self._gateway = gateway
+        self._max_body_bytes = max_body_bytes
+        self._tokenize_decoder = BodyDecoder(TokenizeRequest)
+        self._detokenize_decoder = BodyDecoder(DetokenizeRequest)
+        self._page = resources.files("penstock.api").joinpath("static/chat.html").read_bytes()
+        self._page_policy = _content_security_policy(self._page)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.chat_page, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"}) if self._gateway.is_healthy else error_response(self._refusal())
+
+    async def ready(self, request: Request) -> Response:
+        return _json({"status": "ready"}) if self._gateway.is_ready else error_response(self._refusal())
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(await self._gateway.metrics_page(), headers={"content-type": CONTENT_TYPE})
+
+    async def chat_page(self, request: Request) -> Response:
+        headers = {
+            "content-security-policy": self._page_policy,
+            "content-type": "text/html; charset=utf-8",
+            "referrer-policy": "no-referrer",
+            "x-content-type-options": "nosniff",
+        }
+        return Response(self._page, headers=headers)
+
+    async def tokenize(self, request: Request) -> Response:
+        wire = self._tokenize_decoder.decode(await read_body(request, self._max_body_bytes))
+        if (wire.prompt is None) == (wire.messages is None):
+            raise InvalidRequest("Give either prompt or messages.", param="prompt")
+        model = self._model(request, wire.model)
+        async with self._gateway.accounts.errand(principal_of(request), model.card.name, "tokenize"):
+            tokens = await _tokens(wire, model)
+        pieces = None
+        if wire.return_token_strs:
+            spelt = {
+                token_id: model.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+                for token_id in set(tokens)
+            }
+            pieces = [spelt[token_id] for token_id in tokens]
+        return _json(TokenizeResponse(len(tokens), model.card.max_model_len, tokens, pieces))
+
+    async def detokenize(self, request: Request) -> Response:
+        wire = self._detokenize_decoder.decode(await read_body(request, self._max_body_bytes))
+        model = self._model(request, wire.model)
+        check_token_ids(wire.tokens, model.card.vocab_size, param="tokens")
+        async with self._gateway.accounts.errand(principal_of(request), model.card.name, "detokenize"):
+            return _json(DetokenizeResponse(await model.tokenizer.decode_later(wire.tokens)))
+
+    def _model(self, request: Request, name: str | None) -> ServedModel:
+        note_model(request, name)
+        return self._gateway.catalogue.permitted(principal_of(request), name)
+
+    def _refusal(self) -> PenstockError:
+        if self._gateway.is_draining:
+            return ShuttingDown("The server is shutting down.", retry_after_s=RETRY_AFTER_S)
+        return EngineUnavailable("No engine is ready to serve.", retry_after_s=RETRY_AFTER_S)
+
+
+async def _tokens(wire: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
+    if wire.messages is not None:
+        prompt = ChatPrompt(
+            messages=chat_messages(wire.messages), add_generation_prompt=wire.add_generation_prompt
+        )
+        rendered = await model.template.render_later(prompt)
+    else:
+        rendered = RenderedChat(wire.prompt or "")
+    adds_special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
+    return await model.tokenizer.encode(
+        rendered.text, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
+    )
+
+
+def _json(shape: msgspec.Struct | dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(shape), media_type="application/json")
+
+
+def _content_security_policy(page: bytes) -> str:
+    """Only the page's own script and style run, and it talks to this server alone."""
+
+    def hashes(tag: bytes) -> str:
+        contents = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(content).digest()).decode() for content in contents]
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; connect-src 'self'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

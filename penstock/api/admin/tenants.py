@@ -1,0 +1,272 @@
+"""The admin API: organisations, workspaces, keys, and the audit log of what was done to them.
+
+Lists have the shape of OpenAI's. Whoever comes here has the scope `admin`: the middleware has seen to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.api.http.context import principal_of, request_id_of
+from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.tenants.audit import Actor, AuditEntry
+from penstock.gateway.tenants.directory import DEFAULT_PAGE, Directory
+from penstock.gateway.tenants.records import (
+    DEFAULT_ID,
+    IssuedKey,
+    Key,
+    KeyChanges,
+    KeyStatus,
+    NewKey,
+    Organization,
+    Page,
+    Workspace,
+)
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+Shown = TypeVar("Shown", "OrganizationObject", "WorkspaceObject", "KeyObject", "AuditObject")
+
+
+class NewOrganization(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NewWorkspace(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    organization_id: str = DEFAULT_ID
+
+
+class Renaming(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+# A misspelt expires_at must not make a key that lives forever, so unknown fields are refused.
+class NewKeyBody(NewKey, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class KeyChangesBody(KeyChanges, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class OrganizationObject(Organization, frozen=True, kw_only=True):
+    object: Literal["organization"] = "organization"
+
+
+class WorkspaceObject(Workspace, frozen=True, kw_only=True):
+    object: Literal["workspace"] = "workspace"
+
+
+class KeyObject(Key, frozen=True, kw_only=True):
+    """`status` is of the moment that it is shown."""
+
+    status_now: KeyStatus = msgspec.field(name="status")
+    object: Literal["key"] = "key"
+
+
+class NewKeyObject(KeyObject, frozen=True, kw_only=True):
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"NewKeyObject({self.id!r})"
+
+
+class AuditObject(AuditEntry, frozen=True, kw_only=True):
+    object: Literal["audit_entry"] = "audit_entry"
+
+
+class Listing(msgspec.Struct, Generic[Shown], frozen=True, kw_only=True):
+    data: Sequence[Shown]
+    first_id: str | int | None
+    last_id: str | int | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class OrganizationList(Listing[OrganizationObject], frozen=True, kw_only=True):
+    pass
+
+
+class WorkspaceList(Listing[WorkspaceObject], frozen=True, kw_only=True):
+    pass
+
+
+class KeyList(Listing[KeyObject], frozen=True, kw_only=True):
+    pass
+
+
+class AuditList(Listing[AuditObject], frozen=True, kw_only=True):
+    pass
+
+
+class AdminEndpoints:
+    def __init__(self, directory: Directory, max_body_bytes: int) -> None:
+        self._directory = directory
+        self._max_body_bytes = max_body_bytes
+        self._new_organization = BodyDecoder(NewOrganization)
+        self._new_workspace = BodyDecoder(NewWorkspace)
+        self._renaming = BodyDecoder(Renaming)
+        self._new_key = BodyDecoder(NewKeyBody)
+        self._key_changes = BodyDecoder(KeyChangesBody)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/organizations", self.list_organizations, methods=["GET"]),
+            Route("/admin/organizations", self.create_organization, methods=["POST"]),
+            Route("/admin/organizations/{id}", self.get_organization, methods=["GET"]),
+            Route("/admin/organizations/{id}", self.update_organization, methods=["PATCH"]),
+            Route("/admin/organizations/{id}", self.archive_organization, methods=["DELETE"]),
+            Route("/admin/workspaces", self.list_workspaces, methods=["GET"]),
+            Route("/admin/workspaces", self.create_workspace, methods=["POST"]),
+            Route("/admin/workspaces/{id}", self.get_workspace, methods=["GET"]),
+            Route("/admin/workspaces/{id}", self.update_workspace, methods=["PATCH"]),
+            Route("/admin/workspaces/{id}", self.archive_workspace, methods=["DELETE"]),
+            Route("/admin/keys", self.list_keys, methods=["GET"]),
+            Route("/admin/keys", self.create_key, methods=["POST"]),
+            Route("/admin/keys/{id}", self.get_key, methods=["GET"]),
+            Route("/admin/keys/{id}", self.update_key, methods=["PATCH"]),
+            Route("/admin/keys/{id}", self.revoke_key, methods=["DELETE"]),
+            Route("/admin/audit", self.list_audit, methods=["GET"]),
+        ]
+
+    async def list_organizations(self, request: Request) -> Response:
+        page = await self._directory.organizations(limit=_limit(request), after=_query(request, "after"))
+        return _list(page, _shown_organization)
+
+    async def create_organization(self, request: Request) -> Response:
+        wire = self._new_organization.decode(await read_body(request, self._max_body_bytes))
+        return _json(
+            _shown_organization(await self._directory.create_organization(_actor(request), wire.name))
+        )
+
+    async def get_organization(self, request: Request) -> Response:
+        return _json(_shown_organization(await self._directory.organization(_id(request))))
+
+    async def update_organization(self, request: Request) -> Response:
+        wire = self._renaming.decode(await read_body(request, self._max_body_bytes))
+        return _json(
+            _shown_organization(
+                await self._directory.rename_organization(_actor(request), _id(request), wire.name)
+            )
+        )
+
+    async def archive_organization(self, request: Request) -> Response:
+        archived = await self._directory.archive_organization(_actor(request), _id(request))
+        return _json(_shown_organization(archived))
+
+    async def list_workspaces(self, request: Request) -> Response:
+        page = await self._directory.workspaces(
+            limit=_limit(request),
+            after=_query(request, "after"),
+            organization_id=_query(request, "organization_id"),
+        )
+        return _list(page, _shown_workspace)
+
+    async def create_workspace(self, request: Request) -> Response:
+        wire = self._new_workspace.decode(await read_body(request, self._max_body_bytes))
+        made = await self._directory.create_workspace(_actor(request), wire.name, wire.organization_id)
+        return _json(_shown_workspace(made))
+
+    async def get_workspace(self, request: Request) -> Response:
+        return _json(_shown_workspace(await self._directory.workspace(_id(request))))
+
+    async def update_workspace(self, request: Request) -> Response:
+        wire = self._renaming.decode(await read_body(request, self._max_body_bytes))
+        renamed = await self._directory.rename_workspace(_actor(request), _id(request), wire.name)
+        return _json(_shown_workspace(renamed))
+
+    async def archive_workspace(self, request: Request) -> Response:
+        return _json(_shown_workspace(await self._directory.archive_workspace(_actor(request), _id(request))))
+
+    async def list_keys(self, request: Request) -> Response:
+        page = await self._directory.keys(
+            limit=_limit(request),
+            after=_query(request, "after"),
+            workspace_id=_query(request, "workspace_id"),
+        )
+        return _list(page, self._shown_key)
+
+    async def create_key(self, request: Request) -> Response:
+        wire = self._new_key.decode(await read_body(request, self._max_body_bytes))
+        issued = await self._directory.create_key(_actor(request), wire)
+        return _json(self._shown_new_key(issued))
+
+    async def get_key(self, request: Request) -> Response:
+        return _json(self._shown_key(await self._directory.key(_id(request))))
+
+    async def update_key(self, request: Request) -> Response:
+        wire = self._key_changes.decode(await read_body(request, self._max_body_bytes))
+        return _json(self._shown_key(await self._directory.update_key(_actor(request), _id(request), wire)))
+
+    async def revoke_key(self, request: Request) -> Response:
+        return _json(self._shown_key(await self._directory.revoke_key(_actor(request), _id(request))))
+
+    async def list_audit(self, request: Request) -> Response:
+        after = _query(request, "after")
+        if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 19):
+            raise InvalidRequest("after is the id of an entry of the audit log.", param="after")
+        page = await self._directory.audit(
+            limit=_limit(request),
+            before_id=None if after is None else int(after),
+            target=_query(request, "target"),
+        )
+        return _list(page, _shown_entry)
+
+    def _shown_key(self, key: Key) -> KeyObject:
+        status = key.status(self._directory.wall_time())
+        return KeyObject(**msgspec.structs.asdict(key), status_now=status)
+
+    def _shown_new_key(self, issued: IssuedKey) -> NewKeyObject:
+        return NewKeyObject(**msgspec.structs.asdict(self._shown_key(issued.key)), secret=issued.secret)
+
+
+def _shown_organization(organization: Organization) -> OrganizationObject:
+    return OrganizationObject(**msgspec.structs.asdict(organization))
+
+
+def _shown_workspace(workspace: Workspace) -> WorkspaceObject:
+    return WorkspaceObject(**msgspec.structs.asdict(workspace))
+
+
+def _shown_entry(entry: AuditEntry) -> AuditObject:
+    return AuditObject(**msgspec.structs.asdict(entry))
+
+
+def _list(page: Page[Record], shown: Callable[[Record], Shown]) -> Response:
+    data = [shown(record) for record in page.data]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return _json(Listing(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
+
+
+def _json(body: msgspec.Struct) -> Response:
+    # Secrets and the names of tenants have no place in a cache on the way.
+    return Response(
+        msgspec.json.encode(body), headers={"cache-control": "no-store"}, media_type="application/json"
+    )
+
+
+def _actor(request: Request) -> Actor:
+    return Actor(principal_of(request).key_id, request_id_of(request))
+
+
+def _id(request: Request) -> str:
+    return str(request.path_params["id"])
+
+
+def _query(request: Request, name: str) -> str | None:
+    return request.query_params.get(name)
+
+
+def _limit(request: Request) -> int:
+    text = _query(request, "limit")
+    if text is None:
+        return DEFAULT_PAGE
+    # Whatever is no number is out of range too; the directory says what the range is.
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0

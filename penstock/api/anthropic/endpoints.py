@@ -1,0 +1,91 @@
+"""/v1/messages and /v1/messages/count_tokens: decode, submit, answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock.api.anthropic.answers import PING, MessageEvents, message
+from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
+from penstock.api.http.answers import EventStream, answer_whole
+from penstock.api.http.context import note_model, principal_of, request_id_of, signed_wish
+from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.choice import Delta
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.prompts import Usage
+from penstock.gateway.served_model import ServedModel
+
+# The later versions took temperature, top_p and top_k away; a model of one's own has them, so they always work.
+OLDEST_VERSION = "2023-06-01"
+_VERSION = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+class AnthropicEndpoints:
+    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+        self._gateway = gateway
+        self._max_body_bytes = max_body_bytes
+        self._decoder = BodyDecoder(MessagesRequest, GUARDED_FIELDS)
+        self._count_decoder = BodyDecoder(CountTokensRequest, GUARDED_FIELDS)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/messages", self.create_message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+        ]
+
+    async def create_message(self, request: Request) -> ASGIApp:
+        check_version(request)
+        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wish = wire.to_generation()
+        self._check_thinking(wire)
+        request_id = request_id_of(request)
+        answer = await self._gateway.submit(signed_wish(request, wish))
+        if wire.stream:
+            events = MessageEvents(request_id)
+            return await EventStream.open(answer, request.receive, events, keep_alive=PING)
+
+        def build(deltas: Sequence[Delta], usage: Usage) -> bytes:
+            return msgspec.json.encode(message(answer, deltas[0]))
+
+        return await answer_whole(answer, request.receive, build)
+
+    async def count_tokens(self, request: Request) -> Response:
+        check_version(request)
+        wire = self._count_decoder.decode(await read_body(request, self._max_body_bytes))
+        note_model(request, wire.model)
+        principal = principal_of(request)
+        model = self._gateway.catalogue.permitted(principal, wire.model)
+        async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
+            token_ids = await model.token_ids(wire.prompt())
+        return json_response(TokenCount(len(token_ids)))
+
+    def _check_thinking(self, wire: MessagesRequest) -> None:
+        if wire.thinking is None or not wire.thinking.thinks:
+            return
+        model = self._gateway.catalogue.answering(wire.model)
+        if isinstance(model, ServedModel) and not model.dialect.reasons:
+            raise InvalidRequest(f"thinking: the model {model.name} does not think.", param="thinking")
+
+
+def check_version(request: Request) -> None:
+    """Versions differ in what they take; what they answer has been the same since the oldest that is supported."""
+    version = request.headers.get("anthropic-version", OLDEST_VERSION)
+    if not _VERSION.fullmatch(version) or version < OLDEST_VERSION:
+        raise InvalidRequest(
+            f"anthropic-version: {version[:40]!r} is not a version from {OLDEST_VERSION!r} on."
+        )
+
+
+def json_response(shape: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(shape), media_type="application/json")

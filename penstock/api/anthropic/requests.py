@@ -1,0 +1,235 @@
+"""What clients send to /v1/messages and /v1/messages/count_tokens, and its translation into the gateway's nouns.
+
+Field names, defaults and refusals are Anthropic's. Bounds that hold for every API are the gateway's to check.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.api.anthropic.blocks import (
+    CacheControl,
+    TextBlock,
+    Turn,
+    chat_messages,
+    mark_of,
+    system_message,
+)
+from penstock.core.errors import InvalidRequest, ThreadsUnsupported
+from penstock.core.request import Grammar, Tier
+from penstock.gateway.prompts import (
+    CacheMark,
+    ChatMessage,
+    ChatPrompt,
+    GenerationRequest,
+    SamplingOptions,
+    Tool,
+    ToolChoice,
+)
+
+MIN_THINKING_TOKENS = 1024
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+_MODES: dict[str, Literal["auto", "required", "named", "none"]] = {
+    "auto": "auto",
+    "any": "required",
+    "tool": "named",
+    "none": "none",
+}
+
+
+class ToolDefinition(msgspec.Struct):
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool = False
+    cache_control: CacheControl | None = None
+
+    def to_tool(self, place: str) -> Tool:
+        if self.type not in (None, "custom"):
+            raise InvalidRequest(
+                f"{place}: the server runs no tools of its own, such as {self.type!r}.",
+                param="tools",
+                hint="Define a custom tool and run it on your side.",
+            )
+        if not _TOOL_NAME.fullmatch(self.name):
+            raise InvalidRequest(
+                f"{place}.name: it must have 1 to 128 letters, digits, underscores or hyphens.", param="tools"
+            )
+        if self.input_schema is None or self.input_schema.get("type", "object") != "object":
+            raise InvalidRequest(
+                f"{place}.input_schema: a JSON schema of the type 'object' is required.", param="tools"
+            )
+        return Tool(self.name, self.description, self.input_schema, self.strict, mark_of(self.cache_control))
+
+
+class ToolChoiceWish(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def to_tool_choice(self, tools: tuple[Tool, ...]) -> ToolChoice:
+        if not tools and self.type != "none":
+            raise InvalidRequest("tool_choice may only be given together with tools.", param="tool_choice")
+        if self.type == "tool" and self.name not in {tool.name for tool in tools}:
+            raise InvalidRequest(f"tool_choice.name: there is no tool {self.name!r}.", param="tool_choice")
+        name = self.name if self.type == "tool" else None
+        return ToolChoice(_MODES[self.type], name, not self.disable_parallel_tool_use)
+
+
+class Thinking(msgspec.Struct):
+    """`adaptive` leaves it to the model."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        return None if self.type == "adaptive" else self.type == "enabled"
+
+
+class JSONOutputFormat(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    format: JSONOutputFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        if self.format is None:
+            return None
+        return Grammar("json_schema", msgspec.json.encode(self.format.schema).decode())
+
+
+class Metadata(msgspec.Struct):
+    user_id: str | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """What makes up the prompt."""
+
+    model: str
+    messages: list[Turn]
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoiceWish | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+
+    def prompt(self) -> ChatPrompt:
+        messages = (*system_message(self.system), *chat_messages(self.messages))
+        if self.cache_control is not None:
+            messages = (*messages[:-1], _marked_at_end(messages[-1], self.cache_control.mark()))
+        tools = tuple(tool.to_tool(f"tools.{index}") for index, tool in enumerate(self.tools or ()))
+        if len({tool.name for tool in tools}) < len(tools):
+            raise InvalidRequest("tools: the names of tools must differ.", param="tools")
+        choice = self.tool_choice.to_tool_choice(tools) if self.tool_choice else ToolChoice()
+        thinks = self.thinking.thinks if self.thinking else False
+        if thinks and choice.mode in ("required", "named"):
+            raise InvalidRequest("Thinking cannot be combined with a forced tool_choice.", param="thinking")
+        return ChatPrompt(
+            messages=messages,
+            tools=tools,
+            tool_choice=choice,
+            thinks=thinks,
+            continues_last=self._continues_last(messages[-1], thinks=bool(thinks)),
+        )
+
+    def _continues_last(self, last: ChatMessage, *, thinks: bool) -> bool:
+        """Whether the client wrote the beginning of the answer itself."""
+        if last.role != "assistant":
+            return False
+        if thinks:
+            raise InvalidRequest(
+                "The last message must not be the assistant's when thinking is enabled.", param="messages"
+            )
+        end = last.content if isinstance(last.content, str) else last.content[-1].text
+        if end != end.rstrip():
+            raise InvalidRequest(
+                "The last message is the assistant's, so its content must not end with white space.",
+                param="messages",
+            )
+        return bool(end)
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    thread: dict[str, Any] | None = None
+
+    def to_generation(self) -> GenerationRequest:
+        if self.thread is not None:
+            # Ignoring it would lose the conversation: a client that is told sends all of it from then on.
+            raise ThreadsUnsupported(
+                "thread: the server keeps no conversations.",
+                param="thread",
+                hint="Send all messages, without thread.",
+            )
+        self._check_thinking()
+        if self.temperature is not None and not 0 <= self.temperature <= 1:
+            raise InvalidRequest(
+                f"temperature must be between 0 and 1, not {self.temperature}.", param="temperature"
+            )
+        wishes: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k or None,
+            "stop": tuple(self.stop_sequences or ()),
+            "grammar": self.output_config.grammar() if self.output_config else None,
+        }
+        return GenerationRequest(
+            prompts=(self.prompt(),),
+            sampling=SamplingOptions(**{name: wish for name, wish in wishes.items() if wish is not None}),
+            model=self.model,
+            # "auto" takes the best tier that the key allows; without a word a request claims nothing.
+            tier=Tier.PRIORITY if self.service_tier == "auto" else Tier.DEFAULT,
+            endpoint="messages",
+            user=self.metadata.user_id if self.metadata else None,
+        )
+
+    def _check_thinking(self) -> None:
+        if self.thinking is None or self.thinking.type != "enabled":
+            return
+        budget = self.thinking.budget_tokens
+        if budget is None or budget < MIN_THINKING_TOKENS:
+            raise InvalidRequest(
+                f"thinking.budget_tokens: at least {MIN_THINKING_TOKENS} are required.", param="thinking"
+            )
+        if budget >= self.max_tokens:
+            raise InvalidRequest(
+                f"thinking.budget_tokens is {budget}, but must be less than max_tokens, which is "
+                f"{self.max_tokens}.",
+                param="thinking",
+            )
+
+
+def _marked_at_end(message: ChatMessage, mark: CacheMark) -> ChatMessage:
+    """The mark of a whole request stands at the end of its last block, unless that block has its own."""
+    last = message.content[-1] if message.content and not isinstance(message.content, str) else None
+    has_own = message.cache or (last and last.cache) or (message.tool_calls and message.tool_calls[-1].cache)
+    return message if has_own else msgspec.structs.replace(message, cache=mark)
+
+
+GUARDED_FIELDS = (
+    "system",
+    "tools",
+    "tool_choice",
+    "thinking",
+    "stop_sequences",
+    "temperature",
+    "top_p",
+    "top_k",
+    "cache_control",
+)

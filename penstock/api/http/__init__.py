@@ -1,0 +1,1 @@
+"""Parts of the HTTP server that every dialect shares: protocol, authentication, errors, event streams."""

@@ -1,0 +1,187 @@
+"""Answers a generation over HTTP, as one body or as server-sent events, and notices when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from penstock.api.http.context import cache_headers, note_limits_told
+from penstock.api.http.errors import is_anthropic
+from penstock.api.http.limit_headers import Headers, limit_headers
+from penstock.core.errors import PenstockError
+from penstock.core.limits import RateLimits
+from penstock.gateway.choice import Delta
+from penstock.gateway.prompts import Usage
+from penstock.gateway.stream import AnswerStream, ReaderGone
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks nginx not to hold events back
+]
+
+KEEP_ALIVE_S = 15.0
+UNWATCHED_S = 0.02  # a watch costs more than what a client that leaves within this time could save
+
+
+class DisconnectWatch:
+    """Cancels a generation soon after its client has gone. The request body must have been read."""
+
+    def __init__(self, receive: Receive, generation: AnswerStream) -> None:
+        self._task: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(UNWATCHED_S, self._start, receive, generation)
+
+    def _start(self, receive: Receive, generation: AnswerStream) -> None:
+        self._task = asyncio.create_task(self._watch(receive, generation))
+
+    async def _watch(self, receive: Receive, generation: AnswerStream) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.cancel()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+
+async def answer_whole(
+    generation: AnswerStream, receive: Receive, build: Callable[[Sequence[Delta], Usage], bytes]
+) -> WholeAnswer:
+    watch = DisconnectWatch(receive, generation)
+    try:
+        deltas = await generation.collect()
+    except PenstockError as error:
+        raise error.with_rate_limits(generation.rate_limits) from error
+    finally:
+        watch.stop()
+        generation.cancel()
+    return WholeAnswer(
+        build(deltas, generation.usage), generation.rate_limits, more_headers=cache_headers(generation)
+    )
+
+
+def _limits_told(scope: Scope, rate_limits: RateLimits) -> Headers:
+    note_limits_told(scope)
+    return limit_headers(rate_limits, is_anthropic=is_anthropic(scope))
+
+
+class WholeAnswer:
+    """An ASGI response: a JSON body with the rate-limit headers of the API that was called."""
+
+    def __init__(
+        self, body: bytes, rate_limits: RateLimits, *, more_headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self._body = body
+        self._rate_limits = rate_limits
+        self._more_headers = more_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [
+            (b"content-length", b"%d" % len(self._body)),
+            (b"content-type", b"application/json"),
+            *_limits_told(scope, self._rate_limits),
+            *self._more_headers,
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self._body})
+
+
+class EventWriter(Protocol):
+    """Turns what happens to an answer into complete server-sent events, in the shape of one API."""
+
+    def opening(self, answer: AnswerStream) -> bytes:
+        """What comes before the first delta."""
+        ...
+
+    def chunk(self, delta: Delta) -> bytes: ...
+
+    def closing(self, usage: Usage) -> bytes:
+        """What comes after the last delta of an answer that came to its own end."""
+        ...
+
+    def failure(self, error: PenstockError) -> bytes:
+        """What ends an answer that failed after it had begun."""
+        ...
+
+
+class EventStream:
+    """An ASGI response that writes encoded events straight to the server.
+
+    `open` waits for the engine's first word, so that a request refused by then still gets its proper status. An
+    event given as `keep_alive` is sent whenever nothing else was for a while.
+    """
+
+    def __init__(
+        self,
+        generation: AnswerStream,
+        events: EventWriter,
+        watch: DisconnectWatch,
+        first_deltas: Sequence[Delta],
+        keep_alive: bytes = b"",
+    ) -> None:
+        self._generation = generation
+        self._events = events
+        self._watch = watch
+        self._first_deltas = first_deltas
+        self._keep_alive = keep_alive
+        self._num_sent = 0
+
+    @classmethod
+    async def open(
+        cls, generation: AnswerStream, receive: Receive, events: EventWriter, *, keep_alive: bytes = b""
+    ) -> EventStream:
+        watch = DisconnectWatch(receive, generation)
+        try:
+            first_deltas = await anext(generation)
+        except BaseException as error:
+            watch.stop()
+            generation.cancel()
+            if isinstance(error, PenstockError):
+                raise error.with_rate_limits(generation.rate_limits) from error
+            raise
+        return cls(generation, events, watch, first_deltas, keep_alive)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            limits = _limits_told(scope, self._generation.rate_limits)
+            headers = [*_STREAM_HEADERS, *limits, *cache_headers(self._generation)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send_events(send)
+        except ReaderGone:
+            return
+        finally:
+            self._watch.stop()
+            self._generation.cancel()
+
+    async def _send_events(self, send: Send) -> None:
+        chunk = self._events.chunk
+        opening = self._events.opening(self._generation)
+        body = opening + b"".join(map(chunk, self._first_deltas))
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        keeping_alive = asyncio.create_task(self._send_keep_alives(send)) if self._keep_alive else None
+        try:
+            async for deltas in self._generation:
+                body = chunk(deltas[0]) if len(deltas) == 1 else b"".join(map(chunk, deltas))
+                if body:
+                    self._num_sent += 1
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        except PenstockError as error:
+            closing = self._events.failure(error)
+        else:
+            closing = self._events.closing(self._generation.usage)
+        finally:
+            if keeping_alive is not None:
+                keeping_alive.cancel()
+        await send({"type": "http.response.body", "body": closing, "more_body": False})
+
+    async def _send_keep_alives(self, send: Send) -> None:
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._num_sent == num_sent:
+                await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})

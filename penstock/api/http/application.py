@@ -1,0 +1,177 @@
+"""The Starlette application: request ids, rate-limit headers, a fast path for POST endpoints, and calls of an
+endpoint from inside the server. The middleware is plain ASGI, for speed. This module knows no endpoint by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.api.http.context import are_limits_told, set_principal, set_request_id
+from penstock.api.http.errors import (
+    CLIENT_CLOSED_REQUEST,
+    error_response_for,
+    internal_error_response_for,
+    is_anthropic,
+)
+from penstock.api.http.limit_headers import Headers, limit_headers, tells_limits
+from penstock.core.errors import PenstockError
+from penstock.core.identity import Principal
+from penstock.gateway.batches.batch import LineAnswer
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.stream import ReaderGone
+
+
+class Application(Starlette):
+    """Its outermost middleware must answer every exception: Starlette's own last net is left out, because it answers
+    in the shape of no API."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
+        app = ShortWay(app, self.routes)
+        for layer, arguments, options in reversed(self.user_middleware):
+            app = layer(app, *arguments, **options)
+        return app
+
+
+class ShortWay:
+    """Calls what takes a POST at a fixed path, as every request for tokens does, straight away: the router would try
+    one pattern after the other, and the layers around it cost as much again. The rest goes on to `app`."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        fixed = [route for route in routes if isinstance(route, Route) and not route.param_convertors]
+        self._endpoints = posted_endpoints(fixed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(scope["path"]) if is_post else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            answer = await endpoint(Request(scope, receive, send))
+        except PenstockError as error:
+            answer = error_response_for(scope, error)
+        except ReaderGone:
+            answer = Response(status_code=CLIENT_CLOSED_REQUEST)  # which only logs will see
+        await answer(scope, receive, send)
+
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+def posted_endpoints(routes: Sequence[Route]) -> dict[str, Endpoint]:
+    """The endpoints that take a POST, by path."""
+    return {route.path: route.endpoint for route in routes if route.methods and "POST" in route.methods}
+
+
+async def call_endpoint(
+    endpoint: Endpoint, path: str, body: bytes, *, principal: Principal, request_id: str
+) -> LineAnswer:
+    """Status and body of the answer. Raises the PenstockError that the endpoint raises; cancelling this cancels the
+    request."""
+    scope: Scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+        "state": {},
+    }
+    set_principal(scope, principal)
+    set_request_id(scope, request_id)
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if incoming:
+            return incoming.pop()
+        await asyncio.Event().wait()  # a caller from inside never hangs up
+        raise AssertionError("unreachable")
+
+    status = 500
+    parts: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    response = await endpoint(Request(scope, receive, send))
+    await response(scope, receive, send)
+    return LineAnswer(status, b"".join(parts))
+
+
+logger = logging.getLogger(__name__)
+
+
+class RequestIds:
+    """Names every request in a header, and turns an unforeseen exception into a logged 500. With `limits`, every
+    answer to a caller that is known has its rate-limit headers, however early it was refused."""
+
+    def __init__(self, app: ASGIApp, limits: CallerLimits | None = None) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = secrets.token_hex(16)
+        set_request_id(scope, request_id)
+        header_name = b"request-id" if is_anthropic(scope) else b"x-request-id"
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                headers = [*message.get("headers", ()), (header_name, request_id.encode())]
+                if self._limits is not None and not (are_limits_told(scope) or tells_limits(headers)):
+                    headers += await self._limits.headers(scope)
+                message["headers"] = headers
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("request %s (%s %s) failed", request_id, scope["method"], scope["path"])
+            if has_started:
+                raise  # the server closes the connection, so that the answer cannot look complete
+            await internal_error_response_for(scope)(scope, receive, send_with_id)
+
+
+class CallerLimits:
+    """The limits of a request's caller as they stand, for answers that no account was opened for."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def headers(self, scope: Scope) -> Headers:
+        """None for a caller that nobody knows."""
+        principal: Principal | None = scope["state"].get("principal")
+        if principal is None:
+            return []
+        rate_limits = await self._gateway.accounts.peek(principal, self._model(scope["state"].get("model")))
+        return limit_headers(rate_limits, is_anthropic=is_anthropic(scope))
+
+    def _model(self, name: str | None) -> str | None:
+        """As limits call it. A name that is not served is nobody's: limits would otherwise be kept for any name."""
+        try:
+            return None if name is None else self._gateway.catalogue.answering(name).name
+        except PenstockError:
+            return None

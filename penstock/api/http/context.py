@@ -1,0 +1,118 @@
+"""The context of a request, from headers and middleware: its id, its caller, its time limit, its cache settings."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.identity import OPEN_PRINCIPAL, Principal
+from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.stream import AnswerStream
+
+TIMEOUT_HEADER = "x-request-timeout-ms"
+
+
+def set_request_id(scope: Scope, request_id: str) -> None:
+    scope.setdefault("state", {})["request_id"] = request_id
+
+
+def set_principal(scope: Scope, principal: Principal) -> None:
+    scope.setdefault("state", {})["principal"] = principal
+
+
+def note_model(connection: HTTPConnection, name: str | None) -> None:
+    """Which model a request names, for whoever answers it in the endpoint's place."""
+    connection.scope["state"]["model"] = name
+
+
+def note_limits_told(scope: Scope) -> None:
+    """The answer says what its caller's limits are, if there are any."""
+    scope.setdefault("state", {})["limits_told"] = True
+
+
+def are_limits_told(scope: Scope) -> bool:
+    return scope["state"].get("limits_told", False) is True
+
+
+def request_id_of(connection: HTTPConnection) -> str:
+    return str(connection.scope["state"]["request_id"])
+
+
+def principal_of(connection: HTTPConnection) -> Principal:
+    """Whoever the key belongs to; without keys, the owner of the machine."""
+    principal: Principal = connection.scope["state"].get("principal", OPEN_PRINCIPAL)
+    return principal
+
+
+def timeout_s_of(connection: HTTPConnection) -> float | None:
+    """How long the client will wait for the whole answer; None when it does not say."""
+    text = connection.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 0 < len(text) < 12 and int(text)):
+        raise InvalidRequest(f"The header {TIMEOUT_HEADER} must be a whole number of milliseconds above 0.")
+    return int(text) / 1000
+
+
+def set_identify(scope: Scope, identify: Callable[[], Awaitable[Principal]]) -> None:
+    """How to ask again who a connection belongs to, for connections that outlive a request."""
+    scope.setdefault("state", {})["identify"] = identify
+
+
+async def current_principal_of(connection: HTTPConnection) -> Principal:
+    """Like `principal_of`, but checked now: raises AuthenticationFailed when the key has been revoked since."""
+    identify: Callable[[], Awaitable[Principal]] | None = connection.scope["state"].get("identify")
+    return principal_of(connection) if identify is None else await identify()
+
+
+CACHE_HEADER = "x-penstock-cache"  # asks for seconds, or "off"; answers "hit" or "miss"
+IDEMPOTENCY_HEADER = "idempotency-key"
+REGION_HEADER = "x-penstock-region"
+MAX_REGION_LENGTH = 64
+
+
+def signed_wish(connection: HTTPConnection, wish: GenerationRequest) -> GenerationRequest:
+    headers = connection.headers
+    note_model(connection, wish.model)
+    return msgspec.structs.replace(
+        wish,
+        principal=principal_of(connection),
+        request_id=request_id_of(connection),
+        idempotency_key=headers.get(IDEMPOTENCY_HEADER),
+        cache_response_s=_cache_seconds(headers.get(CACHE_HEADER)),
+        region=_region(headers.get(REGION_HEADER, "")),
+        timeout_s=timeout_s_of(connection),
+    )
+
+
+def cache_headers(answer: AnswerStream) -> list[tuple[bytes, bytes]]:
+    """Empty for a request that did not ask the response cache."""
+    status = answer.cache_status
+    return [] if status is None else [(CACHE_HEADER.encode(), status.encode())]
+
+
+def _region(text: str) -> str:
+    if len(text) > MAX_REGION_LENGTH or not (text.isascii() and text.isprintable()):
+        raise InvalidRequest(f"The header {REGION_HEADER} must be the name of a region.", param=REGION_HEADER)
+    return text.strip()
+
+
+def _cache_seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    if text.strip().lower() == "off":
+        return 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise InvalidRequest(
+            f"The header {CACHE_HEADER} must be a number of seconds, or 'off', not {text[:40]!r}.",
+            param=CACHE_HEADER,
+        )
+    return seconds

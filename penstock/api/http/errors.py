@@ -1,0 +1,180 @@
+"""Errors in the shape of the API that was called. Nothing of an unforeseen exception reaches the client.
+
+An Anthropic route answers in Anthropic's shape whatever goes wrong: an unknown path below it, a wrong method, a body
+that is too large, a missing key. Every other route answers in OpenAI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.api.http.limit_headers import limit_headers, retry_headers
+from penstock.core.errors import NotFound, Overloaded, PenstockError, ThreadsUnsupported
+
+CLIENT_CLOSED_REQUEST = 499
+ANTHROPIC_OVERLOADED = 529
+
+_MESSAGES_PATH = "/v1/messages"
+# Both APIs have these paths; Anthropic's clients always send their version header.
+_SHARED_PATHS = ("/v1/models",)
+_ANTHROPIC_VERSION = b"anthropic-version"
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    ANTHROPIC_OVERLOADED: "overloaded_error",
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class AnthropicErrorFacts(msgspec.Struct, frozen=True):
+    """What Anthropic's clients act upon by themselves."""
+
+    error_code: str
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    message: str
+    details: AnthropicErrorFacts | None = None
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True):
+    error: AnthropicErrorDetail
+    request_id: str | None
+    type: str = "error"
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request was made to the Anthropic API."""
+    path: str = scope["path"]
+    if path.startswith(_MESSAGES_PATH):
+        return path[len(_MESSAGES_PATH) :][:1] in ("", "/")
+    if path.startswith(_SHARED_PATHS):
+        return any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
+    return False
+
+
+def error_response_for(scope: Scope, error: PenstockError) -> Response:
+    """The answer to a request that failed before its answer began."""
+    for_anthropic = is_anthropic(scope)
+    headers = _error_headers(error, for_anthropic=for_anthropic)
+    if for_anthropic:
+        body = anthropic_error_body(error, _request_id(scope))
+        return Response(body, anthropic_status(error), headers, media_type="application/json")
+    return Response(error_body(error), error.status, headers, media_type="application/json")
+
+
+def error_response(error: PenstockError) -> Response:
+    """For routes that are not Anthropic's."""
+    return Response(
+        error_body(error),
+        error.status,
+        _error_headers(error, for_anthropic=False),
+        media_type="application/json",
+    )
+
+
+def internal_error_response_for(scope: Scope) -> Response:
+    return error_response_for(scope, PenstockError("The server met an error that it did not foresee."))
+
+
+def error_body(error: PenstockError) -> bytes:
+    detail = ErrorDetail(sentence(error), error.type, error.param, error.code)
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+def error_event(error: PenstockError) -> bytes:
+    """What ends an OpenAI stream early."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def anthropic_error(error: PenstockError) -> AnthropicErrorDetail:
+    details = AnthropicErrorFacts(error.code) if isinstance(error, ThreadsUnsupported) else None
+    return AnthropicErrorDetail(_anthropic_type(anthropic_status(error)), sentence(error), details)
+
+
+def anthropic_error_body(error: PenstockError, request_id: str | None) -> bytes:
+    return msgspec.json.encode(AnthropicErrorBody(anthropic_error(error), request_id))
+
+
+def anthropic_error_event(error: PenstockError, request_id: str | None) -> bytes:
+    """What ends an Anthropic stream early."""
+    return b"event: error\ndata: " + anthropic_error_body(error, request_id) + b"\n\n"
+
+
+def anthropic_status(error: PenstockError) -> int:
+    return ANTHROPIC_OVERLOADED if isinstance(error, Overloaded) else error.status
+
+
+def sentence(error: PenstockError) -> str:
+    """What a person reads: the message, and the hint where there is one."""
+    return f"{error.message} {error.hint}" if error.hint else error.message
+
+
+async def on_penstock_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PenstockError)
+    return error_response_for(request.scope, error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """The framework's own refusals: an unknown path or a wrong method."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    if error.status_code == 404:
+        return error_response_for(request.scope, NotFound(f"There is nothing at {path}."))
+    message = f"{path} does not take {method}." if error.status_code == 405 else error.detail
+    body: msgspec.Struct
+    if is_anthropic(request.scope):
+        detail = AnthropicErrorDetail(_anthropic_type(error.status_code), message)
+        body = AnthropicErrorBody(detail, _request_id(request.scope))
+    else:
+        body = ErrorBody(ErrorDetail(message, "invalid_request_error", None, None))
+    content = msgspec.json.encode(body)
+    return Response(content, error.status_code, error.headers, media_type="application/json")
+
+
+async def on_reader_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this; it tells the framework that the request is over."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _anthropic_type(status: int) -> str:
+    if status in _ANTHROPIC_TYPES:
+        return _ANTHROPIC_TYPES[status]
+    return "invalid_request_error" if status < 500 else "api_error"
+
+
+def _error_headers(error: PenstockError, *, for_anthropic: bool) -> Mapping[str, str]:
+    headers = retry_headers(error)
+    if error.rate_limits is not None:
+        headers += limit_headers(error.rate_limits, is_anthropic=for_anthropic)
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return {name.decode(): value.decode() for name, value in headers}
+
+
+def _request_id(scope: Scope) -> str | None:
+    request_id: str | None = scope.get("state", {}).get("request_id")
+    return request_id

@@ -1,0 +1,108 @@
+"""Reads and checks what a request carries: bodies within a byte limit, decoded strictly, and query parameters."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from penstock.core.errors import InvalidRequest, RequestTooLarge
+from penstock.gateway.stream import ReaderGone
+
+Shape = TypeVar("Shape", bound=msgspec.Struct)
+
+_FIELD_IN_MESSAGE = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z0-9_]+)")
+_SIMILAR_ENOUGH = 0.85
+_MAX_UNKNOWN_FIELDS_CHECKED = 256
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    too_large = RequestTooLarge(
+        f"The request body is larger than the {max_bytes} bytes that this server takes."
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ReaderGone
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+class BodyDecoder(Generic[Shape]):
+    """Decodes one shape. Unknown fields are ignored, as OpenAI does, but one that looks like a misspelt
+    `guarded_fields` name is refused, because ignoring it would silently change what is sampled."""
+
+    def __init__(self, shape: type[Shape], guarded_fields: Iterable[str] = ()) -> None:
+        self._decoder = msgspec.json.Decoder(shape)
+        self._field_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._known = frozenset(field.encode_name for field in msgspec.structs.fields(shape))
+        self._guarded = tuple(guarded_fields)
+
+    def decode(self, body: bytes) -> Shape:
+        try:
+            decoded = self._decoder.decode(body)
+            unknown = self._field_decoder.decode(body).keys() - self._known if self._guarded else ()
+        except msgspec.ValidationError as error:
+            field = _FIELD_IN_MESSAGE.search(str(error))
+            raise InvalidRequest(
+                f"The request has a wrong type or value: {error}.", param=field[1] if field else None
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"The request body is not valid JSON: {error}.") from error
+        except RecursionError as error:
+            raise InvalidRequest("The request body is nested too deeply.") from error
+        self._refuse_misspelt(unknown)
+        return decoded
+
+    def _refuse_misspelt(self, unknown: Iterable[str]) -> None:
+        for field in sorted(unknown)[:_MAX_UNKNOWN_FIELDS_CHECKED]:
+            if len(field) > 2 * max(map(len, self._guarded)):
+                continue
+            plain = field.lower().replace("-", "_")
+            close = difflib.get_close_matches(plain, self._guarded, n=1, cutoff=_SIMILAR_ENOUGH)
+            if close:
+                raise InvalidRequest(
+                    f"The field {field!r} is unknown.", param=field, hint=f"Did you mean {close[0]!r}?"
+                )
+
+
+Choice = TypeVar("Choice", bound=str)
+
+_MAX_DIGITS = 9
+
+
+def text_of(request: Request, name: str) -> str | None:
+    """NUL is refused because not every database can even look for it."""
+    text = request.query_params.get(name)
+    if text is not None and "\0" in text:
+        raise InvalidRequest(f"{name} must not hold a NUL character.", param=name)
+    return text
+
+
+def integer_of(request: Request, name: str, *, default: int, low: int, high: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    is_number = text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+    if not is_number or not low <= int(text) <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {text[:20]!r}.", param=name)
+    return int(text)
+
+
+def choice_of(request: Request, name: str, *, default: Choice, choices: Sequence[Choice]) -> Choice:
+    text = request.query_params.get(name, default)
+    for choice in choices:
+        if text == choice:
+            return choice
+    raise InvalidRequest(f"{name} must be one of {', '.join(choices)}, not {text[:20]!r}.", param=name)

@@ -1,0 +1,332 @@
+"""What uvicorn lacks against clients that mean harm: time limits for heads, bodies and reading, and size limits for
+heads and for the number of connections.
+
+Sits below ASGI, because a request that never becomes complete never reaches an application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from uvicorn._types import ASGISendEvent
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+
+from penstock.api.http.errors import error_body
+from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
+from penstock.core.gateway_config import ServerConfig
+
+MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
+MAX_DISCARDED_BYTES = 64 << 20
+MAX_HEADERS = 100
+
+
+class ClientNoise(logging.Filter):
+    """Drops uvicorn's complaints about what clients send: whoever likes could fill the logs with them. They are
+    counted instead."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(("Invalid HTTP", "Invalid UTF-8", "Unsupported upgrade"))
+
+
+class ConnectionMetrics(Collector):
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.num_refused = 0
+        self.num_timed_out = 0
+        self.num_malformed = 0
+        self.num_stalled = 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "penstock_connections_open", "Connections that are open.", value=self.num_open
+        )
+        for name, help_text, count in (
+            ("refused", "Connections refused because too many were open.", self.num_refused),
+            ("timed_out", "Connections whose request did not arrive in time.", self.num_timed_out),
+            ("malformed", "Connections closed for what they sent.", self.num_malformed),
+            ("stalled", "Connections dropped because their client stopped reading.", self.num_stalled),
+        ):
+            yield CounterMetricFamily(f"penstock_connections_{name}", help_text, value=count)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What the protocols below enforce; shared by all connections of a server."""
+
+    config: ServerConfig
+    metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
+
+
+class StallTimer:
+    """Drops a connection whose client lets our bytes wait for too long. Closing would wait for those bytes."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        def drop() -> None:
+            self._limits.metrics.num_stalled += 1
+            transport.abort()
+
+        self.stop()
+        self._timer = loop.call_later(self._limits.config.write_timeout_s, drop)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class HeldHead(asyncio.Transport):
+    """What one answer is written to. Its head waits for the first piece of its body, as ASGI wants it, and the two
+    leave in one packet: a second one would cost a short answer as much as the rest of it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport = transport
+        self._head = b""
+        self._is_head_out = False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if self._is_head_out:
+            self._transport.write(data)
+        elif not self._head:
+            self._head = bytes(data)
+        else:
+            self._is_head_out = True
+            self._transport.write(self._head + data)
+
+    def close(self) -> None:
+        if not self._is_head_out and self._head:
+            self._transport.write(self._head)
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    limits: ClassVar[ConnectionLimits]
+
+    def __init__(
+        self, config: Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
+    ) -> None:
+        super().__init__(config, server_state, app_state, **options)
+        self._stall = StallTimer(self.limits)
+        self._timer: asyncio.TimerHandle | None = None
+        self._awaits_body = False
+        self._awaits_head = True  # a new connection is there for a reason
+        self._began_in_this_chunk = False
+        self._num_head_bytes = 0
+        self._num_body_bytes = 0
+        self._num_discarded_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.limits.metrics.num_open += 1
+        if self.limits.metrics.num_open > self.limits.config.max_connections:
+            self.limits.metrics.num_refused += 1
+            self._refuse(Overloaded("This server has as many connections as it can hold.", retry_after_s=5.0))
+            return
+        self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.limits.metrics.num_open -= 1
+        self._disarm()
+        self._stall.stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """A request that arrives in one piece, as most do, costs no timer."""
+        if self.transport.is_closing():
+            return
+        self._began_in_this_chunk = False
+        super().data_received(data)
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:
+            return
+        if self._awaits_body:
+            if self._timer is None:
+                self._arm(self.limits.config.body_timeout_s, self._body_timed_out)
+        elif self._awaits_head or self._is_idle_without_timer:
+            if self._timer is None:
+                self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
+            # What came with the end of an earlier request is not counted: no chunk is larger than a read buffer.
+            if not self._began_in_this_chunk:
+                self._num_head_bytes += len(data)
+                self._check_head_size(self._num_head_bytes)
+
+    @property
+    def _is_idle_without_timer(self) -> bool:
+        """Line breaks between requests stop uvicorn's own timer, and begin nothing."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle and self.timeout_keep_alive_task is None
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._awaits_head = True
+        self._began_in_this_chunk = True
+        self._num_head_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._check_head_size(self.limits.config.max_header_bytes + 1)
+
+    def on_headers_complete(self) -> None:
+        self._awaits_head = False
+        self._disarm()
+        self._check_head_size(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
+        if self.transport.is_closing():
+            return
+        self._awaits_body = True
+        self._num_body_bytes = 0
+        self._num_discarded_bytes = 0
+        super().on_headers_complete()
+        # Answers to other methods may have no body that the head could wait for.
+        if self.cycle is not None and self.scope["method"] == "POST" and not self.expect_100_continue:
+            self.cycle.transport = HeldHead(self.transport)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        if self.cycle is not None and self.cycle.response_complete:
+            # The rest of a refused body is read and forgotten, so that its sender comes to read the refusal.
+            self._num_discarded_bytes += len(body)
+            if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.close()
+        if self.cycle is not None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._awaits_body = False
+        self._disarm()
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._disarm()
+        self.limits.metrics.num_open -= 1  # its new protocol counts it from here on
+        super().handle_websocket_upgrade()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall.start(self.loop, self.transport)
+
+    def resume_writing(self) -> None:
+        self._stall.stop()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        self.limits.metrics.num_malformed += 1
+        self._refuse(InvalidRequest("What arrived is not valid HTTP."))
+
+    def _arm(self, timeout_s: float, on_timeout: Any) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(timeout_s, on_timeout)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_timed_out(self) -> None:
+        self._time_out("The request's headers did not arrive in time.")
+
+    def _body_timed_out(self) -> None:
+        """A slow application is not the client's fault; a client that sends drop by drop is."""
+        is_paused = self.flow.read_paused
+        is_flowing = self._num_body_bytes >= MIN_BODY_BYTES
+        if is_paused or is_flowing:
+            self._num_body_bytes = 0
+            self._arm(self.limits.config.body_timeout_s, self._body_timed_out)
+            return
+        self._time_out("The request's body did not arrive in time.")
+
+    def _time_out(self, message: str) -> None:
+        self.limits.metrics.num_timed_out += 1
+        self._refuse(RequestTimeout(message))
+
+    def _check_head_size(self, num_bytes: int) -> None:
+        limit = self.limits.config.max_header_bytes
+        if num_bytes > limit and not self.transport.is_closing():
+            self.limits.metrics.num_malformed += 1
+            self._refuse(
+                HeadTooLarge(
+                    f"The request's head is larger than {limit} bytes, or has more than {MAX_HEADERS} headers."
+                )
+            )
+
+    def _refuse(self, error: PenstockError) -> None:
+        """Answer where nothing has been answered yet, and close."""
+        self._disarm()
+        # An answer that came before the end of its request's body is an answer: a second one would be taken for the
+        # answer to something else.
+        is_answered = (
+            self.cycle is not None
+            and self.cycle.response_started
+            and (self._awaits_body or not self.cycle.response_complete)
+        )
+        if not is_answered:
+            body = error_body(error)
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
+                body
+            )
+            self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+
+class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
+    limits: ClassVar[ConnectionLimits]
+
+    def __init__(
+        self, config: Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
+    ) -> None:
+        super().__init__(config, server_state, app_state, **options)
+        self._stall = StallTimer(self.limits)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.limits.metrics.num_open += 1
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.limits.metrics.num_open -= 1
+        self._stall.stop()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall.start(self.loop, self.transport)
+
+    def resume_writing(self) -> None:
+        self._stall.stop()
+        super().resume_writing()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # A refusal ends the handshake as well; uvicorn would log each one as an error of ours.
+            self.handshake_complete = True
+
+    def keepalive_timeout(self) -> None:
+        """Whoever does not answer pings will not read a goodbye either."""
+        super().keepalive_timeout()
+        self.transport.abort()
+
+
+def bounded_protocols(
+    config: ServerConfig,
+) -> tuple[type[BoundedHttpProtocol], type[BoundedWebSocketProtocol], ConnectionMetrics]:
+    """Protocol classes for uvicorn, which makes the instances itself and so must find the limits on the class."""
+    limits = ConnectionLimits(config)
+    http = type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})
+    websocket = type("BoundedWebSocketProtocol", (BoundedWebSocketProtocol,), {"limits": limits})
+    return http, websocket, limits.metrics

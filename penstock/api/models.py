@@ -1,0 +1,72 @@
+"""/v1/models in both APIs' shapes: every name that the caller may ask for."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.api.anthropic.answers import model_info, model_page
+from penstock.api.http.context import principal_of
+from penstock.api.http.errors import is_anthropic
+from penstock.core.errors import ModelNotFound
+from penstock.gateway.catalogue import ListedModel
+from penstock.gateway.gateway import Gateway
+
+
+class ModelEntry(msgspec.Struct):
+    """`root` is the model that answers, which an alias only stands for; `parent` the one that an adapter changes."""
+
+    id: str
+    created: int
+    max_model_len: int | None  # None where an external server does not tell
+    root: str
+    parent: str | None
+    object: str = "model"
+    owned_by: str = "penstock"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelEntry]
+    object: str = "list"
+
+
+class ModelsEndpoints:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._started = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.show_model, methods=["GET"]),
+        ]
+
+    async def list_models(self, request: Request) -> Response:
+        self._gateway.catalogue.answering(None)  # says so when nobody is ready
+        models = self._gateway.catalogue.listed(principal_of(request))
+        if is_anthropic(request.scope):
+            return _json(model_page([model_info(model, self._started) for model in models]))
+        return _json(ModelList([self._entry(model) for model in models]))
+
+    async def show_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._gateway.catalogue.answering(None)
+        listed = self._gateway.catalogue.listed(principal_of(request))
+        found = next((model for model in listed if model.name == name), None)
+        if found is None:  # without a word about models that this key does not see
+            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
+        if is_anthropic(request.scope):
+            return _json(model_info(found, self._started))
+        return _json(self._entry(found))
+
+    def _entry(self, listed: ListedModel) -> ModelEntry:
+        model = listed.model
+        return ModelEntry(listed.name, self._started, model.max_model_len, model.name, listed.parent)
+
+
+def _json(shape: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(shape), media_type="application/json")

@@ -1,0 +1,1 @@
+"""OpenAI's dialect: completions, chat, responses, embeddings, files and batches."""

@@ -1,0 +1,152 @@
+"""/v1/files as OpenAI's clients know it: upload, list, look at, read and delete the files of one's workspace."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from penstock.api.http.context import principal_of
+from penstock.api.http.multipart import UploadReader
+from penstock.api.http.parsing import choice_of, integer_of, text_of
+from penstock.core.errors import InvalidRequest, NotFound
+from penstock.gateway.files.files import FileStore, StoredFile
+from penstock.gateway.store.paging import Order
+
+UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
+_MAX_PAGE = 10_000
+_ORDERS: tuple[Order, ...] = ("asc", "desc")
+
+
+class FileObject(msgspec.Struct):
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    expires_at: int | None
+    object: Literal["file"] = "file"
+    status: Literal["processed"] = "processed"
+
+
+class FileList(msgspec.Struct):
+    data: list[FileObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+class FileDeleted(msgspec.Struct):
+    id: str
+    deleted: bool = True
+    object: Literal["file"] = "file"
+
+
+class FilesEndpoints:
+    def __init__(self, files: FileStore) -> None:
+        self._files = files
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.create_file, methods=["POST"]),
+            Route("/v1/files", self.list_files, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.show_file, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.delete_file, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", self.read_file, methods=["GET"]),
+        ]
+
+    async def create_file(self, request: Request) -> Response:
+        reader = UploadReader(
+            request,
+            self._files.upload,
+            file_field="file",
+            max_file_bytes=self._files.config.max_file_bytes,
+        )
+        try:
+            form = await reader.read()
+            purpose = form.fields.get("purpose", "")
+            if purpose not in UPLOAD_PURPOSES:
+                raise InvalidRequest(
+                    f"The purpose {purpose[:64]!r} is none of {', '.join(UPLOAD_PURPOSES)}.", param="purpose"
+                )
+            assert form.upload is not None
+            file = await self._files.create(
+                principal_of(request).workspace_id,
+                form.upload,
+                filename=form.filename or "file",
+                purpose=purpose,
+                expires_after_s=_expiry(form.fields),
+            )
+        finally:
+            if reader.form.upload is not None:
+                await reader.form.upload.abandon()
+        return _json(_file_object(file))
+
+    async def list_files(self, request: Request) -> Response:
+        page = await self._files.page(
+            principal_of(request).workspace_id,
+            purpose=text_of(request, "purpose"),
+            limit=integer_of(request, "limit", default=_MAX_PAGE, low=1, high=_MAX_PAGE),
+            order=choice_of(request, "order", default="desc", choices=_ORDERS),
+            after=text_of(request, "after"),
+        )
+        data = [_file_object(file) for file in page.files]
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return _json(FileList(data, page.has_more, first_id, last_id))
+
+    async def show_file(self, request: Request) -> Response:
+        return _json(_file_object(await self._file_of(request)))
+
+    async def delete_file(self, request: Request) -> Response:
+        file_id = request.path_params["file_id"]
+        await self._files.delete(principal_of(request).workspace_id, file_id)
+        return _json(FileDeleted(file_id))
+
+    async def read_file(self, request: Request) -> Response:
+        file = await self._file_of(request)
+        path = self._files.folder.path(file.id)
+        if not await asyncio.to_thread(path.exists):
+            raise NotFound(f"The bytes of the file {file.id} are gone.")
+        # Whatever it holds, a browser must not run it as a page of this server.
+        headers = {"x-content-type-options": "nosniff", "content-security-policy": "sandbox"}
+        return FileResponse(
+            path, headers=headers, media_type="application/octet-stream", filename=file.filename
+        )
+
+    async def _file_of(self, request: Request) -> StoredFile:
+        return await self._files.get(principal_of(request).workspace_id, request.path_params["file_id"])
+
+
+def checked_expiry(seconds: int, param: str) -> float:
+    if not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
+        raise InvalidRequest(
+            f"{param}.seconds must be between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}, not {seconds}.", param=param
+        )
+    return float(seconds)
+
+
+def _expiry(fields: dict[str, str]) -> float | None:
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at" or seconds is None or not seconds.isascii() or not seconds.isdecimal():
+        raise InvalidRequest(
+            "expires_after needs the anchor 'created_at' and a whole number of seconds.",
+            param="expires_after",
+        )
+    return checked_expiry(int(seconds[:12]), "expires_after")
+
+
+def _file_object(file: StoredFile) -> FileObject:
+    expires_at = None if file.expires_at is None else int(file.expires_at)
+    return FileObject(file.id, file.num_bytes, int(file.created_at), file.filename, file.purpose, expires_at)
+
+
+def _json(shape: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(shape), media_type="application/json")

@@ -1,0 +1,179 @@
+"""Chat messages and tools as OpenAI's clients write them, and their translation into the gateway's types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.prompts import ChatMessage, TextPart, Tool, ToolCall, ToolChoice
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+class MessagePart(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class MessageToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[MessagePart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None  # as we answer it
+    reasoning: str | None = None  # the same, as other servers name it
+    refusal: str | None = None
+
+    def to_chat_message(self, position: int) -> ChatMessage:
+        param = f"messages[{position}]"
+        if self.role not in ROLES:
+            raise InvalidRequest(
+                f"{param}.role is {self.role!r}, which is none of {', '.join(sorted(ROLES))}.",
+                param=f"{param}.role",
+            )
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest("Only an assistant calls tools.", param=f"{param}.tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise InvalidRequest(f"{param}.tool_call_id is missing.", param=f"{param}.tool_call_id")
+        return ChatMessage(
+            # Templates know the older name of this role.
+            "system" if self.role == "developer" else self.role,
+            self._content(param),
+            self.name,
+            tuple(
+                ToolCall(call.id, call.function.name, call.function.arguments)
+                for call in self.tool_calls or ()
+            ),
+            self.tool_call_id,
+            self.reasoning if self.reasoning_content is None else self.reasoning_content,
+        )
+
+    def _content(self, param: str) -> str | tuple[TextPart, ...]:
+        if isinstance(self.content, list):
+            return tuple(TextPart(_text_of(part, param)) for part in self.content)
+        if self.content is not None:
+            return self.content
+        if self.role == "assistant" and (self.tool_calls or self.refusal is not None):
+            return self.refusal or ""
+        raise InvalidRequest(f"{param}.content is missing.", param=f"{param}.content")
+
+
+def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
+    if not messages:
+        raise InvalidRequest("There must be at least one message.", param="messages")
+    return tuple(message.to_chat_message(position) for position, message in enumerate(messages))
+
+
+def _text_of(part: MessagePart, param: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in ("text", "refusal") or text is None:
+        raise InvalidRequest(
+            f"{param}.content has a part of type {part.type!r}; this model takes text parts only.",
+            param=f"{param}.content",
+        )
+    return text
+
+
+ToolMode = Literal["auto", "none", "required"]
+
+
+class FunctionDefinition(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_tool(self) -> Tool:
+        return Tool(self.name, self.description, self.parameters or {}, bool(self.strict))
+
+
+class ChatTool(msgspec.Struct):
+    type: str
+    function: FunctionDefinition | None = None
+
+
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class AllowedTool(msgspec.Struct):
+    type: str
+    function: FunctionName | None = None
+    name: str | None = None  # the flat form of the Responses API
+
+    @property
+    def tool_name(self) -> str | None:
+        return self.name if self.function is None else self.function.name
+
+
+class AllowedTools(msgspec.Struct):
+    tools: list[AllowedTool]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class ChosenTool(msgspec.Struct):
+    """One function, or those that are allowed."""
+
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+def tools_of(wire: Sequence[ChatTool] | None) -> tuple[Tool, ...]:
+    tools = []
+    for position, tool in enumerate(wire or ()):
+        if tool.type != "function" or tool.function is None:
+            raise InvalidRequest(
+                f"tools[{position}] is of type {tool.type!r}; only functions are supported.", param="tools"
+            )
+        tools.append(tool.function.to_tool())
+    return tuple(tools)
+
+
+def tool_choice_of(
+    wire: ToolMode | ChosenTool | None, tools: tuple[Tool, ...], *, parallel: bool
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that remain, and the choice among them."""
+    if isinstance(wire, ChosenTool):
+        if wire.type == "function" and wire.function is not None:
+            return tools, named_choice(wire.function.name, tools, parallel=parallel)
+        if wire.type == "allowed_tools" and wire.allowed_tools is not None:
+            return allowed_choice(wire.allowed_tools, tools, parallel=parallel)
+        raise InvalidRequest(f"tool_choice of type {wire.type!r} is not supported.", param="tool_choice")
+    if wire == "required" and not tools:
+        raise InvalidRequest("tool_choice is 'required', but there are no tools.", param="tool_choice")
+    return tools, ToolChoice(wire or "auto", parallel=parallel)
+
+
+def named_choice(name: str, tools: tuple[Tool, ...], *, parallel: bool) -> ToolChoice:
+    if all(tool.name != name for tool in tools):
+        raise InvalidRequest(
+            f"tool_choice names {name!r}, which is not among the tools.", param="tool_choice"
+        )
+    return ToolChoice("named", name, parallel)
+
+
+def allowed_choice(
+    allowed: AllowedTools, tools: tuple[Tool, ...], *, parallel: bool
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    names = {tool.tool_name for tool in allowed.tools}
+    remaining = tuple(tool for tool in tools if tool.name in names)
+    if len(remaining) < len(names):
+        raise InvalidRequest("tool_choice allows a tool that is not among the tools.", param="tool_choice")
+    return remaining, ToolChoice(allowed.mode, parallel=parallel)

@@ -1,0 +1,289 @@
+"""What /v1/responses answers: the response as it grows, and the events that tell of it.
+
+The same object serves a stream, a whole answer and one in the background: it takes in deltas, and whoever does not
+stream leaves the events aside.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.api.openai.answers import SERVICE_TIERS, chat_logprobs
+from penstock.api.openai.responses_items import (
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+)
+from penstock.api.openai.responses_requests import (
+    ReasoningOptions,
+    ResponseRequest,
+    ResponseTool,
+    ResponseToolChoice,
+    TextFormat,
+    TextOptions,
+)
+from penstock.core.errors import PenstockError
+from penstock.core.request import FinishReason
+from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.prompts import Usage
+from penstock.gateway.stream import AnswerStream
+
+_to_json = msgspec.json.Encoder().encode
+
+_ID_PREFIX = "resp_"
+
+ResponseStatus = Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: Literal["max_output_tokens", "content_filter"]
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: ResponseStatus
+    background: bool
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningOptions
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: TextOptions
+    tool_choice: str | ResponseToolChoice
+    tools: list[ResponseTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+
+
+def new_response(request: ResponseRequest, answer: AnswerStream) -> ResponseBody:
+    """A response to `request` that has just begun."""
+    options = request.text or TextOptions()
+    return ResponseBody(
+        id=f"{_ID_PREFIX}{answer.id}",  # the same when an idempotent request is answered again
+        created_at=int(time.time()),
+        status="in_progress",
+        background=bool(request.background),
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        model=answer.model,
+        output=[],
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning=request.reasoning or ReasoningOptions(),
+        safety_identifier=request.safety_identifier,
+        service_tier=SERVICE_TIERS[answer.tier],
+        store=request.is_stored,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        text=TextOptions(options.format or TextFormat("text"), options.verbosity),
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        truncation=request.truncation or "disabled",
+        user=request.user,
+        metadata=request.metadata or {},
+    )
+
+
+def response_usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(usage.reasoning_tokens),
+        usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+class ResponseEvents:
+    """Implements EventWriter. At most one output item is open at a time; whatever else begins closes it."""
+
+    def __init__(self, body: ResponseBody, *, wants_logprobs: bool) -> None:
+        self.body = body
+        self._wants_logprobs = wants_logprobs
+        self._sequence_number = 0
+        self._open: OutputItem | None = None
+        self._pieces: list[str] = []  # of the open item's text or arguments
+        self._delta_start = b""  # all of a delta event up to its number
+
+    def opening(self, answer: AnswerStream) -> bytes:
+        return self._event("response.created", response=self.body) + self._event(
+            "response.in_progress", response=self.body
+        )
+
+    def chunk(self, delta: Delta) -> bytes:
+        events = b""
+        if delta.reasoning:
+            events += self._add_reasoning(delta.reasoning)
+        if delta.text or delta.details:
+            events += self._add_text(delta)
+        for call in delta.tool_calls:
+            events += self._add_call(call)
+        if delta.finish_reason is not None:
+            events += self._end(delta.finish_reason)
+        return events
+
+    def closing(self, usage: Usage) -> bytes:
+        self.finish(usage)
+        return self._event(f"response.{self.body.status}", response=self.body)
+
+    def failure(self, error: PenstockError) -> bytes:
+        self.fail(error)
+        return self._event("response.failed", response=self.body)
+
+    def finish(self, usage: Usage) -> None:
+        """After the last delta."""
+        if self.body.status == "in_progress":
+            self.body.status = "completed"
+            self.body.completed_at = int(time.time())
+        self.body.usage = response_usage(usage)
+
+    def fail(self, error: PenstockError) -> None:
+        self.body.status = "failed"
+        self.body.error = ResponseError("server_error", error.message)
+
+    def _end(self, reason: FinishReason) -> bytes:
+        if reason is not FinishReason.STOP:
+            filtered = reason is FinishReason.CONTENT_FILTER
+            self.body.status = "incomplete"
+            self.body.incomplete_details = IncompleteDetails(
+                "content_filter" if filtered else "max_output_tokens"
+            )
+        events = b""
+        if not self.body.output:  # an answer without a word is still a message
+            events = self._begin(OutputMessage(self._item_id("msg"), [], "in_progress"))
+        return events + self._close()
+
+    def _add_reasoning(self, text: str) -> bytes:
+        events = b""
+        if not isinstance(self._open, OutputReasoning):
+            events = self._begin(OutputReasoning(self._item_id("rs"), [], "in_progress"))
+        self._pieces.append(text)
+        return events + self._delta(text, b"")
+
+    def _add_text(self, delta: Delta) -> bytes:
+        events = b""
+        if not isinstance(self._open, OutputMessage):
+            events = self._begin(OutputMessage(self._item_id("msg"), [], "in_progress"))
+        assert isinstance(self._open, OutputMessage)
+        self._pieces.append(delta.text)
+        if not self._wants_logprobs:
+            return events + self._delta(delta.text, b',"logprobs":[]')
+        logprobs = chat_logprobs(delta.details).content
+        self._open.content[0].logprobs.extend(logprobs)
+        return events + self._delta(delta.text, b',"logprobs":' + _to_json(logprobs))
+
+    def _add_call(self, call: ToolCallDelta) -> bytes:
+        events = b""
+        if call.id is not None:
+            item = OutputCall(self._item_id("fc"), call.id, call.name or "", "", "in_progress")
+            events = self._begin(item)
+        if not call.arguments:
+            return events
+        self._pieces.append(call.arguments)
+        return events + self._delta(call.arguments, b"")
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self.body.id.removeprefix(_ID_PREFIX)}-{len(self.body.output)}"
+
+    def _begin(self, item: OutputItem) -> bytes:
+        events = self._close()
+        index = len(self.body.output)
+        self.body.output.append(item)
+        self._open = item
+        events += self._event("response.output_item.added", output_index=index, item=item)
+        place: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        kind = "response.function_call_arguments.delta"
+        if not isinstance(item, OutputCall):
+            place["content_index"] = 0
+            part = OutputText("", []) if isinstance(item, OutputMessage) else ReasoningText("")
+            item.content.append(part)  # type: ignore[arg-type]
+            events += self._event("response.content_part.added", **place, part=part)
+            of_message = isinstance(item, OutputMessage)
+            kind = "response.output_text.delta" if of_message else "response.reasoning_text.delta"
+        fields = _to_json({"type": kind, **place})[:-1]
+        self._delta_start = b"event: " + kind.encode() + b"\ndata: " + fields + b',"sequence_number":'
+        return events
+
+    def _close(self) -> bytes:
+        """End the open item, if there is one."""
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        whole = "".join(self._pieces)
+        self._pieces.clear()
+        place: dict[str, Any] = {"item_id": item.id, "output_index": len(self.body.output) - 1}
+        if isinstance(item, OutputCall):
+            item.arguments = whole
+            events = self._event(
+                "response.function_call_arguments.done", **place, name=item.name, arguments=whole
+            )
+        else:
+            place["content_index"] = 0
+            part = item.content[0]
+            part.text = whole
+            if isinstance(part, OutputText):
+                events = self._event("response.output_text.done", **place, text=whole, logprobs=part.logprobs)
+            else:
+                events = self._event("response.reasoning_text.done", **place, text=whole)
+            events += self._event("response.content_part.done", **place, part=part)
+        item.status = "incomplete" if self.body.status == "incomplete" else "completed"
+        return events + self._event(
+            "response.output_item.done", output_index=place["output_index"], item=item
+        )
+
+    def _delta(self, text: str, more: bytes) -> bytes:
+        number = self._sequence_number
+        self._sequence_number += 1
+        return b'%b%d,"delta":%b%b}\n\n' % (self._delta_start, number, _to_json(text), more)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + _to_json(event) + b"\n\n"

@@ -1,0 +1,271 @@
+"""/v1/stream: many requests over one WebSocket, each answered token by token.
+
+One task reads messages; each request has a task that writes its answer. A reader that is slow makes those tasks wait,
+and waiting answers are merged; one that falls too far behind loses its connection, and the engine never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from penstock.api.http.access_log import RequestJournal
+from penstock.api.http.authenticate import is_foreign_page
+from penstock.api.http.context import current_principal_of, principal_of
+from penstock.api.http.errors import error_response
+from penstock.api.websocket.messages import (
+    Envelope,
+    MessageDecoder,
+    MessageWriter,
+    RequestId,
+    cancelled_message,
+    error_message,
+    pong_message,
+)
+from penstock.core.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PenstockError,
+    PermissionDenied,
+    RateLimited,
+)
+from penstock.core.gateway_config import ServerConfig
+from penstock.core.identity import OPEN_PRINCIPAL
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.stream import AnswerStream, ReaderGone
+
+logger = logging.getLogger(__name__)
+
+PATH = "/v1/stream"
+POLICY_VIOLATION = 1008
+MESSAGE_TOO_BIG = 1009
+IDLE_TOO_LONG = 4408
+TOO_SLOW = 4409
+MAX_BAD_MESSAGES = 100  # after so many that make no sense, whoever is there does not speak this protocol
+
+
+class SocketMetrics(Collector):
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.num_accepted = 0
+        self.num_refused = 0
+        self.num_requests = 0
+        self.num_too_slow = 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("penstock_websockets_open", "WebSockets that are open.", value=self.num_open)
+        for name, help_text, count in (
+            ("accepted", "WebSockets that were accepted.", self.num_accepted),
+            ("refused", "WebSockets refused because too many were open.", self.num_refused),
+            ("requests", "Requests that came over WebSockets.", self.num_requests),
+            ("too_slow", "WebSockets closed because their reader fell behind.", self.num_too_slow),
+        ):
+            yield CounterMetricFamily(f"penstock_websockets_{name}", help_text, value=count)
+
+
+class WebSocketEndpoint:
+    def __init__(self, gateway: Gateway, config: ServerConfig, journal: RequestJournal | None = None) -> None:
+        self.gateway = gateway
+        self.config = config
+        self.journal = journal
+        self.decoder = MessageDecoder()
+        self.metrics = SocketMetrics()
+        gateway.metrics.register(self.metrics)
+
+    def routes(self) -> list[WebSocketRoute]:
+        return [WebSocketRoute(PATH, self.serve)]
+
+    async def serve(self, socket: WebSocket) -> None:
+        refusal = self._refusal(socket)
+        if refusal is not None:
+            await socket.send_denial_response(error_response(refusal))
+            return
+        # Counted before the first wait, so that a flood of handshakes cannot pass the limit together.
+        self.metrics.num_open += 1
+        self.metrics.num_accepted += 1
+        try:
+            await socket.accept()
+            await SocketSession(self, socket).run()
+        except WebSocketDisconnect:
+            pass
+        finally:
+            self.metrics.num_open -= 1
+
+    def _refusal(self, socket: WebSocket) -> PenstockError | None:
+        if self.metrics.num_open >= self.config.max_websockets:
+            self.metrics.num_refused += 1
+            return Overloaded(
+                f"This server holds at most {self.config.max_websockets} WebSockets, and all are in use.",
+                retry_after_s=5.0,
+            )
+        # A host name could point here only for the attack (DNS rebinding), and a socket shows its page the answers.
+        if principal_of(socket) == OPEN_PRINCIPAL and is_foreign_page(
+            socket.scope["headers"], needs_local_name=True
+        ):
+            return PermissionDenied(
+                "Without keys, pages of other sites may not open WebSockets to this server.",
+                hint="Use a key, or open the page from this server's own address.",
+            )
+        return None
+
+
+class SocketSession:
+    """One connection. `_live` are its requests by id, from the message that asked to the one that ends."""
+
+    def __init__(self, endpoint: WebSocketEndpoint, socket: WebSocket) -> None:
+        self._endpoint = endpoint
+        self._socket = socket
+        self._live: dict[RequestId, asyncio.Task[None]] = {}
+        self._answers: dict[RequestId, AnswerStream] = {}
+        self._num_bad_messages = 0
+
+    async def run(self) -> None:
+        try:
+            while (data := await self._receive()) is not None:
+                await self._handle(data)
+        finally:
+            tasks = list(self._live.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self) -> bytes | None:
+        """The next message; None when the connection is over."""
+        while True:
+            try:
+                async with asyncio.timeout(self._endpoint.config.websocket_idle_timeout_s):
+                    message = await self._socket.receive()
+                break
+            except TimeoutError:
+                if not self._live:
+                    await self._close(IDLE_TOO_LONG, "nothing was asked for too long")
+                    return None
+        if message["type"] == "websocket.disconnect":
+            return None
+        text: str | None = message.get("text")
+        data: bytes = text.encode() if text is not None else message["bytes"]
+        if len(data) > self._endpoint.config.max_body_bytes:
+            await self._close(MESSAGE_TOO_BIG, "the message is too large")
+            return None
+        return data
+
+    async def _handle(self, data: bytes) -> None:
+        request_id: RequestId = None
+        try:
+            envelope = self._endpoint.decoder.envelope(data)
+            request_id = envelope.id
+            if envelope.ping is not msgspec.UNSET:
+                await self._send(pong_message(envelope.ping))
+            elif envelope.cancel is not msgspec.UNSET:
+                await self._cancel(envelope.cancel)
+            else:
+                self._start(data, envelope)
+        except PenstockError as error:
+            await self._send(error_message(request_id, error))
+            if isinstance(error, InvalidRequest):
+                self._num_bad_messages += 1
+                if self._num_bad_messages >= MAX_BAD_MESSAGES:
+                    await self._close(POLICY_VIOLATION, "too many messages that make no sense")
+
+    def _start(self, data: bytes, envelope: Envelope) -> None:
+        config = self._endpoint.config
+        if envelope.id in self._live:
+            raise Conflict(
+                "A request with this id is still running.",
+                param="id",
+                hint="Give each request an id of its own.",
+            )
+        if len(self._live) >= config.max_websocket_requests:
+            raise RateLimited(
+                f"A connection runs at most {config.max_websocket_requests} requests at once.",
+                retry_after_s=1.0,
+            )
+        wish = self._endpoint.decoder.request(data, envelope)
+        self._endpoint.metrics.num_requests += 1
+        task = asyncio.create_task(self._answer(envelope.id, wish))
+        self._live[envelope.id] = task
+        task.add_done_callback(lambda _: self._forget(envelope.id))
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._live.pop(request_id, None)
+        self._answers.pop(request_id, None)
+
+    async def _cancel(self, request_id: RequestId) -> None:
+        task = self._live.get(request_id)
+        if task is None:
+            raise NotFound(f"There is no running request with the id {request_id!r}.", param="cancel")
+        answer = self._answers.get(request_id)
+        if answer is not None:
+            answer.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self._forget(request_id)
+        await self._send(cancelled_message(request_id, answer))
+
+    async def _answer(self, request_id: RequestId, wish: GenerationRequest) -> None:
+        """Runs as a task of its own, so that its trace is its own too."""
+        wish = msgspec.structs.replace(wish, request_id=uuid.uuid4().hex)
+        journal = self._endpoint.journal
+        headers = self._socket.scope["headers"]
+        record = journal.begin(wish.request_id, "WS", PATH, headers) if journal is not None else None
+        status = 499
+        try:
+            principal = await current_principal_of(self._socket)
+            answer = await self._endpoint.gateway.submit(msgspec.structs.replace(wish, principal=principal))
+            self._answers[request_id] = answer
+            await self._write(MessageWriter(request_id, answer), answer)
+            status = 200
+        except PenstockError as error:
+            status = error.status
+            await self._send(error_message(request_id, error))
+        except ReaderGone:
+            pass
+        except Exception:
+            status = 500
+            logger.exception("request %s (WebSocket %s) failed", wish.request_id, PATH)
+            await self._send(
+                error_message(request_id, PenstockError("The server met an error that it did not foresee."))
+            )
+        finally:
+            if journal is not None and record is not None:
+                journal.end(record, "WS", PATH, status, principal_of(self._socket))
+
+    async def _write(self, writer: MessageWriter, answer: AnswerStream) -> None:
+        has_begun = False
+        try:
+            async for deltas in answer:
+                has_begun = True
+                for message in writer.news(deltas):
+                    await self._send(message)
+            await self._send(writer.done())
+        except Overloaded as error:
+            if not has_begun:
+                raise
+            # The engine takes back nothing that it has begun: this reader fell behind by more than a buffer.
+            self._endpoint.metrics.num_too_slow += 1
+            await self._close(TOO_SLOW, error.message)
+        finally:
+            answer.cancel()
+
+    async def _send(self, message: bytes) -> None:
+        """Waits while the reader's buffers are full. That the reader has gone is for `_receive` to find out."""
+        if self._socket.application_state is WebSocketState.CONNECTED:
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._socket.send_text(message.decode())
+
+    async def _close(self, code: int, reason: str) -> None:
+        if self._socket.application_state is WebSocketState.CONNECTED:
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._socket.close(code, reason[:120])
