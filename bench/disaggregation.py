@@ -22,7 +22,7 @@ from pathlib import Path
 
 import uvloop
 
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.transport import ZmqEngineClient

@@ -36,11 +36,11 @@ from safetensors.torch import save_file
 from penstock.bench.load import find_target, run_load
 from penstock.bench.summary import summarize
 from penstock.bench.workload import STANDARD_WORKLOADS, Workload
-from penstock.cli.environment import cache_dir
 from penstock.kernels.interface import DenseWeight
 from penstock.models.config import ArchitectureConfig
 from penstock.models.hub import ModelHub
 from penstock.models.load import load_tokenizer, open_checkpoint
+from penstock.serve.environment import cache_dir
 
 FIRST_PORT = 8791
 MODEL = "smollm2-135m"

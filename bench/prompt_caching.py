@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.plan import CacheUse
 from penstock.core.request import CacheBreakpoint, Request, SamplingParams

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.cli.models import fetch_model
-from penstock.cli.replicas import shared_engine
+from penstock.cli.console import fetch_model
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.fleet_config import FleetConfig
 from penstock.cluster.local import LocalLauncher
@@ -24,6 +23,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.engine.echo import ECHO_MODEL
 from penstock.router import ReplicaState
+from penstock.serve.replicas import shared_engine
 
 POLL_S = 0.01
 

@@ -23,8 +23,6 @@ import uvloop
 
 from bench.echo_server import Books, cpu_s, free_port, started
 from bench.sockets import HOST, Call
-from penstock.cli.front_door import open_front_door, prepare_process
-from penstock.cli.serve_app import bind
 from penstock.cluster.control_link import ControlLink
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.replica import Member, ReplicaSpec
@@ -33,6 +31,9 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.gateway_config import GatewayConfig, LedgerConfig, ServerConfig, StoreConfig
 from penstock.engine.echo import ECHO_MODEL
 from penstock.router import Replica
+from penstock.serve.gateway import open_gateway
+from penstock.serve.process import prepare_process
+from penstock.serve.server import bind
 
 _PATH = "/v1/chat/completions"
 _CHUNK = b'"content":"a'  # what the engine writes
@@ -54,7 +55,7 @@ async def serve(endpoint: str, port: int, data_dir: str, settings: str) -> None:
     fleet.update([Member(replica=replica, spec=spec, endpoint=endpoint)])
     await fleet.wait_ready()
     nobody = ControlLink(Path(data_dir) / "control.sock", fleet)  # no control plane listens there
-    async with open_front_door(config, fleet, listener, is_open=False, desk=nobody):
+    async with open_gateway(config, fleet, listener, is_open=False, control=nobody):
         await asyncio.Event().wait()
 
 

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from penstock.cli.environment import API_KEY_VARIABLE
 from penstock.core.cluster_view import ClusterView, ReleaseView
 from penstock.core.errors import UsageError
+from penstock.serve.environment import API_KEY_VARIABLE
 
 ORDER_TIMEOUT_S = 600.0  # weights may have to be fetched first
 Shape = TypeVar("Shape")

@@ -13,12 +13,11 @@ import click
 from penstock.bench.workload import STANDARD_WORKLOADS, ClosedLoop, IntRange, PoissonArrivals, Workload
 from penstock.cli.bench_gpu import bench_gpu
 from penstock.cli.commands import PenstockGroup
-from penstock.cli.console import count_progress, spinner, stdout_console
-from penstock.cli.environment import API_KEY_VARIABLE
-from penstock.cli.models import fetch_model
+from penstock.cli.console import count_progress, fetch_model, spinner, stdout_console
 from penstock.cli.options import config_options
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import PenstockError, UsageError
+from penstock.serve.environment import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from penstock.bench.load import LoadResult, Target

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.commands import PenstockCommand, sigterm_unwinds
-from penstock.cli.environment import API_KEY_VARIABLE
-from penstock.cli.models import fetch_model
+from penstock.cli.commands import PenstockCommand
+from penstock.cli.console import fetch_model, sigterm_unwinds
 from penstock.cli.options import model_argument
 from penstock.core.engine_config import ModelConfig
 from penstock.core.errors import PenstockError, UsageError
+from penstock.serve.environment import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from penstock.cli.chat_client import ChatClient

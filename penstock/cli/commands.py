@@ -5,18 +5,14 @@ Knows click and the error tree; knows nothing of what the commands do.
 
 from __future__ import annotations
 
-import difflib
-import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import click
 
 from penstock.cli.console import configure_logging
-from penstock.cli.environment import DEBUG_VARIABLE
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.serve.environment import DEBUG_VARIABLE
+from penstock.serve.setting import did_you_mean
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -118,23 +114,3 @@ class PenstockGroup(click.Group):
             known = self.list_commands(ctx)
             raise click.UsageError(f"There is no command '{name}'.{did_you_mean(name, known)}", ctx)
         return super().resolve_command(ctx, args)
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or nothing when no choice is near."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return f" Did you mean '{close[0]}'?" if close else ""
-
-
-@contextmanager
-def sigterm_unwinds() -> Iterator[None]:
-    """Let SIGTERM unwind the stack like Ctrl-C does, so that what is underway is cleaned up."""
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

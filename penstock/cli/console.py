@@ -7,11 +7,15 @@ that output can be piped. rich is imported only when something is drawn.
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.core.log_format import TextFormatter
+from penstock.serve.stores import model_hub
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,3 +120,26 @@ def spinner(text: str) -> Iterator[None]:
         return
     with console.status(text):
         yield
+
+
+def fetch_model(name_or_path: str, *, force: bool = False) -> Path:
+    """The model's path; a known model that is not here yet is pulled, with a bar."""
+    hub = model_hub()
+    with pull_progress(name_or_path) as report, sigterm_unwinds():
+        if force:
+            return hub.pull(name_or_path, report, force=True)
+        return hub.ensure(name_or_path, report)
+
+
+@contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM unwind the stack like Ctrl-C does, so that what is underway is cleaned up."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -17,9 +17,9 @@ import click
 
 from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
 from penstock.cli.console import spinner, stdout_console
-from penstock.cli.models import model_hub
 from penstock.core.gateway_config import ServerConfig
 from penstock.models.hub import ModelHub
+from penstock.serve.stores import model_hub
 from penstock.version import __version__
 
 Level = Literal["ok", "warn", "fail"]

@@ -7,8 +7,7 @@ import sys
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import spinner
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model, spinner
 from penstock.cli.options import config_options
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import PenstockError, UsageError

@@ -1,104 +1,56 @@
-"""Flags and TOML keys, both generated from the structs of core/config.py.
-
-A field `max_num_seqs` of SchedulerConfig is the flag `--max-num-seqs`, and in a file the key `max_num_seqs`,
-either at the top or in the table `[scheduler]`. Flags win over environment variables, those over the file,
-and the file over the defaults. Knows no command, and of settings by name only the model and the key.
-"""
+"""Flags of commands: one for each setting of `serve.config`, and those that name a running server."""
 
 from __future__ import annotations
 
 import functools
-import tomllib
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
 from msgspec import inspect as types
 
-from penstock.cli.commands import did_you_mean
-from penstock.cli.environment import CONFIG_VARIABLE
-from penstock.cli.external_servers import external_servers, read_external_tables
-from penstock.cli.served_models import (
-    DescribedModel,
-    ModelTable,
-    also_served,
-    extra_models,
-    names_of,
-    read_model_tables,
-)
-from penstock.cli.setting import Section, Setting, SettingOption, unwrapped
-from penstock.core.config import ClusterConfig, ScalingConfig, ServeConfig, ServingConfig
-from penstock.core.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    LoRAConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
+from penstock.core.config import ServeConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
-from penstock.core.gateway_config import (
-    GatewayConfig,
-    LedgerConfig,
-    OidcConfig,
-    ServerConfig,
-    StoreConfig,
-    TelemetryConfig,
-    TenantsConfig,
+from penstock.core.gateway_config import StoreConfig
+from penstock.serve.config import (
+    ENGINE_SECTIONS,
+    SERVE_SECTIONS,
+    STORE_SECTIONS,
+    read_config_file,
+    resolve,
+    settings,
 )
+from penstock.serve.environment import (
+    API_KEY_VARIABLE,
+    CONFIG_VARIABLE,
+    DATA_DIR_VARIABLE,
+    DATABASE_URL_VARIABLE,
+    OTLP_ENDPOINT_VARIABLE,
+    RAY_ADDRESS_VARIABLE,
+    REDIS_URL_VARIABLE,
+    URL_VARIABLE,
+)
+from penstock.serve.setting import Section, Setting
 
-# Its own name keeps it apart from --model, with which config_options unites it.
+DEFAULT_URL = "http://127.0.0.1:8000"
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_ENVIRONMENT = {
+    "api_key": API_KEY_VARIABLE,
+    "otlp_endpoint": OTLP_ENDPOINT_VARIABLE,
+    "data_dir": DATA_DIR_VARIABLE,
+    "database_url": DATABASE_URL_VARIABLE,
+    "redis_url": REDIS_URL_VARIABLE,
+    "ray_address": RAY_ADDRESS_VARIABLE,
+}
+# What other servers call the same thing.
+_ALIASES = {"replicas": "--data-parallel-size"}
+
+# The parameter has a name of its own, because config_options unites it with --model.
 model_argument = click.argument("positional_model", metavar="[MODEL]", required=False)
-
-
-ENGINE_SECTIONS = (
-    Section("model", "Model", ModelConfig),
-    Section("cache", "KV cache", CacheConfig),
-    Section("scheduler", "Scheduler", SchedulerConfig),
-    Section("lora", "LoRA adapters", LoRAConfig),
-    Section("parallel", "Parallel ranks", ParallelConfig),
-    Section("engine", "Engine", EngineConfig),
-)
-STORE_SECTIONS = (Section("store", "Storage", StoreConfig),)
-SERVE_SECTIONS = (
-    *ENGINE_SECTIONS,
-    Section("serving", "More models", ServingConfig),
-    Section("cluster", "Replicas", ClusterConfig),
-    Section("scaling", "Autoscaling", ScalingConfig),
-    Section("gateway", "Gateway", GatewayConfig),
-    *STORE_SECTIONS,
-    Section("ledger", "Usage", LedgerConfig),
-    Section("tenants", "Keys", TenantsConfig),
-    Section("server", "Server", ServerConfig),
-    Section("telemetry", "Logs and traces", TelemetryConfig),
-)
-# Tables that only a file can hold, each read as a whole.
-FILE_TABLES: dict[str, type[msgspec.Struct]] = {"oidc": OidcConfig}
-MODEL_TABLES = "models"  # of which a file may have several
-EXTERNAL_TABLES = "[[external]]"  # likewise; the same name without brackets is a setting
-
-
-@functools.cache
-def settings() -> dict[str, Setting]:
-    """Every setting by name. Names are unique across sections, because flags share one space."""
-    found: dict[str, Setting] = {}
-    for section in SERVE_SECTIONS:
-        hints = typing.get_type_hints(section.struct, include_extras=True)
-        info = types.type_info(section.struct)
-        assert isinstance(info, types.StructType)
-        for field in info.fields:
-            value_type, description = unwrapped(field.type)
-            if isinstance(value_type, types.StructType):
-                continue
-            assert field.name not in found, f"two settings are called {field.name}"
-            found[field.name] = Setting(
-                field.name, section, hints[field.name], value_type, description, field.default
-            )
-    return found
-
 
 _SECTIONS: dict[type[msgspec.Struct], tuple[Section, ...]] = {
     ServeConfig: SERVE_SECTIONS,
@@ -154,124 +106,46 @@ def _model_given_once(flag: str | None, positional: str | None) -> str | None:
     return flag if positional is None else positional
 
 
-def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeConfig:
-    """Lay checked file values and raw flags over the defaults. A flag that is None, or an empty list, was not
-    given."""
-    given = {
-        name: settings()[name].check(value, settings()[name].flag, from_text=True)
-        for name, value in flags.items()
-        if value not in (None, ())
-    }
-    values = dict(file_values)
-    described: tuple[DescribedModel, ...] = values.pop(MODEL_TABLES, ())
-    elsewhere = values.pop(EXTERNAL_TABLES, ())
-    extra = described
-    if described and "model" not in {**values, **given}:  # all models have tables: the first is the first
-        values = {**values, **described[0].first_settings()}
-        extra = described[1:]
-    values = {**values, **given}
-    external = external_servers(elsewhere, values.get("external", ()))
-    whole_tables = {table: values.pop(table, None) for table in FILE_TABLES}
-    also = also_served(values.get("also_serve", ()))
-    tables = _by_table(values)
-    engine = _engine_config(values)
-    names = names_of(
-        engine.model.served_model_name or engine.model.model,
-        [*described, *also],
-        [*extra, *also],
-        values.get("lora_modules", ()),
-    )
-    return ServeConfig(
-        engine=engine,
-        serving=ServingConfig(**tables["serving"]),
-        models=extra_models([*extra, *also], values, _engine_config),
-        external=external,
-        # Whoever names external servers, and no model, wants a gateway to them.
-        runs_engines=not external or "model" in values or bool(also),
-        cluster=ClusterConfig(**tables["cluster"]),
-        scaling=ScalingConfig(**tables["scaling"]),
-        gateway=GatewayConfig(**tables["gateway"], names=names),
-        store=StoreConfig(**tables["store"]),
-        ledger=LedgerConfig(**tables["ledger"]),
-        tenants=TenantsConfig(**tables["tenants"], oidc=whole_tables["oidc"]),
-        server=ServerConfig(**tables["server"]),
-        telemetry=TelemetryConfig(**tables["telemetry"]),
-    )
+class SettingOption(click.Option):
+    """A flag made from a Setting. It stays None unless the user gives it, so that the file can speak."""
 
-
-def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    tables = _by_table(values)
-    return EngineConfig(
-        model=ModelConfig(**tables["model"]),
-        cache=CacheConfig(**tables["cache"]),
-        scheduler=SchedulerConfig(**tables["scheduler"]),
-        lora=LoRAConfig(**tables["lora"]),
-        parallel=ParallelConfig(**tables["parallel"]),
-        **tables["engine"],
-    )
-
-
-def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = {section.table: {} for section in SERVE_SECTIONS}
-    for name, value in values.items():
-        tables[settings()[name].section.table][name] = value
-    return tables
-
-
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file by name, each checked."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The config file {path} is not valid TOML: {error}.") from error
-
-    tables = {section.table for section in SERVE_SECTIONS}
-    values: dict[str, Any] = {}
-    for key, value in document.items():
-        if key in tables and isinstance(value, dict):
-            for name, nested in value.items():
-                _take(values, path, key, name, nested)
-        elif key in FILE_TABLES:
-            values[key] = _take_whole(path, key, value)
-        elif key == "external" and isinstance(value, list) and any(isinstance(each, dict) for each in value):
-            values[EXTERNAL_TABLES] = read_external_tables(value, str(path))
-        elif key == MODEL_TABLES:
-            values[key] = read_model_tables(value, str(path), _checked_engine_setting)
-        else:
-            _take(values, path, None, key, value)
-    return values
-
-
-def _take_whole(path: Path, table: str, value: Any) -> msgspec.Struct:
-    try:
-        return msgspec.convert(value, FILE_TABLES[table])
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"[{table}] of {path} is wrong: {error}.") from None
-
-
-def _checked_engine_setting(name: str, value: Any, place: str) -> Any:
-    setting = settings().get(name)
-    if setting is None or setting.section not in ENGINE_SECTIONS:
-        known = [name for name, setting in settings().items() if setting.section in ENGINE_SECTIONS]
-        near = did_you_mean(name.replace("-", "_"), [*known, *ModelTable.__struct_fields__]).strip()
-        raise ConfigError(f"A model has no setting '{name}', which {place} has.", hint=near or None)
-    return setting.check(value, f"{name} in {place}", from_text=False)
-
-
-def _take(values: dict[str, Any], path: Path, table: str | None, name: str, value: Any) -> None:
-    setting = settings().get(name)
-    place = f"[{table}] of {path}" if table else str(path)
-    if setting is None:
-        tables = [] if table else [*FILE_TABLES, MODEL_TABLES, *(section.table for section in SERVE_SECTIONS)]
-        near = did_you_mean(name.replace("-", "_"), [*settings(), *tables]).strip()
-        raise ConfigError(f"There is no setting '{name}', which {place} has.", hint=near or None)
-    if table is not None and setting.section.table != table:
-        raise ConfigError(
-            f"The setting '{name}' does not belong in {place}.",
-            hint=f"Move it to [{setting.section.table}], or to the top of the file.",
+    def __init__(self, setting: Setting) -> None:
+        is_switch = isinstance(setting.value_type, types.BoolType)
+        declaration = setting.flag + (f"/--no-{setting.flag[2:]}" if is_switch else "")
+        described_default = f"  [default: {_shown(setting.default)}]" if setting.has_default else ""
+        super().__init__(
+            [declaration, *_ALIASES.get(setting.name, "").split(), setting.name],
+            default=None,
+            is_flag=is_switch,
+            multiple=setting.is_list,
+            type=click.BOOL if is_switch else click.STRING,
+            metavar=None if is_switch else setting.metavar,
+            envvar=_ENVIRONMENT.get(setting.name),
+            show_envvar=True,
+            help=setting.description + described_default,
         )
-    if name in values:
-        raise ConfigError(f"The setting '{name}' is in {path} twice.")
-    values[name] = setting.check(value, f"{name} in {path}", from_text=False)
+        self.section = setting.section.title
+
+
+def _shown(default: Any) -> str:
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"
+
+
+def server_options(command: Command) -> Command:
+    """--url and --api-key, for commands that speak to a running server."""
+    command = click.option(
+        "--api-key",
+        envvar=API_KEY_VARIABLE,
+        show_envvar=True,
+        metavar="TEXT",
+        help="Key with the scope admin, where the server asks for keys.",
+    )(command)
+    return click.option(
+        "--url",
+        default=DEFAULT_URL,
+        envvar=URL_VARIABLE,
+        show_envvar=True,
+        show_default=True,
+        metavar="URL",
+        help="The server.",
+    )(command)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import stderr_console, stdout_console
-from penstock.cli.models import fetch_model, model_hub
+from penstock.cli.console import fetch_model, stderr_console, stdout_console
+from penstock.serve.stores import model_hub
 
 
 @click.command(cls=PenstockCommand, short_help="Fetch a model into the cache.")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import stderr_console, stdout_console
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from penstock.models.quantization.job import Report

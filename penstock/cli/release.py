@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.commands import PenstockCommand, PenstockGroup
-from penstock.cli.server_options import server_options
+from penstock.cli.options import server_options
 from penstock.cli.tenants import json_option, print_facts, print_json, shown_time
 from penstock.core.errors import ConfigError, UsageError
 

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import stderr_console
-from penstock.cli.environment import bytecode_dir
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model, stderr_console
 from penstock.cli.options import config_options, model_argument
-from penstock.cli.stores import open_database
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import ServerConfig, TenantsConfig
 from penstock.core.messages import EngineReady, LoadProgress
 from penstock.models.catalog import BUILT_IN_MODELS
+from penstock.serve.environment import bytecode_dir
+from penstock.serve.stores import open_database
 from penstock.version import __version__
 
 if TYPE_CHECKING:
@@ -58,8 +57,8 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
     models = [config.engine, *(more.engine for more in config.models)] if config.runs_engines else []
     paths = [fetch_model(engine.model.model) for engine in models]
 
-    from penstock.cli import serve_app
-    from penstock.cli.replicas import planned_replicas
+    from penstock.serve import server
+    from penstock.serve.replicas import planned_replicas
 
     specs = planned_replicas(config, paths[0], paths[1:]) if paths else []
 
@@ -75,7 +74,7 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
             print_banner(ready, url, is_open=is_open, num_replicas=num_replicas, others=others)
 
         level = logging.getLevelName(logging.getLogger().level)
-        serve_app.run(
+        server.run(
             config,
             specs,
             is_open=is_open,

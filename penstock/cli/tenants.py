@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from penstock.cli.stores import open_database
 from penstock.core.gateway_config import StoreConfig
+from penstock.serve.stores import open_database
 
 if TYPE_CHECKING:
     from penstock.gateway.tenants.directory import Directory

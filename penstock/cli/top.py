@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.server_options import server_options
+from penstock.cli.options import server_options
 from penstock.cli.tenants import json_option, print_json
 
 if TYPE_CHECKING:

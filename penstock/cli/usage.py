@@ -11,10 +11,10 @@ import click
 
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.options import config_options
-from penstock.cli.stores import open_database
 from penstock.cli.tenants import json_option, print_json, print_rows
 from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.core.gateway_config import StoreConfig
+from penstock.serve.stores import open_database
 
 if TYPE_CHECKING:
     from penstock.gateway.ledger.report import UsageEntry, UsagePage

@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from penstock.api.app import create_app
-from penstock.cli.books import Books, open_books
 from penstock.core.config import ServeConfig
 from penstock.core.gateway_config import GatewayConfig, LedgerConfig, ServerConfig, StoreConfig
 from penstock.core.identity import Scope
@@ -22,6 +21,7 @@ from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.tenants.audit import Actor
 from penstock.gateway.tenants.records import NewKey
 from penstock.gateway.tenants.service import Tenants
+from penstock.serve.gateway_state import GatewayState, open_gateway_state
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 SETTINGS = """
@@ -39,7 +39,7 @@ class Office:
     """A server's application with its books, and a client for each kind of key."""
 
     transport: httpx.ASGITransport
-    books: Books
+    books: GatewayState
     engine: FakeEngine
     settings_file: Path
     secrets: dict[str, str]
@@ -93,7 +93,7 @@ async def office(tmp_path: Path) -> AsyncIterator[Office]:
         )
         secrets[name], key_ids[name] = issued.secret, issued.key.id
     engine = FakeEngine(script_text("abc"))
-    async with open_books(config, database, is_open=False) as books:
+    async with open_gateway_state(config, database, is_open=False) as books:
         limiter = books.build_limiter(config.gateway)
         await limiter.start()
         gateway = books.build_gateway(engine, config.gateway, limiter)

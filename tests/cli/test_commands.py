@@ -15,6 +15,7 @@ from penstock.cli.commands import PenstockCommand
 from penstock.cluster.replica import ReplicaSpec
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError, ModelLoadError, UsageError
+from penstock.serve import server
 from penstock.version import __version__
 
 
@@ -117,10 +118,9 @@ def test_the_entry_point_runs_as_a_process() -> None:
 
 
 def test_serve_hands_over_the_config_and_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.cli import serve_app
 
     handed_over: list[tuple[ServeConfig, list[ReplicaSpec]]] = []
-    monkeypatch.setattr(serve_app, "run", lambda config, specs, **_: handed_over.append((config, specs)))
+    monkeypatch.setattr(server, "run", lambda config, specs, **_: handed_over.append((config, specs)))
     (tmp_path / "m.gguf").touch()
     result = CliRunner().invoke(penstock, ["serve", str(tmp_path / "m.gguf"), "--port", "9"])
     assert result.exit_code == 0, result.output
@@ -153,7 +153,7 @@ def test_pull_of_an_unknown_name_is_a_sentence(tmp_path: Path) -> None:
 def test_where_the_cache_is(
     environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.cli.environment import cache_dir
+    from penstock.serve.environment import cache_dir
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.api.http.authenticate import OPEN_PATHS
-from penstock.cli import environment
-from penstock.cli.options import settings
 from penstock.gateway.pool_metrics import POOL_METRICS
+from penstock.serve import environment
+from penstock.serve.config import settings
 
 yaml = pytest.importorskip("yaml")
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"

@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.options import config_options, model_argument, read_config_file, resolve, settings
+from penstock.cli.options import config_options, model_argument
 from penstock.core.config import ServeConfig
 from penstock.core.engine_config import EngineConfig
+from penstock.serve.config import read_config_file, resolve, settings
 
 
 @click.command(cls=PenstockCommand)

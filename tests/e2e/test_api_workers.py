@@ -54,7 +54,7 @@ async def ask_often(url: str, times: int) -> list[int]:
 
 
 def test_all_workers_answer_and_their_metrics_add_up(server: RunningServer) -> None:
-    assert len(children(server, "penstock.cli.api_worker")) == NUM_WORKERS
+    assert len(children(server, "penstock.serve.api_worker")) == NUM_WORKERS
     assert asyncio.run(ask_often(server.url, 60)) == [200] * 60
     pages = {httpx.get(f"{server.url}/metrics").text for _ in range(6)}
     assert {metric(page, "penstock_generation_tokens_total") for page in pages} == {60 * 8}
@@ -62,14 +62,14 @@ def test_all_workers_answer_and_their_metrics_add_up(server: RunningServer) -> N
 
 
 def test_a_killed_worker_comes_back_and_the_others_serve_on(server: RunningServer) -> None:
-    victim = children(server, "penstock.cli.api_worker")[0]
+    victim = children(server, "penstock.serve.api_worker")[0]
     victim.kill()
     victim.wait(timeout=10)
     assert asyncio.run(ask_often(server.url, 20)) == [200] * 20
     deadline = time.monotonic() + 30
-    while len(children(server, "penstock.cli.api_worker")) < NUM_WORKERS and time.monotonic() < deadline:
+    while len(children(server, "penstock.serve.api_worker")) < NUM_WORKERS and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(children(server, "penstock.cli.api_worker")) == NUM_WORKERS
+    assert len(children(server, "penstock.serve.api_worker")) == NUM_WORKERS
 
 
 def test_no_worker_refuses_anybody_while_the_only_engine_starts_again(server: RunningServer) -> None:

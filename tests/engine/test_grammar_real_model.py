@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.request import FinishReason, Grammar, SamplingParams
 from penstock.engine.offline import OfflineEngine

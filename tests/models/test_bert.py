@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model
 from penstock.core.engine_config import EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import ModelLoadError
 from penstock.core.request import Request, SamplingParams

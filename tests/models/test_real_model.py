@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model
 from penstock.kernels.select import select_ops
 from penstock.models.load import load_model, load_tokenizer
 from penstock.models.tokenizer import TokenizerFiles

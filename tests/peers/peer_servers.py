@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from penstock.cli.models import fetch_model
+from penstock.cli.console import fetch_model
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer
 
 LLAMA_SERVER = "PEER_LLAMA_SERVER"  # the command that starts llama.cpp's server

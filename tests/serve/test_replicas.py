@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.cli.environment import visible_gpus
-from penstock.cli.options import resolve
-from penstock.cli.replicas import planned_replicas, shared_engine
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.sizes import parse_bytes
+from penstock.serve.config import resolve
+from penstock.serve.environment import visible_gpus
+from penstock.serve.replicas import planned_replicas, shared_engine
 
 
 def test_one_replica_takes_what_it_always_took() -> None:

@@ -1,37 +1,16 @@
-"""One setting as a flag and as a key of the config file: its type, its help, and how a wrong value is explained.
-
-Knows no setting by name, but for what the environment and other servers call it.
-"""
+"""One setting: its type, its description, and the sentence that explains a wrong value. Knows no setting by name."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import click
 import msgspec
 from msgspec import inspect as types
 
-from penstock.cli.environment import (
-    API_KEY_VARIABLE,
-    DATA_DIR_VARIABLE,
-    DATABASE_URL_VARIABLE,
-    OTLP_ENDPOINT_VARIABLE,
-    RAY_ADDRESS_VARIABLE,
-    REDIS_URL_VARIABLE,
-)
 from penstock.core.errors import ConfigError
-
-_ENVIRONMENT = {
-    "api_key": API_KEY_VARIABLE,
-    "otlp_endpoint": OTLP_ENDPOINT_VARIABLE,
-    "data_dir": DATA_DIR_VARIABLE,
-    "database_url": DATABASE_URL_VARIABLE,
-    "redis_url": REDIS_URL_VARIABLE,
-    "ray_address": RAY_ADDRESS_VARIABLE,
-}
-# What other servers call the same thing.
-_ALIASES = {"replicas": "--data-parallel-size"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,26 +103,7 @@ def _bounds(number: types.IntType | types.FloatType) -> str:
     return " " + " and ".join(words) if words else ""
 
 
-class SettingOption(click.Option):
-    """A flag made from a Setting. It stays None unless the user gives it, so that the file can speak."""
-
-    def __init__(self, setting: Setting) -> None:
-        is_switch = isinstance(setting.value_type, types.BoolType)
-        declaration = setting.flag + (f"/--no-{setting.flag[2:]}" if is_switch else "")
-        described_default = f"  [default: {_shown(setting.default)}]" if setting.has_default else ""
-        super().__init__(
-            [declaration, *_ALIASES.get(setting.name, "").split(), setting.name],
-            default=None,
-            is_flag=is_switch,
-            multiple=setting.is_list,
-            type=click.BOOL if is_switch else click.STRING,
-            metavar=None if is_switch else setting.metavar,
-            envvar=_ENVIRONMENT.get(setting.name),
-            show_envvar=True,
-            help=setting.description + described_default,
-        )
-        self.section = setting.section.title
-
-
-def _shown(default: Any) -> str:
-    return {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing when no choice is near."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""

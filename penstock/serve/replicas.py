@@ -12,12 +12,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from penstock.cli.environment import visible_gpus
 from penstock.cluster.replica import ReplicaSpec, Role
 from penstock.cluster.revisions import revision_of
 from penstock.core.config import ExtraModelConfig, ServeConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.errors import ConfigError
+from penstock.serve.environment import visible_gpus
 
 # Of the machine's memory, for the KV caches of all replicas that compute on the CPU, and the most that one takes.
 CPU_KV_SHARE = 0.5

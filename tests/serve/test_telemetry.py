@@ -13,10 +13,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.cli.environment import otel_sampled_share, otel_service_name, otlp_headers
-from penstock.cli.listening import RESERVED_FILES, within_file_limit
-from penstock.cli.options import resolve
-from penstock.cli.telemetry import (
+from penstock.core.errors import UsageError
+from penstock.core.gateway_config import ServerConfig, TelemetryConfig
+from penstock.core.log_format import JsonFormatter
+from penstock.gateway.telemetry.observer import NoTracing
+from penstock.serve.config import resolve
+from penstock.serve.environment import otel_sampled_share, otel_service_name, otlp_headers
+from penstock.serve.process import RESERVED_FILES, within_file_limit
+from penstock.serve.telemetry import (
     MAX_WAITING_LINES,
     BackgroundHandler,
     build_journal,
@@ -24,10 +28,6 @@ from penstock.cli.telemetry import (
     configure_server_logging,
     writes_access_lines,
 )
-from penstock.core.errors import UsageError
-from penstock.core.gateway_config import ServerConfig, TelemetryConfig
-from penstock.core.log_format import JsonFormatter
-from penstock.gateway.telemetry.observer import NoTracing
 
 
 @pytest.fixture

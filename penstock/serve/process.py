@@ -1,10 +1,14 @@
-"""What a process that listens needs, before it loads what answers."""
+"""Set-up that every gateway process does before it loads the gateway, and a wait that a signal can end."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import resource
 import sys
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +17,7 @@ from penstock.core.config import ServeConfig
 from penstock.core.gateway_config import ServerConfig
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RESERVED_FILES = 200  # that a server opens besides connections
 THREAD_TURN_S = 0.001  # how long a thread, of the database say, may keep the event loop waiting
@@ -38,3 +43,17 @@ def within_file_limit(server: ServerConfig) -> ServerConfig:
         return server
     log.info("the system allows %d open files, which bounds the connections", allowed)
     return msgspec.structs.replace(server, max_connections=max(1, allowed - RESERVED_FILES))
+
+
+async def until(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """Return the result of `work`, or None when `stop` is set first. `work` is then cancelled, and has ended."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return None

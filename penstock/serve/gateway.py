@@ -1,7 +1,7 @@
 """One gateway process behind a listening socket: everything of a server but the engine.
 
 Part of the composition root. `penstock serve` runs one in its own process, or several as children
-(`cli/api_workers.py`).
+(`serve/api_workers.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -19,12 +19,10 @@ import uvicorn
 from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.protocol import bounded_protocols
-from penstock.cli.books import open_books
-from penstock.cli.external_pool import open_external_pool
-from penstock.cli.stores import data_dir, open_database
-from penstock.cli.telemetry import build_journal, build_observer
+from penstock.cluster.external.pool import ExternalPool
+from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.fleet import Fleet
-from penstock.core.config import ServeConfig
+from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.gateway.adapter_trial import try_given
 from penstock.gateway.adapters import open_adapters
 from penstock.gateway.batches.service import StoredWork
@@ -36,6 +34,9 @@ from penstock.gateway.replica_metrics import ReplicaMetrics
 from penstock.gateway.responses.database import DatabaseResponses
 from penstock.gateway.responses.store import MemoryResponses
 from penstock.gateway.tenants.service import Tenants
+from penstock.serve.gateway_state import open_gateway_state
+from penstock.serve.stores import data_dir, open_database
+from penstock.serve.telemetry import build_journal, build_observer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class _Server(uvicorn.Server):
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDoor:
+class RunningGateway:
     """A gateway that serves. `close` after `drain`: bytes may still be on their way to readers until then."""
 
     gateway: Gateway
@@ -75,15 +76,15 @@ class FrontDoor:
 
 
 @contextlib.asynccontextmanager
-async def open_front_door(
+async def open_gateway(
     config: ServeConfig,
     fleet: Fleet,
     listener: socket.socket,
     *,
     is_open: bool,
-    desk: ControlDesk,
-) -> AsyncIterator[FrontDoor]:
-    """Serve `fleet`, which is ready, until the context ends; `desk` answers operators."""
+    control: ControlDesk,
+) -> AsyncIterator[RunningGateway]:
+    """Serve `fleet`, which is ready, until the context ends; `control` answers operators."""
     num_processes = config.server.api_workers
     async with contextlib.AsyncExitStack() as stack:
         observer = build_observer(config.telemetry)
@@ -94,12 +95,12 @@ async def open_front_door(
             database, static_key=config.server.api_key, oidc=config.tenants.oidc, is_open=is_open
         )
         stack.push_async_callback(tenants.close)
-        books = await stack.enter_async_context(open_books(config, database, is_open=is_open))
-        limiter = books.build_limiter(config.gateway, num_processes)
+        state = await stack.enter_async_context(open_gateway_state(config, database, is_open=is_open))
+        limiter = state.build_limiter(config.gateway, num_processes)
         stack.push_async_callback(limiter.close)
         await limiter.start()
         journal = build_journal(config.telemetry, observer)
-        gateway = books.build_gateway(
+        gateway = state.build_gateway(
             fleet, config.gateway, limiter, observer if journal is not None else None
         )
         gateway.catalogue.adapters = await open_adapters(config.gateway.names, data_dir(config.store))
@@ -113,10 +114,10 @@ async def open_front_door(
         work = StoredWork(database, data_dir(config.store))
         http, websocket, connections = bounded_protocols(config.server)
         gateway.metrics.register(connections)
-        gateway.metrics.register(PoolMetrics(desk))
+        gateway.metrics.register(PoolMetrics(control))
         gateway.metrics.register(ReplicaMetrics(fleet))
         cluster = ClusterEndpoints(
-            desk, database, config.server.max_body_bytes, external=gateway.catalogue.external
+            control, database, config.server.max_body_bytes, external=gateway.catalogue.external
         )
         app = create_app(
             gateway,
@@ -125,7 +126,7 @@ async def open_front_door(
             work=work,
             responses=DatabaseResponses(database) if is_shared else MemoryResponses(),
             journal=journal,
-            more_routes=[*books.routes(database), *cluster.routes()],
+            more_routes=[*state.routes(database), *cluster.routes()],
         )
         server = _Server(
             uvicorn.Config(
@@ -152,4 +153,19 @@ async def open_front_door(
         # What is built stays: the collector need not walk over it again and again between requests.
         gc.collect()
         gc.freeze()
-        yield FrontDoor(gateway, work, server, serving)
+        yield RunningGateway(gateway, work, server, serving)
+
+
+@contextlib.asynccontextmanager
+async def open_external_pool(servers: Sequence[ExternalServerConfig]) -> AsyncIterator[ExternalPool]:
+    """Every server has been looked at once when this begins, and is looked at again until it ends."""
+    pool = ExternalPool([ExternalServer(server) for server in servers])
+    await pool.probe()
+    watching = asyncio.create_task(pool.run())
+    try:
+        yield pool
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        await pool.close()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.worker_messages import Begin, Drain, encode_line
 from penstock.core.config import ServeConfig
+from penstock.serve.api_workers import Begin, Drain, encode_line
 
 pytestmark = pytest.mark.slow  # three processes that import everything
 
@@ -25,7 +25,7 @@ def worker_without_engine(folder: Path) -> subprocess.Popen[bytes]:
         listener.listen()
         descriptor = listener.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli.api_worker"], stdin=subprocess.PIPE, pass_fds=(descriptor,)
+            [sys.executable, "-m", "penstock.serve.api_worker"], stdin=subprocess.PIPE, pass_fds=(descriptor,)
         )
         begin = Begin(
             config=ServeConfig(),
@@ -62,7 +62,7 @@ def test_a_worker_that_waits_for_an_engine_leaves_when_told_to(tmp_path: Path) -
 def test_what_is_printed_in_a_worker_does_not_fill_the_pipe_that_the_parent_reads() -> None:
     script = """
 import sys
-from penstock.cli.api_worker import _take_standard_output
+from penstock.serve.api_worker import _take_standard_output
 
 replies = _take_standard_output()
 print("x" * 1_000_000, flush=True)

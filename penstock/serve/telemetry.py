@@ -10,10 +10,10 @@ import sys
 import threading
 
 from penstock.api.http.access_log import RequestJournal
-from penstock.cli.environment import otel_sampled_share, otel_service_name, otlp_headers
 from penstock.core.gateway_config import TelemetryConfig
 from penstock.core.log_format import formatter
 from penstock.gateway.telemetry.observer import RequestObserver
+from penstock.serve.environment import otel_sampled_share, otel_service_name, otlp_headers
 from penstock.version import __version__
 
 MAX_WAITING_LINES = 20_000

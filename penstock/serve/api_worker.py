@@ -12,12 +12,10 @@ from typing import BinaryIO
 
 import uvloop
 
-from penstock.cli.control import open_link
-from penstock.cli.front_door import open_front_door
-from penstock.cli.listening import prepare_process
-from penstock.cli.telemetry import configure_server_logging
-from penstock.cli.waiting import until
-from penstock.cli.worker_messages import (
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.fleet_config import FleetConfig
+from penstock.gateway.metrics_exchange import MetricsExchange
+from penstock.serve.api_workers import (
     Begin,
     CutShort,
     Drain,
@@ -27,9 +25,10 @@ from penstock.cli.worker_messages import (
     decode_to_worker,
     encode_line,
 )
-from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
-from penstock.gateway.metrics_exchange import MetricsExchange
+from penstock.serve.control import open_link
+from penstock.serve.gateway import open_gateway
+from penstock.serve.process import prepare_process, until
+from penstock.serve.telemetry import configure_server_logging
 
 MAX_LINE_BYTES = 1 << 26  # vocabularies are large
 
@@ -104,15 +103,15 @@ async def _serve(begin: Begin, fleet: Fleet, orders: Orders, replies: BinaryIO) 
     listener.setblocking(False)
     async with (
         open_link(Path(begin.control_socket), fleet) as link,
-        open_front_door(config, fleet, listener, is_open=begin.is_open, desk=link) as door,
+        open_gateway(config, fleet, listener, is_open=begin.is_open, control=link) as running,
     ):
-        exchange = MetricsExchange(begin.siblings, begin.number, door.gateway.render_own_metrics)
-        door.gateway.metrics_exchange = exchange
+        exchange = MetricsExchange(begin.siblings, begin.number, running.gateway.render_own_metrics)
+        running.gateway.metrics_exchange = exchange
         async with exchange.serving():
             replies.write(encode_line(WorkerReady()))
             await orders.drain.wait()
-            await until(door.drain(config.server.drain_timeout), orders.cut_short)
-            await door.close()
+            await until(running.drain(config.server.drain_timeout), orders.cut_short)
+            await running.close()
 
 
 async def _standard_input() -> asyncio.StreamReader:

@@ -17,12 +17,6 @@ from dataclasses import dataclass
 
 import uvloop
 
-from penstock.cli.api_workers import ApiWorkers
-from penstock.cli.control import Control, open_control, open_link
-from penstock.cli.environment import bytecode_dir, visible_gpus
-from penstock.cli.listening import prepare_process
-from penstock.cli.telemetry import configure_server_logging
-from penstock.cli.waiting import until
 from penstock.cluster.early import EarlyProcess
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.fleet_config import FleetConfig
@@ -34,6 +28,11 @@ from penstock.core.config import ServeConfig
 from penstock.core.errors import UsageError
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.messages import EngineReady, LoadProgress
+from penstock.serve.api_workers import ApiWorkers
+from penstock.serve.control import Control, open_control, open_link
+from penstock.serve.environment import bytecode_dir, visible_gpus
+from penstock.serve.process import prepare_process, until
+from penstock.serve.telemetry import configure_server_logging
 
 log = logging.getLogger(__name__)
 
@@ -141,22 +140,22 @@ async def _serve_here(
         control = await stack.enter_async_context(open_control(config, replicas.supervisor, replicas.specs))
         launched, _ = await asyncio.gather(
             until(replicas.launch(control), stop),
-            asyncio.to_thread(importlib.import_module, "penstock.cli.front_door"),  # while the engines load
+            asyncio.to_thread(importlib.import_module, "penstock.serve.gateway"),  # while the engines load
         )
         if launched is None:
             return
-        from penstock.cli.front_door import open_front_door
+        from penstock.serve.gateway import open_gateway
 
         ready = await fleet.wait_ready() if launched else None
         await stack.enter_async_context(control.plane.running(control.socket))
         link = await stack.enter_async_context(open_link(control.socket, fleet))
-        async with open_front_door(config, fleet, listener, is_open=is_open, desk=link) as door:
+        async with open_gateway(config, fleet, listener, is_open=is_open, control=link) as running:
             announce(ready)
             await stop.wait()
             _announce_drain(config.server)
             stop.clear()  # a second signal cuts the drain short
-            await until(door.drain(config.server.drain_timeout), stop)
-            await door.close()
+            await until(running.drain(config.server.drain_timeout), stop)
+            await running.close()
 
 
 async def _serve_by_workers(

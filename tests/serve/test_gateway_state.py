@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.books import open_books
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import GatewayConfig, LedgerConfig, StoreConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.store.database import Database, sqlite_url
+from penstock.serve.gateway_state import open_gateway_state
 from tests.gateway.fake_engine import FakeEngine
 
 PRICES = "[prices.default]\ninput = 1\noutput = 2\n"
@@ -65,7 +65,7 @@ async def test_when_there_is_a_ledger(
     if has_keys:
         database.migrate()
     config = config_in(tmp_path, settings, usage_ledger=wants)
-    async with open_books(config, database, is_open=is_open) as books:
+    async with open_gateway_state(config, database, is_open=is_open) as books:
         assert (books.ledger is not None) == has_ledger
         assert (books.settings is not None) == (settings is not None)
     assert (tmp_path / "data").exists() == (has_keys or has_ledger), (
@@ -75,7 +75,7 @@ async def test_when_there_is_a_ledger(
 
 async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -> None:
     config = config_in(tmp_path, PRICES)
-    async with open_books(config, database, is_open=True) as books:
+    async with open_gateway_state(config, database, is_open=True) as books:
         limiter = books.build_limiter(config.gateway)
         gateway = books.build_gateway(FakeEngine(), config.gateway, limiter)
         assert books.settings is not None
@@ -99,12 +99,12 @@ async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -
 
 async def test_a_bad_file_stops_the_start(tmp_path: Path, database: Database) -> None:
     with pytest.raises(ConfigError, match=r"settings\.toml, line 1: there is no setting 'prizes'"):
-        async with open_books(config_in(tmp_path, "[prizes]\n"), database, is_open=True):
+        async with open_gateway_state(config_in(tmp_path, "[prizes]\n"), database, is_open=True):
             pass
 
 
 async def test_a_folder_that_cannot_be_written(tmp_path: Path, database: Database) -> None:
     (tmp_path / "data").write_text("a file is in the way")
     with pytest.raises(ConfigError, match=r"The usage journal in .* cannot be written"):
-        async with open_books(config_in(tmp_path, usage_ledger=True), database, is_open=True):
+        async with open_gateway_state(config_in(tmp_path, usage_ledger=True), database, is_open=True):
             pass

@@ -15,15 +15,10 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import TypeAlias
 
-from penstock.cli.worker_messages import (
-    Begin,
-    CutShort,
-    Drain,
-    Members,
-    ToWorker,
-    encode_line,
-)
+import msgspec
+
 from penstock.cluster.replica import Member
 from penstock.core.config import ServeConfig
 from penstock.core.messages import EngineReady
@@ -34,6 +29,47 @@ FIRST_RESTART_DELAY_S = 0.5
 LAST_RESTART_DELAY_S = 30.0
 START_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 5.0  # beyond the drain
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The first line to a worker. The listening socket is the inherited descriptor."""
+
+    config: ServeConfig
+    members: tuple[Member, ...]
+    models: dict[str, EngineReady]  # what is served, where there may be no replica to tell
+    control_socket: str
+    listener_fd: int
+    is_open: bool
+    siblings: tuple[str, ...]  # sockets where each worker, this one included, tells its own metrics
+    number: int  # of this worker among them
+
+
+class Members(msgspec.Struct, frozen=True, tag="members"):
+    """The replicas that there are now, all of them."""
+
+    members: tuple[Member, ...]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Let running answers finish, then leave."""
+
+
+class CutShort(msgspec.Struct, frozen=True, tag="cut_short"):
+    """Leave now."""
+
+
+ToWorker: TypeAlias = Begin | Members | Drain | CutShort
+
+
+class WorkerReady(msgspec.Struct, frozen=True, tag="ready"):
+    pass
+
+
+def encode_line(message: ToWorker | WorkerReady) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+decode_to_worker = msgspec.json.Decoder(ToWorker).decode
 
 
 class ApiWorkers:
@@ -91,7 +127,7 @@ class ApiWorkers:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "penstock.cli.api_worker",
+            "penstock.serve.api_worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(self._listener.fileno(),),

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.cli.options import read_config_file, resolve
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.errors import ConfigError
+from penstock.serve.config import read_config_file, resolve
 from tests.cli.test_serve_keys import running_server
 
 TABLES = """

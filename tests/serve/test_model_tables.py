@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.options import read_config_file, resolve
-from penstock.cli.replicas import planned_replicas
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
+from penstock.serve.config import read_config_file, resolve
+from penstock.serve.replicas import planned_replicas
 
 TWO_MODELS = """
 max_num_seqs = 32

@@ -1,4 +1,4 @@
-"""Builds what keeps the books of a server: the settings file, the usage ledger, answers given before.
+"""Builds the state of a gateway: the settings file, the usage ledger, and stored answers.
 
 Part of the composition root. Decides nothing but whether there is a ledger.
 """
@@ -16,7 +16,6 @@ from starlette.routing import Route
 
 from penstock.api.admin.fleet import SettingsEndpoints
 from penstock.api.admin.usage import UsageEndpoints
-from penstock.cli.stores import data_dir
 from penstock.cluster.client import EngineClient
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
@@ -33,10 +32,11 @@ from penstock.gateway.replies.idempotency import IdempotentAnswers
 from penstock.gateway.settings import Settings
 from penstock.gateway.settings_keeper import SettingsKeeper
 from penstock.gateway.store.database import Database
+from penstock.serve.stores import data_dir
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class GatewayState:
     """`settings` is None without a settings file, `ledger` where nobody asked for one."""
 
     settings: SettingsKeeper | None
@@ -59,7 +59,7 @@ class Books:
         limiter: RunningLimiter,
         observer: Observer | None = None,
     ) -> Gateway:
-        """A gateway that keeps these books, follows the settings and shows all of their metrics."""
+        """A gateway that uses this state, follows the settings and shows all of their metrics."""
         accounts = Accounts(limiter, self.ledger, observer)
         gateway = Gateway(engine, config, accounts=accounts, replies=self.replies)
         gateway.metrics.register(limiter.metrics)
@@ -82,7 +82,9 @@ def _apply(gateway: Gateway, settings: Settings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_books(config: ServeConfig, database: Database, *, is_open: bool) -> AsyncIterator[Books]:
+async def open_gateway_state(
+    config: ServeConfig, database: Database, *, is_open: bool
+) -> AsyncIterator[GatewayState]:
     keeper = SettingsKeeper(Path(config.gateway.settings).expanduser()) if config.gateway.settings else None
     settings = keeper.load() if keeper is not None else Settings()
     wants_ledger = config.ledger.usage_ledger
@@ -107,7 +109,7 @@ async def open_books(config: ServeConfig, database: Database, *, is_open: bool) 
             if ledger is not None:
                 keeper.attach(lambda new: ledger.set_prices(PriceTable(new.prices)))
             await stack.enter_async_context(_reloading(keeper))
-        yield Books(keeper, ledger, replies)
+        yield GatewayState(keeper, ledger, replies)
 
 
 def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) -> UsageLedger:

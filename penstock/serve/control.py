@@ -13,8 +13,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from penstock.cli.models import model_hub
-from penstock.cli.stores import open_database
 from penstock.cluster.control_link import ControlLink
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
@@ -24,6 +22,7 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ServeConfig
 from penstock.core.errors import InvalidRequest, UsageError
 from penstock.gateway.releases import DatabaseReleases
+from penstock.serve.stores import model_hub, open_database
 
 
 @dataclass(frozen=True, slots=True)

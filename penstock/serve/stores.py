@@ -1,15 +1,16 @@
-"""Where a server's data is, from its settings and the environment."""
+"""The places where a server keeps its data, its database and its models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.environment import state_dir
 from penstock.core.gateway_config import StoreConfig
+from penstock.serve.environment import cache_dir, hub_token, state_dir
 
 if TYPE_CHECKING:
     from penstock.gateway.store.database import Database
+    from penstock.models.hub import ModelHub
 
 
 def data_dir(config: StoreConfig) -> Path:
@@ -22,3 +23,10 @@ def open_database(config: StoreConfig) -> Database:
     from penstock.gateway.store.database import Database, sqlite_url
 
     return Database(config.database_url or sqlite_url(data_dir(config)))
+
+
+def model_hub() -> ModelHub:
+    """The cache of models on this machine, with the user's Hugging Face token."""
+    from penstock.models.hub import ModelHub
+
+    return ModelHub(cache_dir(), hub_token=hub_token())

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.environment import EXTERNAL_API_KEY_VARIABLE, secret_in
 from penstock.cluster.external.address import server_name
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import ConfigError
+from penstock.serve.environment import EXTERNAL_API_KEY_VARIABLE, secret_in
 
 
 class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
