@@ -9,6 +9,7 @@ from typing import Any
 from penstock.bench.load import LoadResult
 from penstock.bench.summary import Summary
 from penstock.core.errors import UsageError
+from penstock.core.installation import install_command
 
 
 def require_matplotlib() -> None:
@@ -17,7 +18,7 @@ def require_matplotlib() -> None:
         import matplotlib
     except ImportError as error:
         raise UsageError(
-            "A plot needs matplotlib, which is not installed.", hint="Run `pip install 'penstock[plot]'`."
+            "A plot needs matplotlib, which is not installed.", hint=f"Run `{install_command('plot')}`."
         ) from error
     matplotlib.use("Agg")  # files only, no window system
 

@@ -61,7 +61,7 @@ _measurement_options = _options(
 _output_options = _options(
     click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write figures here."),
     click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE",
-                 help="Draw a picture here (.png, .svg, .pdf); needs `pip install 'penstock[plot]'`."),
+                 help="Draw a picture here (.png, .svg, .pdf); needs the extra `plot`."),
 )  # fmt: skip
 _length_help = "{}: a number, or a range such as 100:1024."
 

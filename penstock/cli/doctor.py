@@ -18,6 +18,7 @@ import click
 from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
 from penstock.cli.console import spinner, stdout_console
 from penstock.core.gateway_config import ServerConfig
+from penstock.core.installation import reinstall_command
 from penstock.models.hub import ModelHub
 from penstock.serve.stores import model_hub
 from penstock.version import __version__
@@ -109,7 +110,7 @@ def check_kernels(kernels: dict[str, Any]) -> Finding:
             "warn",
             "Kernels",
             "native CPU kernels are missing, so torch does their work more slowly",
-            "Install a C++ compiler and run `pip install --force-reinstall --no-deps penstock`.",
+            f"Install a C++ compiler and run `{reinstall_command()}`.",
         )
     return Finding("ok", "Kernels", f"native, for {kernels['isa']}, on {kernels['num_threads']} threads")
 

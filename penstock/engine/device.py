@@ -10,6 +10,7 @@ import torch
 
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
+from penstock.core.installation import install_command
 from penstock.kernels.interface import Ops
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
@@ -29,7 +30,7 @@ def choose_ops(config: EngineConfig) -> Ops:
         raise ConfigError("--attention-backend flashinfer needs a CUDA device.", hint="Leave it out.")
     if backend == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         raise ConfigError(
-            "--attention-backend flashinfer needs FlashInfer.", hint="pip install 'penstock[flashinfer]'"
+            "--attention-backend flashinfer needs FlashInfer.", hint=f"Run: {install_command('flashinfer')}"
         )
     ops = select_ops(
         device,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from penstock.core.errors import ModelLoadError, UsageError
+from penstock.core.installation import install_command
 from penstock.models.catalog import BUILT_IN_MODELS, CATALOG, CatalogModel, WheelPart
 from penstock.models.wheels import PARALLEL_DOWNLOADS, WheelSource
 
@@ -165,7 +166,7 @@ class ModelHub:
         except ImportError as error:
             raise ModelLoadError(
                 f"'{repository}' looks like a Hugging Face id, and huggingface_hub is not installed.",
-                hint="Run `pip install 'penstock[hub]'`, or give a folder or a .gguf file.",
+                hint=f"Run `{install_command('hub')}`, or give a folder or a .gguf file.",
             ) from error
         try:
             folder = snapshot_download(

@@ -21,6 +21,7 @@ from penstock.bench.summary import (
 from penstock.bench.tables import comparison_table, serve_table, totals_line
 from penstock.bench.workload import ClosedLoop, Workload
 from penstock.core.errors import UsageError
+from penstock.core.installation import install_command
 
 TARGET = Target("ours", Endpoint.parse("http://127.0.0.1:1"), "m")
 WORKLOAD = Workload(arrivals=ClosedLoop(2), num_requests=3)
@@ -123,4 +124,4 @@ def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(UsageError) as caught:
         plot_latencies(tmp_path / "plot.png", summary(300, 10), RESULT)
-    assert "penstock[plot]" in (caught.value.hint or "")
+    assert install_command("plot") in (caught.value.hint or "")

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ModelLoadError, UsageError
+from penstock.core.installation import install_command
 from penstock.models.catalog import CATALOG, Companion
 from penstock.models.hub import ModelHub, PullProgress
 
@@ -262,7 +263,7 @@ def test_a_hub_id_without_the_library_names_the_extra(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelLoadError) as caught:
         fake_pip.hub(tmp_path).resolve("some/model")
-    assert "penstock[hub]" in (caught.value.hint or "")
+    assert install_command("hub") in (caught.value.hint or "")
 
 
 def test_the_catalog_is_consistent() -> None:

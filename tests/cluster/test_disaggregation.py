@@ -25,7 +25,7 @@ from penstock.core.request import Request, SamplingParams
 from penstock.router import Replica
 from tests.engine.tiny import write_tiny_model
 
-pytest.importorskip("nixl_cu12", reason="needs penstock[disaggregation]")
+pytest.importorskip("nixl_cu12", reason="needs the extra disaggregation")
 
 WAIT_S = 60
 MODEL = "tiny"

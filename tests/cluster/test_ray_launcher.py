@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from penstock.cluster.ray_launcher import RayLauncher, resources
 from penstock.core.engine_config import ModelConfig, ParallelConfig
 from penstock.core.errors import ConfigError
+from penstock.core.installation import install_command
 from tests.cluster.control_stage import ENGINE, SPEC
 
 
@@ -38,4 +39,4 @@ async def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError) as refused:
         await RayLauncher().launch(replace(SPEC, launcher="ray"), "replica-1")
-    assert "penstock[ray]" in (refused.value.hint or "")
+    assert install_command("ray") in (refused.value.hint or "")

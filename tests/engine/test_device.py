@@ -12,6 +12,7 @@ import torch
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import ConfigError
+from penstock.core.installation import install_command
 from penstock.engine import device as device_module
 from penstock.engine.device import choose_ops, leave_cores_to
 from penstock.kernels import library
@@ -108,7 +109,7 @@ def test_flashinfer_needs_cuda_and_its_package(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(device_module, "choose_device", lambda asked: torch.device("cuda"))
     with pytest.raises(ConfigError, match="needs FlashInfer") as refused:
         choose_ops(wanting)
-    assert refused.value.hint == "pip install 'penstock[flashinfer]'"
+    assert refused.value.hint == f"Run: {install_command('flashinfer')}"
 
 
 def test_host_memory_that_is_not_there_refuses_the_start_with_its_size(

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.core.errors import UsageError
 from penstock.core.gateway_config import ServerConfig, TelemetryConfig
+from penstock.core.installation import install_command
 from penstock.core.log_format import JsonFormatter
 from penstock.gateway.telemetry.observer import NoTracing
 from penstock.serve.config import resolve
@@ -108,7 +109,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as caught:
         build_observer(TelemetryConfig(otlp_endpoint="http://localhost:4318"))
     assert caught.value.hint is not None
-    assert "penstock[otel]" in caught.value.hint
+    assert install_command("otel") in caught.value.hint
 
 
 def test_opentelemetrys_own_variables_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:

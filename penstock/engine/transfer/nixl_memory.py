@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError
+from penstock.core.installation import install_command
 from penstock.core.kv_transfer import KVLayout, MemoryRegion
 
 # One wheel for each version of CUDA; both work without a GPU.
@@ -146,7 +147,7 @@ def _load() -> Any:
         return api
     raise ConfigError(
         "KV cannot move between engines: NIXL is not installed.",
-        hint="pip install 'penstock[disaggregation]'",
+        hint=f"Run: {install_command('disaggregation')}",
     )
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import GatewayConfig
+from penstock.core.installation import install_command
 from penstock.gateway.accounts import Limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.metrics import LimiterMetrics
@@ -43,6 +44,6 @@ def build_limiter(
         from penstock.gateway.ratelimits.shared import RedisLimiter
     except ImportError as error:
         raise ConfigError(
-            "Limits shared through Redis need the redis package.", hint="pip install 'penstock[redis]'"
+            "Limits shared through Redis need the redis package.", hint=f"Run: {install_command('redis')}"
         ) from error
     return RedisLimiter.at(config.redis_url, settings, local, policy=config.redis_policy)

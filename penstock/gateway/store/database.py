@@ -24,6 +24,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.pool import StaticPool
 
 from penstock.core.errors import ConfigError, StoreUnavailable
+from penstock.core.installation import install_command
 from penstock.gateway.store.migrate import migrate
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
         )
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "PostgreSQL needs a driver that is not installed.", hint="Run: pip install 'penstock[postgres]'"
+            "PostgreSQL needs a driver that is not installed.", hint=f"Run: {install_command('postgres')}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Traces in OpenTelemetry's form, after its conventions for generative AI. Needs the extra `penstock[otel]`.
+"""Traces in OpenTelemetry's form, after its conventions for generative AI. Needs the extra `otel`.
 
 A request has a span; each of its generations has one below it, and below that one for the time in the engine, with
 events for queue, prefill, first token and finish. The engine process itself writes no spans: it measures how long a
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import UsageError
+from penstock.core.installation import install_command
 from penstock.gateway.accounts import Claim, Outcome
 from penstock.gateway.telemetry.record import RequestRecord
 
@@ -38,7 +39,7 @@ def otlp_exporter(config: TracingConfig) -> SpanExporter:
     except ImportError as error:
         raise UsageError(
             "Tracing needs the OpenTelemetry packages.",
-            hint="Install them with: pip install 'penstock[otel]'",
+            hint=f"Install them with: {install_command('otel')}",
         ) from error
     endpoint = config.endpoint.rstrip("/")
     if not endpoint.endswith("/v1/traces"):

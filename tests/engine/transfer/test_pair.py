@@ -17,7 +17,7 @@ from penstock.simulator.replay import replay
 from ..tiny import request, run, tiny_engine, tokens, write_tiny_model
 from .pair import Pair, pair, side
 
-pytest.importorskip("nixl_cu12", reason="needs penstock[disaggregation]")
+pytest.importorskip("nixl_cu12", reason="needs the extra disaggregation")
 
 
 def prompt(length: int, step: int = 7) -> list[int]:

@@ -13,7 +13,7 @@ from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import Server, Wall
 from tests.gateway.store.postgres_server import running_postgres
 
-pytest.importorskip("psycopg", reason="needs penstock[postgres]")
+pytest.importorskip("psycopg", reason="needs the extra postgres")
 pytestmark = pytest.mark.slow
 
 TEXTS = [f"line-{number}" for number in range(1, 41)]

@@ -27,7 +27,7 @@ from penstock.gateway.store.database import Database
 from tests.gateway.ledger.books import NOON, PRICES, WallClock, claim, outcome
 from tests.gateway.store.postgres_server import running_postgres
 
-pytest.importorskip("psycopg", reason="needs penstock[postgres]")
+pytest.importorskip("psycopg", reason="needs the extra postgres")
 pytestmark = pytest.mark.slow
 
 

@@ -21,7 +21,7 @@ from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 from tests.gateway.store.test_migrations import differences
 from tests.gateway.tenants.conftest import ACTOR, Time, World
 
-pytest.importorskip("psycopg", reason="needs penstock[postgres]")
+pytest.importorskip("psycopg", reason="needs the extra postgres")
 pytestmark = pytest.mark.slow
 
 
