@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from penstock.router import Replica, ReplicaState
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.2  # for what a process sent before it died to arrive
+STACK_DUMP_S = 0.2  # for a frozen process to write the stacks of its threads before it is killed
 T = TypeVar("T")
 
 
@@ -41,6 +43,13 @@ def processor_s(pid: int | None) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def ask_for_stacks(pid: int | None) -> None:
+    """Ask a worker process of this machine to write the stacks of its threads to its log."""
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
 
 
 class ReplicaLife:
@@ -163,9 +172,12 @@ class ReplicaLife:
             if self._silence.is_too_long(HEARTBEAT_INTERVAL_S, is_working=is_working):
                 how = f"was silent for {self._silence.patience_s:.1f} s and was killed"
                 self._become(ReplicaState.UNHEALTHY)
+                ask_for_stacks(running.pid)
+                await asyncio.sleep(STACK_DUMP_S)
                 running.kill()
         code = exited.result()
-        return how or (f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}")
+        how = how or (f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}")
+        return how if client.failure is None else f"{how} ({client.failure.message})"
 
     async def _unless_over(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._watching is not None

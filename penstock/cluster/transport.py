@@ -86,6 +86,11 @@ class ZmqEngineClient:
         return self._ready
 
     @property
+    def failure(self) -> PenstockError | None:
+        """Why the engine is not ready, where the engine or its supervisor said so."""
+        return self._failure
+
+    @property
     def models(self) -> Mapping[str, EngineReady]:
         return {} if self._ready is None else {self._ready.model.name: self._ready}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -61,6 +62,8 @@ STATS_INTERVAL_S = 0.1
 KV_EVENTS_INTERVAL_S = 0.02
 NEWS_INTERVAL_S = 0.001  # the news of steps that take less travel together
 BROKEN_RECORDS_EXIT_CODE = 3
+# An engine that fails at once may do so before the process that started it has connected.
+FIRST_HELLO_TIMEOUT_S = 5.0
 _READABLE = int(zmq.POLLIN)
 
 
@@ -158,8 +161,15 @@ class Worker:
             failure = EngineFailed(
                 "engine_unavailable", f"The engine stopped: {type(error).__name__}: {error}"
             )
-        self._read_inbox(0.0)
+        self._wait_for_gateway()
         self._broadcast(failure)
+
+    def _wait_for_gateway(self) -> None:
+        """Return when at least one gateway has said hello, so that a message reaches somebody."""
+        give_up_s = time.monotonic() + FIRST_HELLO_TIMEOUT_S
+        self._read_inbox(0.0)
+        while not self._gateways and time.monotonic() < give_up_s and os.getppid() == self._parent:
+            self._read_inbox(0.1)
 
     def leaves_in_order(self) -> bool:
         """Whether the engine's records agree with each other at the end of its life: no KV block was lost."""
@@ -310,28 +320,36 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """What this process is to run. `problem` is the error that preparing the job raised, if one did."""
+
     arguments: argparse.Namespace
     config: EngineConfig
+    problem: Exception | None = None
 
 
 def _job(arguments: list[str], config: bytes) -> _Job:
     job = _Job(_parser().parse_args(arguments), msgspec.json.decode(config, type=EngineConfig))
     if job.arguments.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.arguments.gpus
-    prepare(job.config, job.arguments.model_path, job.arguments.bytecode)
+    try:
+        prepare(job.config, job.arguments.model_path, job.arguments.bytecode)
+    except Exception as problem:
+        return replace(job, problem=problem)
     return job
 
 
 def _job_that_comes_later(bytecode: Path) -> _Job | None:
-    """See `early`. None if nobody needs this process."""
+    """Read the job from standard input while this process imports what every engine needs; see `early`. Returns None
+    when the parent closes standard input without a job."""
 
     def read() -> _Job | None:
         line = sys.stdin.buffer.readline()
         return _job(msgspec.json.decode(line, type=list[str]), sys.stdin.buffer.read()) if line else None
 
     with ThreadPoolExecutor(1) as reader:
-        job = reader.submit(read)  # which comes while this imports
-        with contextlib.suppress(ImportError):  # It comes back where it can be said properly.
+        job = reader.submit(read)
+        # A missing package raises again when the engine is built, and is reported from there.
+        with contextlib.suppress(ImportError):
             preload(bytecode)
         return job.result()
 
@@ -344,7 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", required=True, type=Path)
     parser.add_argument("--parent-pid", type=int, help="process to leave with, which may be gone already")
     parser.add_argument("--gpus", help="devices to use, as CUDA_VISIBLE_DEVICES names them")
-    parser.add_argument("--bytecode", type=Path, help="folder for that of packages which have none")
+    parser.add_argument("--bytecode", type=Path, help="folder for the bytecode of packages that have none")
     parser.add_argument("--key-file", type=Path, help="secret key for an endpoint on the network")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
@@ -357,6 +375,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until everything is loaded, of which hardly anything is garbage
+    faulthandler.enable()  # a crash in C code leaves the stacks of all threads in the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does a frozen engine, before it is killed
     given = sys.argv[1:]
     if given[:1] == ["--early"]:
         job = _job_that_comes_later(bytecode=Path(given[1]))
@@ -371,14 +391,17 @@ def main() -> int:
     logging.basicConfig(level=arguments.log_level, handlers=[handler])
     secret_key = arguments.key_file.read_text() if arguments.key_file else None
     worker = Worker(arguments.endpoint, arguments.parent_pid, secret_key)
+    is_started = False
     try:
+        if job.problem is not None:
+            raise job.problem
         worker.start(job.config, arguments.model_path)
+        is_started = True
         worker.run()
-    except PenstockError as error:
-        worker.report_failure(error)
-        return 1
     except Exception as error:
-        log.exception("the engine failed")
+        # The message of a refused start says all that its user needs. Every other end leaves its traceback.
+        if is_started or not isinstance(error, PenstockError):
+            log.exception("the engine failed")
         worker.report_failure(error)
         return 1
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,15 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "break"
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(_SITE.format(marker=str(path)))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    site = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(site))
     return path
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-async def test_requests_survive_it(marker: Path, num_replicas: int) -> None:
+async def test_requests_survive_it(
+    marker: Path, num_replicas: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     supervisor = Supervisor({"local": LocalLauncher()})
     fleet = Fleet()
     supervisor.on_change.append(fleet.update)
@@ -79,3 +83,6 @@ async def test_requests_survive_it(marker: Path, num_replicas: int) -> None:
         assert len(set(first) - {member.id for member in supervisor.members()}) == 1
     finally:
         await supervisor.close()
+    log = capfd.readouterr().err
+    assert "Traceback (most recent call last)" in log
+    assert "illegal memory access" in log

@@ -16,6 +16,8 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import Member
 from penstock.cluster.supervisor import Supervisor
+from penstock.cluster.transport import ZmqEngineClient
+from penstock.cluster.worker import Worker
 from penstock.core.errors import EngineUnavailable, ModelLoadError, NotFound
 from penstock.router import ReplicaState
 from tests.cluster.engines import echo_spec, make_request, send, until
@@ -54,6 +56,24 @@ def kill(supervisor: Supervisor, replica_id: str, number: signal.Signals) -> int
     return pid
 
 
+# Python runs it in every engine process. The worker that first meets the file removes the file and hangs.
+_FREEZING_SITE = """
+import os, time
+
+def sleep_for_a_day():
+    time.sleep(86_400)
+
+getppid = os.getppid
+
+def getppid_or_freeze():
+    try:
+        os.remove({marker!r})
+    except FileNotFoundError:
+        return getppid()
+    sleep_for_a_day()
+
+os.getppid = getppid_or_freeze
+"""
 BEGINNING = [ReplicaState.STARTING, ReplicaState.WARMING, ReplicaState.READY]
 
 
@@ -120,6 +140,34 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
             await supervisor.launch(replace(echo_spec(), model_path=str(broken)))
         assert supervisor.members() == ()
         assert history.states == {"replica-1": [ReplicaState.STARTING, ReplicaState.GONE]}
+
+
+async def test_the_reason_of_a_failed_start_waits_for_the_process_that_asked(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path / 'engine.sock'}"
+    worker = Worker(endpoint)
+    reporting = asyncio.create_task(asyncio.to_thread(worker.report_failure, ModelLoadError("no weights")))
+    await asyncio.sleep(0.2)  # long after the worker has looked into its inbox for the first time
+    client = ZmqEngineClient(endpoint)
+    client.start()
+    try:
+        with pytest.raises(ModelLoadError, match="no weights"):
+            await asyncio.wait_for(client.wait_ready(), 10.0)
+        await reporting
+    finally:
+        client.close()
+        worker.close()
+
+
+async def test_a_frozen_engine_leaves_its_stacks_in_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_FREEZING_SITE.format(marker=str(tmp_path / "freeze")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    async with supervised(heartbeat_timeout_s=0.6) as (supervisor, history):
+        first = await supervisor.launch(echo_spec())
+        (tmp_path / "freeze").touch()
+        await until(lambda: supervisor.num_restarts and history.states[first][-1] is ReplicaState.GONE)
+    assert "in sleep_for_a_day" in capfd.readouterr().err
 
 
 async def test_a_replica_can_be_stopped_while_it_starts() -> None:
