@@ -24,8 +24,8 @@ import uvloop
 
 from bench.replica_rig import Answer, Rig, running, spec_for
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
 from penstock.core.request import Request, SamplingParams
+from penstock.dispatch import DispatchConfig
 from penstock.router import ReplicaState
 
 PROMPT_TOKENS = 120
@@ -52,7 +52,7 @@ Fault = Callable[[Rig], Awaitable[str]]
 
 
 def busiest(rig: Rig) -> str:
-    ledgers = {replica_id: rig.fleet.router.ledger(replica_id) for replica_id in rig.fleet.roster.links}
+    ledgers = {replica_id: rig.fleet.router.ledger(replica_id) for replica_id in rig.fleet.replicas}
     return max(ledgers, key=lambda name: ledger.own_requests if (ledger := ledgers[name]) else 0)
 
 
@@ -78,7 +78,7 @@ async def freeze(rig: Rig) -> str:
 
 async def kill_all(rig: Rig) -> str:
     count = rig.num_ready()
-    for link in tuple(rig.fleet.roster.links.values()):
+    for link in tuple(rig.fleet.replicas.values()):
         rig.signal(link.id, signal.SIGKILL)
     await restarted(rig, count)
     return ""
@@ -108,9 +108,9 @@ async def restart_gateway(rig: Rig) -> str:
 
 
 async def lose_kv_events(rig: Rig) -> str:
-    links = tuple(rig.fleet.roster.links.values())
+    links = tuple(rig.fleet.replicas.values())
     for link in links:
-        client = link.client
+        client = rig.fleet.connections.by_id[link.id].client
         hear = client._on_kv_events  # type: ignore[attr-defined]
         client._on_kv_events = lambda events: None  # type: ignore[attr-defined]
         asyncio.get_running_loop().call_later(0.5, setattr, client, "_on_kv_events", hear)
@@ -125,7 +125,7 @@ async def lose_kv_events(rig: Rig) -> str:
 
 async def slow_down(rig: Rig) -> str:
     """While others send requests too: a replica without work is not slow."""
-    slow = rig.fleet.roster.links[busiest(rig)]
+    slow = rig.fleet.replicas[busiest(rig)]
     others = [asyncio.create_task(keep_asking(rig, number)) for number in range(3 * rig.num_ready())]
     began_s = time.perf_counter()
     while slow.state is ReplicaState.READY and time.perf_counter() < began_s + RECOVERY_LIMIT_S:
@@ -173,7 +173,7 @@ def make_requests(count: int, max_tokens: int, name: str) -> list[Request]:
 
 async def strike(name: str, fault: Fault | None, options: argparse.Namespace) -> Outcome:
     spec = spec_for(options.model, options.replicas)
-    async with running(spec, options.replicas, FleetConfig()) as rig:
+    async with running(spec, options.replicas, DispatchConfig()) as rig:
         undisturbed = await ask_all(rig, make_requests(options.streams, options.tokens, "undisturbed"))
         tasks = [
             asyncio.create_task(rig.ask(request))

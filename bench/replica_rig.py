@@ -13,7 +13,6 @@ from pathlib import Path
 
 from penstock.cli.console import fetch_model
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.supervisor import Supervisor
@@ -21,6 +20,7 @@ from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
+from penstock.dispatch import DispatchConfig
 from penstock.engine.echo import ECHO_MODEL
 from penstock.router import ReplicaState
 from penstock.serve.replicas import shared_engine
@@ -83,7 +83,7 @@ class Rig:
         return answer
 
     def num_ready(self) -> int:
-        return sum(link.state is ReplicaState.READY for link in self.fleet.roster.links.values())
+        return sum(link.state is ReplicaState.READY for link in self.fleet.replicas.values())
 
     async def until_ready(self, count: int) -> None:
         while self.num_ready() < count:
@@ -115,7 +115,7 @@ def spec_for(model: str, count: int, num_kv_blocks: int | None = None) -> Replic
 
 
 @contextlib.asynccontextmanager
-async def running(spec: ReplicaSpec, count: int, config: FleetConfig) -> AsyncIterator[Rig]:
+async def running(spec: ReplicaSpec, count: int, config: DispatchConfig) -> AsyncIterator[Rig]:
     """Fails when an engine that serves at the end has lost track of a KV block."""
     launcher = RememberingLauncher()
     supervisor = Supervisor({"local": launcher})
@@ -127,7 +127,7 @@ async def running(spec: ReplicaSpec, count: int, config: FleetConfig) -> AsyncIt
         await asyncio.gather(*(supervisor.launch(spec) for _ in range(count)))
         await rig.until_ready(count)
         yield rig
-        survivors = [link.id for link in fleet.roster.links.values()]
+        survivors = [link.id for link in fleet.replicas.values()]
     finally:
         await supervisor.close()
         fleet.close()

@@ -21,9 +21,9 @@ from pathlib import Path
 import uvloop
 
 from bench.replica_rig import Answer, Rig, running, spec_for
-from penstock.cluster.fleet_config import FleetConfig
 from penstock.core.config import RoutingPolicy
 from penstock.core.request import Request, SamplingParams
+from penstock.dispatch import DispatchConfig
 
 SYSTEM_TOKENS = 1_000
 QUESTION_TOKENS = 24
@@ -80,7 +80,7 @@ async def measure(policy: RoutingPolicy, options: argparse.Namespace) -> Result:
     spec = spec_for(
         options.model, options.replicas, num_kv_blocks=int(prompt_blocks * (each + options.spare))
     )
-    async with running(spec, options.replicas, FleetConfig(routing_policy=policy)) as rig:
+    async with running(spec, options.replicas, DispatchConfig(routing_policy=policy)) as rig:
         ready = rig.fleet.ready
         assert ready is not None
         requests = make_requests(options.tenants, options.requests, ready.model.vocab_size, options.seed)

@@ -14,25 +14,28 @@ import argparse
 import gc
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 from penstock.core.engine_config import SchedulerConfig
+from penstock.dispatch import DispatchConfig
 from penstock.router import POLICIES
 from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
-from penstock.simulator.fleet_simulation import FleetConfig, FleetReport, simulate_fleet
-from penstock.simulator.simulation import ReplicaConfig
-from penstock.simulator.traffic import Traffic
-from penstock.simulator.workload import LogNormal
+from penstock.simulator.report import Report
+from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
+from penstock.simulator.workload import LogNormal, shared_prefix_workload
 
 L40S = Accelerator(memory_bytes_per_s=864e9, flops_per_s=362e12)  # bfloat16, dense
 KV_BLOCKS = 12_000  # 25 GB of KV at 16 tokens of 128 KiB each: what a 48 GB card has left
 
 
-def make_config(options: argparse.Namespace, policy: str) -> FleetConfig:
-    traffic = Traffic(
-        num_requests=options.requests,
-        requests_per_s=options.rate * options.replicas,
-        num_tenants=options.tenants,
-        prefixes_per_tenant=options.prefixes,
+def make_config(options: argparse.Namespace, policy: str) -> SimulationConfig:
+    workload = replace(
+        shared_prefix_workload(
+            options.requests,
+            options.rate * options.replicas,
+            num_tenants=options.tenants,
+            prefixes_per_tenant=options.prefixes,
+        ),
         zipf_exponent=options.zipf,
         output_tokens=LogNormal(median=options.output_tokens, sigma=0.7, maximum=256),
     )
@@ -41,10 +44,10 @@ def make_config(options: argparse.Namespace, policy: str) -> FleetConfig:
         cost=roofline(LLAMA_8B, L40S),
         scheduler=SchedulerConfig(queue_timeout_s=None, itl_target_ms=None),
     )
-    return FleetConfig(
-        traffic=traffic,
+    return SimulationConfig(
+        workload=workload,
         num_replicas=options.replicas,
-        policy=policy,
+        dispatch=DispatchConfig(routing_policy=policy),  # type: ignore[arg-type]
         replica=replica,
         num_gateways=options.gateways,
         seed=options.seed,
@@ -74,19 +77,19 @@ class Progress:
             )
 
 
-def run(options: argparse.Namespace, policy: str) -> tuple[FleetReport, float]:
+def run(options: argparse.Namespace, policy: str) -> tuple[Report, float]:
     """The report, and the CPU seconds that it took."""
     gc.disable()  # a run makes no reference cycles worth collecting, and has millions of live objects
     started = time.process_time()
-    report = simulate_fleet(make_config(options, policy), Progress(policy, options.requests))
+    report = simulate(make_config(options, policy), Progress(policy, options.requests))
     return report, time.process_time() - started
 
 
-def row(report: FleetReport, cpu_s: float) -> str:
-    ttft = report.ttft_s
+def row(report: Report, cpu_s: float) -> str:
+    ttft = report.latency.ttft_s
     return (
         f"{report.policy:<18}{ttft.p50 * 1e3:>9.0f}{ttft.p90 * 1e3:>9.0f}{ttft.p99 * 1e3:>9.0f}"
-        f"{report.tpot_s.p90 * 1e3:>9.1f}{report.cached_share:>9.0%}{report.mean_busy_share:>8.0%}"
+        f"{report.latency.tpot_s.p90 * 1e3:>9.1f}{report.cached_share:>9.0%}{report.mean_busy_share:>8.0%}"
         f"{report.max_over_mean_requests:>10.2f}{report.max_over_mean_tokens:>10.2f}{cpu_s:>9.0f}"
     )
 
@@ -123,9 +126,8 @@ def main() -> None:
     for report, cpu_s in results:
         print(row(report, cpu_s))
     for report in reports:
-        failed = {name: count for name, count in report.ended.items() if name not in ("stop", "length")}
-        if failed:
-            print(f"{report.policy}: not answered {failed}")
+        if report.num_answered != report.num_requests:
+            print(f"{report.policy}: not answered {report.rejected}, ended {report.finished}")
 
 
 if __name__ == "__main__":

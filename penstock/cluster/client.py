@@ -1,4 +1,4 @@
-"""How a gateway talks to one engine, whatever carries the messages.
+"""The protocols of a connection: to an engine, as gateways use it, and to one replica, as the fleet uses it.
 
 Callbacks run on the caller's event loop and must not block.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from penstock.cluster.replica import Member
 from penstock.core.errors import PenstockError
+from penstock.core.kv_events import KVEvent
+from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineReady, EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
@@ -17,7 +20,7 @@ from penstock.core.request import Request
 class EngineClient(Protocol):
     @property
     def ready(self) -> EngineReady | None:
-        """What the engine serves; None while it starts and after it has gone."""
+        """What the engine serves; None while the engine starts and after it has gone."""
         ...
 
     @property
@@ -27,11 +30,11 @@ class EngineClient(Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """The latest that engines reported, added up. The same object until there is something new."""
+        """The sum of the latest reports of all engines. The same object until a new report comes."""
         ...
 
     def stats_of(self, model: str) -> EngineStats:
-        """Of the engines that serve one model."""
+        """The sum over the engines that serve one model."""
         ...
 
     def add(
@@ -47,5 +50,42 @@ class EngineClient(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """Forget a request: no callback of it runs any more, and the engine frees its blocks within a step."""
+        """Forget a request: its callbacks are not called any more, and the engine frees its blocks within a step."""
+        ...
+
+
+class ReplicaClient(EngineClient, Protocol):
+    """A connection to one replica: `transport.ZmqEngineClient`, or a fake."""
+
+    def start(self) -> None: ...
+
+    def add(
+        self,
+        request: Request,
+        *,
+        timeout_s: float | None,
+        on_event: Callable[[TokenEvent], None],
+        on_error: Callable[[PenstockError], None],
+        kv_source: KVSource | None = None,
+    ) -> None:
+        """`kv_source`: another replica that has, or computes, the KV of the request's first tokens."""
+        ...
+
+    def close(self) -> None: ...
+
+    def subscribe_kv_events(self) -> None: ...
+
+    def restart_kv_events(self) -> None: ...
+
+
+class Connector(Protocol):
+    def __call__(
+        self,
+        member: Member,
+        *,
+        on_ready: Callable[[], None],
+        on_stats: Callable[[EngineStats], None],
+        on_kv_events: Callable[[tuple[KVEvent, ...]], None],
+    ) -> ReplicaClient:
+        """Returns a client that is not started yet."""
         ...

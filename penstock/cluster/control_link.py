@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -27,10 +27,10 @@ from penstock.cluster.control_messages import (
     decode_from_control,
     encode_line,
 )
-from penstock.cluster.held import HeldRequests
 from penstock.cluster.release_traffic import ReleaseTraffic, TrafficFleet
 from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
 from penstock.core.errors import EngineUnavailable, error_from_code
+from penstock.dispatch.waiting import WaitingRoom
 from penstock.router import Router
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,10 @@ class ReportingFleet(TrafficFleet, Protocol):
     @property
     def router(self) -> Router: ...
 
+    on_wait: Callable[[], None]
+
     @property
-    def held(self) -> HeldRequests: ...
+    def waiting(self) -> WaitingRoom: ...
 
     @property
     def reasons(self) -> Mapping[str, int]: ...
@@ -79,7 +81,7 @@ class ControlLink:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Yields when the first directive is followed: before that, it is not known whose requests are whose."""
-        self._fleet.held.on_held = self._is_urgent.set
+        self._fleet.on_wait = self._is_urgent.set
         reader, writer = await self._connect()
         await self._exchange(reader, writer)
         reporting = asyncio.create_task(self._keep_reporting(reader, writer))
@@ -181,7 +183,7 @@ class ControlLink:
             samples=traffic.take_samples(),
             models={
                 model: traffic.take_report(
-                    model, fleet.held.num_requests(model), fleet.held.num_tokens(model)
+                    model, fleet.waiting.num_requests(model), fleet.waiting.num_tokens(model)
                 )
                 for model in models
             },

@@ -15,7 +15,6 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import ActiveRelease, ModelReport, Sample
-from penstock.cluster.observation import Attempt
 from penstock.cluster.replica import Member
 from penstock.control.release import Releases, Stage
 from penstock.core.errors import (
@@ -27,6 +26,7 @@ from penstock.core.errors import (
 )
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
+from penstock.dispatch import Attempt
 from penstock.router import ReplicaState
 
 MAX_MIRRORED = 64  # at a time
@@ -69,7 +69,7 @@ class _Pair:
 
 
 class ReleaseTraffic:
-    """Implements `observation.FleetObserver`, and is the fleet's `choose_revision`."""
+    """Implements `fleet.FleetObserver`, and chooses the revision of every attempt."""
 
     def __init__(self, fleet: TrafficFleet, only_model: Callable[[], str | None]) -> None:
         self._fleet = fleet

@@ -6,15 +6,13 @@ requests, and a launcher is a module of its own.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 import msgspec
 
 from penstock.core.engine_config import EngineConfig
+from penstock.dispatch import Role
 from penstock.router import Replica
-
-# What a replica does: everything, or one half of the work where prefill and decode are kept apart.
-Role: TypeAlias = Literal["both", "prefill", "decode"]
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):

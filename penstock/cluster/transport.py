@@ -46,9 +46,9 @@ class _Listener:
 
 
 class ZmqEngineClient:
-    """Implements `client.EngineClient`. `start` connects; `fail` is for whoever watches the process.
+    """Implements `client.ReplicaClient`. `start` connects; `fail` is for the watcher of the process.
 
-    `on_ready` is called when `ready` is known, `on_stats` with every heartbeat. After `subscribe_kv_events` the
+    `on_ready` is called when `ready` changes, `on_stats` with every heartbeat. After `subscribe_kv_events` the
     engine also sends its KV events, in the order in which they happened, for `on_kv_events`; whoever finds a gap in
     them calls `restart_kv_events`. Clients may share one `context`, which then is not theirs to end."""
 
@@ -147,13 +147,18 @@ class ZmqEngineClient:
             self._send(AbortRequests((request_id,)))
 
     def fail(self, error: PenstockError) -> None:
-        """The engine is gone: every request it had ends with `error`."""
+        """The engine is gone: every request that it had ends."""
+        was_ready = self._ready is not None
         self._ready = None
         self._failure = error
         self._stats = EngineStats()
+        if was_ready and self._on_ready is not None:
+            self._on_ready()
+        # Whatever ended the engine, its requests are not to blame and may be tried on another one.
+        lost = error if isinstance(error, EngineUnavailable) else EngineUnavailable(error.message)
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener.on_error(error)
+            listener.on_error(lost)
         if self._became_ready is not None and not self._became_ready.done():
             self._became_ready.set_exception(error)
             self._became_ready.exception()  # mark as seen: nobody may be waiting

@@ -8,7 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.link import Link
+from penstock.core.messages import EngineStats
+from penstock.dispatch.replicas import ReplicaRecord
 from penstock.router import ReplicaState
 
 LABELS = ("model_name", "replica", "revision", "region")
@@ -30,7 +31,7 @@ class ReplicaMetrics(Collector):
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        links = list(self._fleet.roster.links.values())
+        connections = list(self._fleet.connections.by_id.values())
         for name, help_text, kind in (
             ("ready", "1 while a replica takes new requests, else 0.", GaugeMetricFamily),
             ("requests_running", "Requests in a replica's running batch.", GaugeMetricFamily),
@@ -43,10 +44,12 @@ class ReplicaMetrics(Collector):
             ("kv_event_resyncs", "How often KV events were missing.", CounterMetricFamily),
         ):
             family = kind(f"penstock_replica_{name}", help_text, labels=LABELS)
-            for link in links:
-                replica = link.member.replica
-                labels = (link.member.spec.model, replica.id, replica.revision, replica.region)
-                family.add_metric(labels, _values(link)[name])
+            for connection in connections:
+                replica = connection.member.replica
+                labels = (connection.member.spec.model, replica.id, replica.revision, replica.region)
+                record = self._fleet.replicas.get(replica.id)
+                if record is not None:
+                    family.add_metric(labels, _values(record, connection.client.stats)[name])
             yield family
         yield from self._routing()
 
@@ -70,7 +73,7 @@ class ReplicaMetrics(Collector):
             (
                 "replica_ejections",
                 "Times that a replica was left out for being slow.",
-                fleet.roster.num_ejections,
+                fleet.dispatcher.table.num_ejections,
             ),
             ("routed_prompt_tokens", "Prompt tokens of requests that were routed.", fleet.routed_tokens),
             ("matched_prompt_tokens", "Of those, thought to be cached there.", fleet.matched_tokens),
@@ -78,16 +81,15 @@ class ReplicaMetrics(Collector):
             yield CounterMetricFamily(f"penstock_{name}", help_text, value)
 
 
-def _values(link: Link) -> dict[str, float]:
-    stats = link.client.stats
+def _values(record: ReplicaRecord, stats: EngineStats) -> dict[str, float]:
     return {
-        "ready": float(link.state is ReplicaState.READY),
+        "ready": float(record.state is ReplicaState.READY),
         "requests_running": stats.num_running,
         "requests_waiting": stats.num_waiting,
         "kv_cache_usage_perc": stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0,
         "prefix_cache_queries": stats.prefix_cache_queries,
         "prefix_cache_hits": stats.prefix_cache_hits,
-        "requests": link.num_sent,
-        "failures": link.num_failed,
-        "kv_event_resyncs": link.num_resyncs,
+        "requests": record.num_sent,
+        "failures": record.num_failed,
+        "kv_event_resyncs": record.num_resyncs,
     }

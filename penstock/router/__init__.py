@@ -3,7 +3,7 @@
 from penstock.router.policies import POLICIES, Policy, policy_named
 from penstock.router.prompt import hash_text, hash_tokens
 from penstock.router.replica import Replica, ReplicaState
-from penstock.router.request import Decision, Reason, RoutingRequest
+from penstock.router.request import Decision, RandomSource, Reason, RoutingRequest
 from penstock.router.router import Router, RouterConfig
 from penstock.router.transfers import Options, TransferConfig, Way, cheapest_way
 
@@ -12,6 +12,7 @@ __all__ = [
     "Decision",
     "Options",
     "Policy",
+    "RandomSource",
     "Reason",
     "Replica",
     "ReplicaState",

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import uvloop
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
+from penstock.dispatch import DispatchConfig
 from penstock.gateway.metrics_exchange import MetricsExchange
 from penstock.serve.api_workers import (
     Begin,
@@ -82,9 +82,11 @@ async def _run(replies: BinaryIO) -> None:
     begin = decode_to_worker(await lines.readline())
     assert isinstance(begin, Begin)
     configure_server_logging(begin.config.telemetry)
-    fleet = Fleet(FleetConfig(routing_policy=begin.config.cluster.routing_policy))
+    fleet = Fleet(
+        DispatchConfig(routing_policy=begin.config.cluster.routing_policy),
+        starts_on_demand=begin.config.scaling.min_replicas == 0,
+    )
     fleet.know(begin.models)
-    fleet.holds_without_replicas = begin.config.scaling.min_replicas == 0
     fleet.update(begin.members)
     orders = Orders(lines, fleet)
     following = asyncio.create_task(orders.follow())

@@ -66,7 +66,7 @@ async def open_link(socket: Path, fleet: Fleet) -> AsyncIterator[ControlLink]:
     """Let a gateway's fleet follow the control plane."""
     link = ControlLink(socket, fleet)
     fleet.observers.append(link.traffic)
-    fleet.choose_revision = link.traffic.choose_revision
+    fleet.choose_revisions(link.traffic.choose_revision)
     async with link.running():
         yield link
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from penstock.cluster.replica import ReplicaSpec, Role
+from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.revisions import revision_of
 from penstock.core.config import ExtraModelConfig, ServeConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.errors import ConfigError
+from penstock.dispatch import Role
 from penstock.serve.environment import visible_gpus
 
 # Of the machine's memory, for the KV caches of all replicas that compute on the CPU, and the most that one takes.

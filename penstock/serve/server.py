@@ -19,7 +19,6 @@ import uvloop
 
 from penstock.cluster.early import EarlyProcess
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.ray_launcher import RayLauncher
 from penstock.cluster.replica import Launcher, ReplicaSpec
@@ -28,6 +27,7 @@ from penstock.core.config import ServeConfig
 from penstock.core.errors import UsageError
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.messages import EngineReady, LoadProgress
+from penstock.dispatch import DispatchConfig
 from penstock.serve.api_workers import ApiWorkers
 from penstock.serve.control import Control, open_control, open_link
 from penstock.serve.environment import bytecode_dir, visible_gpus
@@ -131,8 +131,10 @@ async def _serve_here(
     announce: Callable[[EngineReady | None], None],
 ) -> None:
     stop = _stop_event()
-    fleet = Fleet(FleetConfig(routing_policy=config.cluster.routing_policy))
-    fleet.holds_without_replicas = config.scaling.min_replicas == 0
+    fleet = Fleet(
+        DispatchConfig(routing_policy=config.cluster.routing_policy),
+        starts_on_demand=config.scaling.min_replicas == 0,
+    )
     replicas.supervisor.on_change.append(fleet.update)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(fleet.close)

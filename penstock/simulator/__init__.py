@@ -1,17 +1,23 @@
-"""Many replicas in virtual time, around the scheduler and block cache that serve for real. Never imports torch."""
+"""The simulator: one or many replicas in virtual time, around the scheduler, block cache and dispatcher that serve
+for real. Never imports torch."""
 
-from penstock.simulator.driver import least_loaded, round_robin
+from penstock.simulator.control import ControlTimes
 from penstock.simulator.faults import Kill, LoseNews, SlowDown
-from penstock.simulator.fleet_simulation import FleetConfig, FleetReport, simulate_fleet
 from penstock.simulator.report import Report
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
-from penstock.simulator.traffic import Traffic, generate_traffic
-from penstock.simulator.workload import Fixed, LogNormal, Tenant, Uniform, Workload
+from penstock.simulator.workload import (
+    Fixed,
+    LogNormal,
+    Tenant,
+    Uniform,
+    Workload,
+    generate,
+    shared_prefix_workload,
+)
 
 __all__ = [
+    "ControlTimes",
     "Fixed",
-    "FleetConfig",
-    "FleetReport",
     "Kill",
     "LogNormal",
     "LoseNews",
@@ -20,12 +26,9 @@ __all__ = [
     "SimulationConfig",
     "SlowDown",
     "Tenant",
-    "Traffic",
     "Uniform",
     "Workload",
-    "generate_traffic",
-    "least_loaded",
-    "round_robin",
+    "generate",
+    "shared_prefix_workload",
     "simulate",
-    "simulate_fleet",
 ]

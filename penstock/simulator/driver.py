@@ -1,126 +1,216 @@
-"""Runs many replicas through virtual time: the simulator's counterpart of `engine.loop`.
+"""The simulator's driver of `dispatch`, and of the scheduler in every replica: both run in virtual time.
 
-Requests arrive, a `choose` callable sends each to a replica, replicas plan, steps take as long as the cost model
-says, and every answer is collected. Knows neither how requests are made nor what the outcomes are good for.
+Requests arrive at gateways, each gateway has a dispatcher, replicas plan, steps take as long as the cost model says,
+and events go back to the dispatcher of the request. Knows no workload and no report; `control` tells it of faults and
+of replicas that start and stop.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
 
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
-from penstock.core.request import FinishReason, Request
+from penstock.core.request import FinishReason
+from penstock.dispatch import (
+    Action,
+    Arrived,
+    AttemptEnded,
+    Cancel,
+    Deliver,
+    Dispatcher,
+    Fail,
+    ResyncKVEvents,
+    Send,
+    Waits,
+    WakeAt,
+)
 from penstock.simulator.events import EventHeap, Rank
-from penstock.simulator.outcome import Outcome
-from penstock.simulator.replica import ReplicaLoad, SimulatedReplica
+from penstock.simulator.fleet import Member, SimulatedFleet
+from penstock.simulator.report import Outcome
 from penstock.simulator.workload import Arrival
-
-Choose: TypeAlias = Callable[[Request, Sequence[ReplicaLoad], float], int]
-
-
-def round_robin() -> Choose:
-    """Each replica in turn, whatever its load."""
-    turns = 0
-
-    def choose(request: Request, replicas: Sequence[ReplicaLoad], now: float) -> int:
-        nonlocal turns
-        turns += 1
-        return (turns - 1) % len(replicas)
-
-    return choose
-
-
-def least_loaded(request: Request, replicas: Sequence[ReplicaLoad], now: float) -> int:
-    """The one with the fewest unfinished requests, then with the fewest prompt tokens in them, then the first."""
-    return min(
-        range(len(replicas)),
-        key=lambda index: (replicas[index].num_requests, replicas[index].num_prompt_tokens, index),
-    )
 
 
 class Driver:
-    def __init__(self, replicas: Sequence[SimulatedReplica], choose: Choose = least_loaded) -> None:
+    def __init__(
+        self,
+        fleet: SimulatedFleet,
+        dispatchers: Sequence[Dispatcher],
+        on_end: Callable[[Outcome, float], None],
+        *,
+        starts_on_demand: bool = False,
+        message_delay_s: float = 0.0,
+    ) -> None:
         self.clock = VirtualClock()
-        self.replicas = replicas
-        self._choose = choose
-        self._events = EventHeap(self.clock)
-        self._outcomes: dict[str, Outcome] = {}
-        self._planning = [False] * len(replicas)  # whether a plan is already due at this instant
+        self.events = EventHeap(self.clock)
+        self.fleet = fleet
+        self.dispatchers = dispatchers  # one for each gateway
+        self.arrived_tokens = 0.0  # uncached, as dispatchers estimate it, since the start
+        self.num_waits = 0  # how often a request began to wait for a replica
+        self.num_resyncs = 0  # how often KV events were asked for again
+        self._on_end = on_end
+        self._starts_on_demand = starts_on_demand
+        self._message_delay_s = message_delay_s
+        self._outcomes: dict[str, Outcome] = {}  # of requests that have not ended
+        self._pending: deque[tuple[int, Action]] = deque()  # actions that are not carried out yet, by gateway
+        self._is_acting = False
+        self._num_arrived = 0
+        self._has_more = True  # requests are still to arrive
 
-    def run(self, arrivals: Iterable[Arrival]) -> list[Outcome]:
-        """Until every request has ended. Outcomes are in order of arrival."""
+    @property
+    def is_done(self) -> bool:
+        return not self._has_more and not self._outcomes
+
+    def run(self, arrivals: Iterable[Arrival]) -> None:
+        """Until every request has ended."""
+        self.update(0.0)
         self._expect_next(iter(arrivals))
-        self._events.run()
-        return list(self._outcomes.values())
+        self.events.run()
+
+    def update(self, now: float) -> None:
+        """Tell every dispatcher that replicas came, went or changed."""
+        status = self.fleet.status(starts_on_demand=self._starts_on_demand)
+        for gateway, dispatcher in enumerate(self.dispatchers):
+            self.carry_out(gateway, dispatcher.update(status, now), now)
+
+    def carry_out(self, gateway: int, actions: Sequence[Action], now: float) -> None:
+        """An action may lead to others, which wait for their turn."""
+        self._pending.extend((gateway, action) for action in actions)
+        if self._is_acting:
+            return
+        self._is_acting = True
+        while self._pending:
+            self._act(*self._pending.popleft(), now)
+        self._is_acting = False
+
+    def _act(self, gateway: int, action: Action, now: float) -> None:
+        match action:
+            case Deliver(event):
+                self._deliver(event, now)
+            case Send():
+                self._send(gateway, action, now)
+            case Cancel(replica_id, request_id):
+                member = self.fleet.members[replica_id]
+                if member.is_alive:
+                    member.replica.abort(request_id, now)
+                    self._plan_soon(member, now)
+            case Fail(request_id, error):
+                outcome = self._outcomes[request_id]
+                outcome.rejection = error.code
+                self._end(outcome, now)
+            case WakeAt(at_s):
+                self.events.at(at_s, Rank.DEPART, partial(self._tick, gateway))
+            case Arrived(_, uncached_tokens):
+                self.arrived_tokens += uncached_tokens
+            case AttemptEnded(attempt):
+                if attempt.error is not None:
+                    self._outcomes[attempt.request.id].num_failures += 1
+            case Waits():
+                self.num_waits += 1
+            case ResyncKVEvents(replica_id):
+                self._resync(replica_id, now)
+            case _:
+                pass  # replicas send their KV events from the start, and the report needs no more
 
     def _expect_next(self, arrivals: Iterator[Arrival]) -> None:
-        """Arrivals are drawn one at a time: a workload need not fit in memory, and may never end by itself."""
+        """Arrivals are drawn one at a time: a workload need not fit in memory."""
         arrival = next(arrivals, None)
-        if arrival is not None:
-            self._events.at(arrival.time_s, Rank.ARRIVE, partial(self._arrive, arrival, arrivals))
+        if arrival is None:
+            self._has_more = False
+        else:
+            self.events.at(arrival.time_s, Rank.ARRIVE, partial(self._arrive, arrival, arrivals))
 
     def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival], now: float) -> None:
-        self._expect_next(arrivals)
-        index = self._choose(arrival.request, [replica.load for replica in self.replicas], now)
-        outcome = self._outcomes[arrival.request.id] = Outcome(arrival, index)
-        try:
-            self.replicas[index].add(arrival, now)
-        except PenstockError as error:
-            outcome.rejection = error.code
-            outcome.end_s = now
-            return
+        self._num_arrived += 1
+        gateway = self._num_arrived % len(self.dispatchers)
+        request = arrival.request
+        self._outcomes[request.id] = Outcome(arrival, gateway)
         if arrival.departs_s is not None:
-            self._events.at(arrival.departs_s, Rank.DEPART, partial(self._depart, outcome))
-        self._plan_soon(index, now)
+            self.events.at(arrival.departs_s, Rank.DEPART, partial(self._depart, request.id))
+        actions = self.dispatchers[gateway].add(
+            request,
+            now,
+            timeout_s=None if request.deadline_s is None else request.deadline_s - now,
+            block_hashes=arrival.block_hashes,
+        )
+        self.carry_out(gateway, actions, now)
+        self._expect_next(arrivals)
 
-    def _depart(self, outcome: Outcome, now: float) -> None:
-        if outcome.end_s is not None:
+    def _depart(self, request_id: str, now: float) -> None:
+        outcome = self._outcomes.get(request_id)
+        if outcome is not None:
+            self.carry_out(outcome.gateway, self.dispatchers[outcome.gateway].abort(request_id, now), now)
+            outcome.finish_reason = FinishReason.ABORT
+            self._end(outcome, now)
+
+    def _tick(self, gateway: int, now: float) -> None:
+        self.carry_out(gateway, self.dispatchers[gateway].tick(now), now)
+
+    def _send(self, gateway: int, action: Send, now: float) -> None:
+        member = self.fleet.members[action.replica_id]
+        outcome = self._outcomes[action.request.id]
+        outcome.replica_id = member.id
+        if not member.is_alive:
+            return  # nobody has noticed yet, and nothing answers
+        try:
+            member.replica.add(outcome.arrival, action.request, now)
+        except PenstockError as error:
+            actions = self.dispatchers[gateway].failed(member.id, action.request.id, error, now)
+            self.carry_out(gateway, actions, now)
             return
-        self.replicas[outcome.replica].abort(outcome.arrival.request.id, now)
-        outcome.finish_reason = FinishReason.ABORT
-        outcome.end_s = now
-        self._plan_soon(outcome.replica, now)
+        member.num_taken += 1
+        self._plan_soon(member, now)
 
-    def _plan_soon(self, index: int, now: float) -> None:
-        if not self._planning[index]:
-            self._planning[index] = True
-            self._events.at(now, Rank.PLAN, partial(self._plan, index))
-
-    def _plan(self, index: int, now: float) -> None:
-        self._planning[index] = False
-        replica = self.replicas[index]
-        for done_s in replica.submit(now):
-            self._events.at(done_s, Rank.COMMIT, partial(self._commit, index))
-        self._tell(replica.take_events(), now)
-        if replica.is_idle and replica.scheduler.has_work:
-            self._wait(index, now)
-
-    def _wait(self, index: int, now: float) -> None:
-        """Nothing can be computed, and requests wait: only the passing of time can end that."""
-        wakeup_s = self.replicas[index].scheduler.next_wakeup(now)
-        if wakeup_s is None or wakeup_s <= now:
-            raise RuntimeError(
-                f"replica {index} has requests, plans nothing and waits for nothing, at {now:.3f} s"
+    def _resync(self, replica_id: str, now: float) -> None:
+        member = self.fleet.members.get(replica_id)
+        if member is not None and member.is_alive:
+            self.num_resyncs += 1
+            self.events.at(
+                now + self._message_delay_s, Rank.NEWS, lambda _: member.replica.cache.restart_events()
             )
-        self._events.at(wakeup_s, Rank.PLAN, partial(self._plan_soon, index))
 
-    def _commit(self, index: int, now: float) -> None:
-        self._tell(self.replicas[index].commit(now), now)
-        self._plan_soon(index, now)
+    def _plan_soon(self, member: Member, now: float) -> None:
+        if not member.is_planning:
+            member.is_planning = True
+            self.events.at(now, Rank.PLAN, partial(self._plan, member))
 
-    def _tell(self, events: list[TokenEvent], now: float) -> None:
+    def _plan(self, member: Member, now: float) -> None:
+        member.is_planning = False
+        if not member.is_alive:
+            return
+        replica = member.replica
+        for done_s in replica.submit(now):
+            self.events.at(done_s, Rank.COMMIT, partial(self._commit, member))
+        self._tell(member, replica.take_events(), now)
+        if replica.is_idle and replica.scheduler.has_work:
+            wakeup_s = replica.scheduler.next_wakeup(now)
+            if wakeup_s is None or wakeup_s <= now:
+                raise RuntimeError(
+                    f"{member.id} has requests, plans nothing and waits for nothing, at {now:.3f} s"
+                )
+            self.events.at(wakeup_s, Rank.PLAN, partial(self._plan_soon, member))
+
+    def _commit(self, member: Member, now: float) -> None:
+        if member.is_alive:
+            self._tell(member, member.replica.commit(now), now)
+            self._plan_soon(member, now)
+
+    def _tell(self, member: Member, events: list[TokenEvent], now: float) -> None:
         for event in events:
-            outcome = self._outcomes[event.request_id]
-            outcome.token_ids += event.token_ids
-            outcome.token_times_s += [now] * len(event.token_ids)
-            if event.num_cached_tokens is not None:
-                outcome.num_cached_tokens = event.num_cached_tokens
-            if event.queue_s is not None:
-                outcome.queue_s = event.queue_s
-            if event.finish_reason is not None:
-                outcome.finish_reason = event.finish_reason
-                outcome.end_s = now
+            gateway = self._outcomes[event.request_id].gateway
+            self.carry_out(gateway, self.dispatchers[gateway].news(member.id, event, now), now)
+
+    def _deliver(self, event: TokenEvent, now: float) -> None:
+        outcome = self._outcomes[event.request_id]
+        outcome.note(event, now)
+        if event.finish_reason is not None:
+            outcome.finish_reason = event.finish_reason
+            self._end(outcome, now)
+
+    def _end(self, outcome: Outcome, now: float) -> None:
+        outcome.end_s = now
+        del self._outcomes[outcome.arrival.request.id]
+        self._on_end(outcome, now)

@@ -1,6 +1,6 @@
 """One replica in virtual time: the real scheduler and block cache, and a cost model in the executor's place.
 
-Knows no other replica and no event heap: it is told the time and answers with what will happen when.
+Knows no other replica and no event heap: its caller passes the time, and hears when each step will be done.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.request import Request
 from penstock.kvcache import KVCache
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.cost import LinearCost, StepWork
@@ -17,10 +18,10 @@ from penstock.simulator.workload import Arrival
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What whoever chooses a replica may know about it."""
+    """The unfinished work of a replica."""
 
-    num_requests: int  # that it has not finished
-    num_prompt_tokens: int  # of those
+    num_requests: int
+    num_prompt_tokens: int
     kv_usage: float
 
 
@@ -58,9 +59,10 @@ class SimulatedReplica:
         """Nothing is being computed; the next plan decides whether anything can be."""
         return not self._in_flight
 
-    def add(self, arrival: Arrival, now: float) -> None:
-        """Raises what the scheduler raises; a refused request leaves no trace."""
-        self.scheduler.add(arrival.request, now)
+    def add(self, arrival: Arrival, request: Request, now: float) -> None:
+        """`request` is the arrival's, with the tokens that its client already has. Raises what the scheduler raises;
+        a refused request leaves no trace."""
+        self.scheduler.add(request, now)
         self._arrivals[arrival.request.id] = arrival
         self._num_prompt_tokens += len(arrival.request.prompt_token_ids)
 

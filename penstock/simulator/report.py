@@ -1,17 +1,45 @@
-"""Turns outcomes into the figures people compare. Knows no scheduler and no heap."""
+"""From the outcomes of single requests to the figures that people compare. Knows no scheduler and no heap."""
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil
 
+from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason
-from penstock.simulator.outcome import Outcome
-from penstock.simulator.replica import SimulatedReplica
+from penstock.simulator.workload import Arrival
 
 _ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
+_MAX_SAMPLES = 1_000_000
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Exactly one of `finish_reason` and `rejection` is set in the end."""
+
+    arrival: Arrival
+    gateway: int
+    replica_id: str | None = None  # that had the request last
+    token_ids: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+    end_s: float | None = None
+    finish_reason: FinishReason | None = None
+    rejection: str | None = None  # the code of the error that the client got instead
+    num_cached_tokens: int = 0
+    queue_s: float | None = None  # from arrival to the first planned chunk; None if nothing was ever planned
+    num_failures: int = 0  # attempts that a replica failed
+
+    def note(self, event: TokenEvent, now: float) -> None:
+        self.token_ids += event.token_ids
+        self.token_times_s += [now] * len(event.token_ids)
+        if event.num_cached_tokens is not None:
+            self.num_cached_tokens = event.num_cached_tokens
+        if event.queue_s is not None:
+            self.queue_s = event.queue_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,42 +73,137 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[max(0, ceil(len(ordered) * percent / 100.0) - 1)]
 
 
+class Samples:
+    """Values of a long run in bounded memory. Up to a million values the summary is exact; of more values, every
+    second, fourth, … value is kept for the percentiles."""
+
+    def __init__(self, max_kept: int = _MAX_SAMPLES) -> None:
+        self._max_kept = max_kept
+        self._kept = array("d")
+        self._stride = 1
+        self._count = 0
+        self._sum = 0.0
+        self._maximum = 0.0
+
+    def add(self, value: float) -> None:
+        if self._count % self._stride == 0:
+            self._kept.append(value)
+            if len(self._kept) > self._max_kept:
+                self._kept = self._kept[::2]
+                self._stride *= 2
+        self._count += 1
+        self._sum += value
+        self._maximum = max(self._maximum, value)
+
+    def summary(self) -> Summary:
+        if not self._count:
+            return Summary()
+        ordered = sorted(self._kept)
+        p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
+        return Summary(self._count, self._sum / self._count, p50, p90, p99, self._maximum)
+
+
 @dataclass(frozen=True, slots=True)
 class Latency:
     """Seconds, over requests that were answered in full."""
 
     ttft_s: Summary  # arrival to first token
     itl_s: Summary  # between tokens
+    tpot_s: Summary  # mean time between tokens of each request that has several
     e2e_s: Summary  # arrival to last token
     queue_s: Summary  # arrival to first planned chunk
 
-    @classmethod
-    def of(cls, outcomes: Sequence[Outcome]) -> Latency:
-        answered = [outcome for outcome in outcomes if outcome.finish_reason in _ANSWERED]
-        return cls(
-            ttft_s=Summary.of(o.token_times_s[0] - o.arrival.time_s for o in answered if o.token_times_s),
-            itl_s=Summary.of(
-                later - earlier
-                for o in answered
-                for earlier, later in zip(o.token_times_s, o.token_times_s[1:], strict=False)
-            ),
-            e2e_s=Summary.of(o.end_s - o.arrival.time_s for o in answered if o.end_s is not None),
-            queue_s=Summary.of(o.queue_s for o in answered if o.queue_s is not None),
+
+class _Times:
+    def __init__(self) -> None:
+        self.ttft_s, self.itl_s, self.tpot_s, self.e2e_s, self.queue_s = (Samples() for _ in range(5))
+
+    def add(self, outcome: Outcome) -> None:
+        arrived_s, times_s = outcome.arrival.time_s, outcome.token_times_s
+        assert outcome.end_s is not None
+        self.e2e_s.add(outcome.end_s - arrived_s)
+        if outcome.queue_s is not None:
+            self.queue_s.add(outcome.queue_s)
+        if times_s:
+            self.ttft_s.add(times_s[0] - arrived_s)
+        if len(times_s) > 1:
+            self.tpot_s.add((times_s[-1] - times_s[0]) / (len(times_s) - 1))
+            for earlier, later in pairwise(times_s):
+                self.itl_s.add(later - earlier)
+
+    def latency(self) -> Latency:
+        return Latency(
+            self.ttft_s.summary(),
+            self.itl_s.summary(),
+            self.tpot_s.summary(),
+            self.e2e_s.summary(),
+            self.queue_s.summary(),
         )
+
+
+class Tally:
+    """Figures that are added up while a simulation runs, so that outcomes need not be kept."""
+
+    def __init__(self, ttft_window_s: float = 20.0) -> None:
+        self.num_requests = 0
+        self.finished: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.num_retries = 0
+        self.last_end_s = 0.0
+        self._times = _Times()
+        self._times_by_tier: dict[str, _Times] = {}
+        self._window_s = ttft_window_s
+        self._recent: deque[tuple[float, float]] = deque()  # ends of requests, and their times to first token
+
+    def add(self, outcome: Outcome, now: float) -> None:
+        self.num_requests += 1
+        self.last_end_s = now
+        if outcome.rejection is not None:
+            self.rejected[outcome.rejection] += 1
+        elif outcome.finish_reason is not None:
+            self.finished[outcome.finish_reason.value] += 1
+        if outcome.queue_s is not None:
+            self.prompt_tokens += len(outcome.arrival.request.prompt_token_ids)
+        self.cached_tokens += outcome.num_cached_tokens
+        self.output_tokens += len(outcome.token_ids)
+        self.num_retries += outcome.num_failures - (
+            outcome.rejection is not None and outcome.num_failures > 0
+        )
+        times = self._times_by_tier.setdefault(outcome.arrival.request.tier.value, _Times())
+        if outcome.finish_reason in _ANSWERED:
+            self._times.add(outcome)
+            times.add(outcome)
+        if outcome.token_times_s:
+            self._recent.append((now, outcome.token_times_s[0] - outcome.arrival.time_s))
+
+    def latency(self) -> Latency:
+        return self._times.latency()
+
+    def latency_by_tier(self) -> dict[str, Latency]:
+        return {tier: times.latency() for tier, times in sorted(self._times_by_tier.items())}
+
+    def recent_ttft_p95_s(self, now: float) -> float | None:
+        while self._recent and self._recent[0][0] < now - self._window_s:
+            self._recent.popleft()
+        return percentile(sorted(ttft_s for _, ttft_s in self._recent), 95) if self._recent else None
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
     num_requests: int
     num_steps: int
-    num_tokens_computed: int
+    num_tokens_computed: int  # prompts as far as they were not cached, and answers
     num_preemptions: int
     busy_share: float  # of the time from start to the end of the last request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    duration_s: float
+    policy: str
+    duration_s: float  # from the start to the end of the last request
     num_requests: int
     finished: dict[str, int]  # by finish reason
     rejected: dict[str, int]  # by error code
@@ -89,7 +212,13 @@ class Report:
     output_tokens: int
     latency: Latency
     latency_by_tier: dict[str, Latency]
-    replicas: tuple[ReplicaReport, ...]
+    replicas: tuple[ReplicaReport, ...]  # also those that are gone, in order of starting
+    num_retries: int
+    num_waits: int  # how often a request waited for a replica that started
+    num_resyncs: int  # how often KV events were asked for again
+    num_ejections: int  # how often a replica was left out for being slow
+    reasons: dict[str, int]  # of routing decisions
+    sizes: tuple[tuple[float, int], ...]  # when the number of serving replicas changed, and to what
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -99,6 +228,26 @@ class Report:
     def num_preemptions(self) -> int:
         return sum(replica.num_preemptions for replica in self.replicas)
 
+    @property
+    def num_answered(self) -> int:
+        return sum(self.finished.get(reason.value, 0) for reason in _ANSWERED)
+
+    @property
+    def cached_share(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def max_over_mean_requests(self) -> float:
+        return _max_over_mean([replica.num_requests for replica in self.replicas])
+
+    @property
+    def max_over_mean_tokens(self) -> float:
+        return _max_over_mean([replica.num_tokens_computed for replica in self.replicas])
+
+    @property
+    def mean_busy_share(self) -> float:
+        return sum(replica.busy_share for replica in self.replicas) / max(1, len(self.replicas))
+
     def __str__(self) -> str:
         ended = ", ".join(
             f"{count} {name}" for name, count in (*self.finished.items(), *self.rejected.items())
@@ -106,7 +255,7 @@ class Report:
         lines = [
             f"{self.num_requests} requests in {self.duration_s:.1f} s on {len(self.replicas)} replicas: {ended}",
             f"{self.output_tokens_per_s:.0f} output tokens/s, {self.num_preemptions} preemptions, "
-            f"{self.cached_tokens / max(1, self.prompt_tokens):.0%} of prompt tokens from the cache",
+            f"{self.cached_share:.0%} of prompt tokens from the cache",
             f"{'seconds':<22}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}",
         ]
         for name, summary in (
@@ -120,34 +269,6 @@ class Report:
         return "\n".join(lines)
 
 
-def summarize(outcomes: Sequence[Outcome], replicas: Sequence[SimulatedReplica]) -> Report:
-    duration_s = max((outcome.end_s or 0.0 for outcome in outcomes), default=0.0)
-    taken = Counter(outcome.replica for outcome in outcomes if outcome.rejection is None)
-    return Report(
-        duration_s=duration_s,
-        num_requests=len(outcomes),
-        finished=_count(outcome.finish_reason for outcome in outcomes),
-        rejected=_count(outcome.rejection for outcome in outcomes),
-        prompt_tokens=sum(len(o.arrival.request.prompt_token_ids) for o in outcomes if o.queue_s is not None),
-        cached_tokens=sum(outcome.num_cached_tokens for outcome in outcomes),
-        output_tokens=sum(len(outcome.token_ids) for outcome in outcomes),
-        latency=Latency.of(outcomes),
-        latency_by_tier={
-            tier.value: Latency.of([outcome for outcome in outcomes if outcome.arrival.request.tier is tier])
-            for tier in sorted({outcome.arrival.request.tier for outcome in outcomes})
-        },
-        replicas=tuple(
-            ReplicaReport(
-                num_requests=taken[index],
-                num_steps=replica.num_steps,
-                num_tokens_computed=replica.num_tokens_computed,
-                num_preemptions=replica.scheduler.stats().num_preemptions,
-                busy_share=replica.busy_s / duration_s if duration_s else 0.0,
-            )
-            for index, replica in enumerate(replicas)
-        ),
-    )
-
-
-def _count(names: Iterable[str | None]) -> dict[str, int]:
-    return dict(sorted(Counter(str(name) for name in names if name is not None).items()))
+def _max_over_mean(values: Sequence[int]) -> float:
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0

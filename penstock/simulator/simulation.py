@@ -1,17 +1,25 @@
-"""A whole simulation from one description: the composition root of this room."""
+"""A whole simulation from one description: `simulate(config) -> Report`. The composition root of this room."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from penstock.control.autoscaler import Autoscaler, AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
+from penstock.dispatch import DispatchConfig, Dispatcher
 from penstock.kvcache import KVCache
+from penstock.router import ReplicaState
 from penstock.scheduler.scheduler import Scheduler
+from penstock.simulator.control import ControlTimes, FleetControl
 from penstock.simulator.cost import LLAMA_8B_ON_H200, LinearCost
-from penstock.simulator.driver import Choose, Driver, least_loaded
+from penstock.simulator.driver import Driver
+from penstock.simulator.faults import Fault
+from penstock.simulator.fleet import SimulatedFleet
 from penstock.simulator.replica import SimulatedReplica
-from penstock.simulator.report import Report, summarize
+from penstock.simulator.report import Outcome, ReplicaReport, Report, Tally
 from penstock.simulator.workload import END_TOKEN_ID, Workload, generate
 
 
@@ -44,15 +52,80 @@ class SimulationConfig:
     workload: Workload
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)
     num_replicas: int = 1
-    choose: Choose = least_loaded
+    num_gateways: int = 1  # each with a dispatcher of its own; they tell each other nothing
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    autoscaler: AutoscalerConfig | None = None
+    faults: tuple[Fault, ...] = ()
+    times: ControlTimes = field(default_factory=ControlTimes)
     seed: int = 0
 
 
-def simulate(config: SimulationConfig) -> Report:
+def simulate(config: SimulationConfig, progress: Callable[[int, float], None] | None = None) -> Report:
     """Run the workload to its end in virtual time. The same configuration gives the same report, to the last bit.
-    A `choose` that remembers, such as `round_robin()`, must be made anew for each run."""
-    driver = Driver([config.replica.build() for _ in range(config.num_replicas)], config.choose)
-    outcomes = driver.run(generate(config.workload, Random(config.seed)))
-    for replica in driver.replicas:
-        replica.cache.check_integrity([])
-    return summarize(outcomes, driver.replicas)
+    `progress` is told the number of requests that have ended and the virtual time."""
+    rng = Random(config.seed)
+    tally = Tally()
+
+    def on_end(outcome: Outcome, now: float) -> None:
+        tally.add(outcome, now)
+        if progress is not None:
+            progress(tally.num_requests, now)
+
+    block_size = config.replica.cache.block_size
+    fleet = SimulatedFleet(
+        config.replica.build,
+        block_size=block_size,
+        max_step_tokens=config.replica.scheduler.max_num_batched_tokens,
+    )
+    for _ in range(config.num_replicas):
+        fleet.start(ReplicaState.READY)
+    driver = Driver(
+        fleet,
+        [Dispatcher(config.dispatch, Random(rng.random()), 0.0) for _ in range(config.num_gateways)],
+        on_end,
+        starts_on_demand=config.autoscaler is not None and config.autoscaler.min_replicas == 0,
+        message_delay_s=config.times.message_delay_s,
+    )
+    autoscaler = None if config.autoscaler is None else Autoscaler(config.autoscaler)
+    control = FleetControl(driver, tally, config.times, autoscaler, Random(rng.random()))
+    control.begin(config.faults)
+    driver.run(generate(config.workload, Random(config.seed), block_size=block_size))
+    for member in fleet.members.values():
+        if member.is_alive:
+            member.replica.cache.check_integrity([])
+    return _report(config, driver, tally, control)
+
+
+def _report(config: SimulationConfig, driver: Driver, tally: Tally, control: FleetControl) -> Report:
+    duration_s = tally.last_end_s
+    reasons: Counter[str] = Counter()
+    for dispatcher in driver.dispatchers:
+        reasons.update(dispatcher.reasons)
+    return Report(
+        policy=config.dispatch.routing_policy,
+        duration_s=duration_s,
+        num_requests=tally.num_requests,
+        finished=dict(sorted(tally.finished.items())),
+        rejected=dict(sorted(tally.rejected.items())),
+        prompt_tokens=tally.prompt_tokens,
+        cached_tokens=tally.cached_tokens,
+        output_tokens=tally.output_tokens,
+        latency=tally.latency(),
+        latency_by_tier=tally.latency_by_tier(),
+        replicas=tuple(
+            ReplicaReport(
+                num_requests=member.num_taken,
+                num_steps=member.replica.num_steps,
+                num_tokens_computed=member.replica.num_tokens_computed,
+                num_preemptions=member.replica.scheduler.stats().num_preemptions,
+                busy_share=member.replica.busy_s / duration_s if duration_s else 0.0,
+            )
+            for member in driver.fleet.all_members
+        ),
+        num_retries=tally.num_retries,
+        num_waits=driver.num_waits,
+        num_resyncs=driver.num_resyncs,
+        num_ejections=sum(dispatcher.table.num_ejections for dispatcher in driver.dispatchers),
+        reasons=dict(sorted(reasons.items())),
+        sizes=tuple(control.sizes),
+    )

@@ -128,15 +128,14 @@ async def open_stage(
         await stack.enter_async_context(plane.running(socket))
         stage = Stage(supervisor, plane, [], [])
         for _ in range(num_gateways):
-            fleet = Fleet()
+            fleet = Fleet(starts_on_demand=scaling is not None and not scaling.min_replicas)
             stack.callback(fleet.close)
-            fleet.holds_without_replicas = scaling is not None and not scaling.min_replicas
             supervisor.on_change.append(fleet.update)
             stack.callback(supervisor.on_change.remove, fleet.update)
             fleet.update(supervisor.members())
             link = ControlLink(socket, fleet, interval_s=INTERVAL_S)
             fleet.observers.append(link.traffic)
-            fleet.choose_revision = link.traffic.choose_revision
+            fleet.choose_revisions(link.traffic.choose_revision)
             await fleet.wait_ready()
             await stack.enter_async_context(link.running())
             stage.fleets.append(fleet)

@@ -49,7 +49,7 @@ def member(replica_id: str, state: ReplicaState = ReplicaState.READY, **changes:
 
 
 class FakeReplica:
-    """Implements `link.ReplicaClient`."""
+    """Implements `client.ReplicaClient`."""
 
     def __init__(
         self,
@@ -106,11 +106,14 @@ class FakeReplica:
 
     def fail(self, error: PenstockError) -> None:
         self.ready = None
+        self._on_ready()
         for request_id in tuple(self.requests):
             self.reject(request_id, error)
 
     def close(self) -> None:
         self.is_closed = True
+        for request_id in tuple(self.requests):
+            self._forget(request_id)
 
     def subscribe_kv_events(self) -> None:
         self.num_subscriptions += 1

@@ -188,14 +188,14 @@ async def test_the_fleet_sends_long_prompts_by_way_of_the_prefill_replica_and_a_
     def ask(request: Request) -> None:
         fleet.add(request, timeout_s=None, on_event=on_event, on_error=_fail)
 
-    await until(lambda: len(fleet.roster.links) == 2 and fleet.roster.first_ready is not None)
-    await until(lambda: all(link.client.ready is not None for link in fleet.roster.links.values()))
+    await until(lambda: len(fleet.connections.by_id) == 2 and fleet.connections.first_ready is not None)
+    await until(lambda: all(link.client.ready is not None for link in fleet.connections.by_id.values()))
     short = make_request("short", 60, num_tokens=100)
     ask(short)
     for each in long:
         ask(each)
     await until(lambda: all(len(answers.get(each.id, ())) >= 20 for each in long))
-    assert fleet.kv_sources.ways == {"here": 1, "prefill": 2}
+    assert fleet.dispatcher.kv_sources.ways == {"here": 1, "prefill": 2}
 
     await kill(doomed)
     fleet.update([members[0], member(spare, "r2")])

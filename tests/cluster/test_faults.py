@@ -14,13 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.supervisor import Supervisor
-from penstock.control.outliers import OutlierConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.request import FinishReason, Request, SamplingParams
+from penstock.dispatch import DispatchConfig
+from penstock.dispatch.outliers import OutlierConfig
 from penstock.router import ReplicaState
 from tests.cluster.engines import WAIT_S, Inbox, echo_spec, send, until
 from tests.engine.byte_model import write_byte_model
@@ -53,16 +53,16 @@ class Server:
         os.kill(pid, number)
 
     def num_ready(self) -> int:
-        links = self.fleet.roster.links.values()
+        links = self.fleet.replicas.values()
         return sum(link.state is ReplicaState.READY for link in links)
 
     def busiest(self) -> str:
-        return max(self.fleet.roster.links.values(), key=lambda link: link.num_sent).id
+        return max(self.fleet.replicas.values(), key=lambda link: link.num_sent).id
 
 
 @asynccontextmanager
 async def serving(
-    spec: ReplicaSpec, count: int, *, heartbeat_timeout_s: float = 5.0, config: FleetConfig | None = None
+    spec: ReplicaSpec, count: int, *, heartbeat_timeout_s: float = 5.0, config: DispatchConfig | None = None
 ) -> AsyncIterator[Server]:
     """Ends with every engine that was not killed saying that it has lost track of no KV block."""
     launcher = RememberingLauncher()
@@ -142,7 +142,7 @@ async def test_the_only_engine_killed() -> None:
         inboxes = echoes(server.fleet, texts, max_tokens)
         await inboxes[0].until(lambda inbox: bool(inbox.tokens))
         server.signal("replica-1", signal.SIGKILL)
-        await until(lambda: server.fleet.held.num_requests())
+        await until(lambda: server.fleet.waiting.num_requests())
         late = b"came while there was nobody"
         await check_echoes(echoes(server.fleet, [late], 50, "late"), [late], 50)
         await check_echoes(inboxes, texts, max_tokens)
@@ -152,7 +152,7 @@ async def test_a_gateway_restarted() -> None:
     async with serving(echo_spec(), 2) as server:
         other = Fleet()
         other.update(server.supervisor.members())
-        await until(lambda: all(link.client.ready for link in other.roster.links.values()))
+        await until(lambda: all(link.client.ready for link in other.connections.by_id.values()))
         theirs = [
             send(
                 other,
@@ -177,18 +177,19 @@ async def test_kv_events_lost() -> None:
     text = b"a prefix that many requests have in common, of several blocks; " * 8
     async with serving(echo_spec(), 2) as server:
         await check_echoes(echoes(server.fleet, [text], 5), [text], 5)
-        link = server.fleet.roster.links[server.busiest()]
+        link = server.fleet.replicas[server.busiest()]
         index = server.fleet.router.index
         await until(lambda: len(index) >= len(text) // 16)
-        hear = link.client._on_kv_events  # type: ignore[attr-defined]
-        link.client._on_kv_events = lambda events: None  # type: ignore[attr-defined]
+        client = server.fleet.connections.by_id[link.id].client
+        hear = client._on_kv_events  # type: ignore[attr-defined]
+        client._on_kv_events = lambda events: None  # type: ignore[attr-defined]
         sent_before = link.num_sent
         server.fleet.abort("echo-0")
         lost = b"what this one leaves in the cache is never heard of" * 4
         for inbox in echoes(server.fleet, [lost, lost, lost], 2):
             await inbox.until_over()
         await asyncio.sleep(0.1)
-        link.client._on_kv_events = hear  # type: ignore[attr-defined]
+        client._on_kv_events = hear  # type: ignore[attr-defined]
         for number in range(20):
             for inbox in echoes(server.fleet, [b"news number %d of this replica" % number * 4] * 2, 2):
                 await inbox.until_over()
@@ -203,9 +204,9 @@ async def test_kv_events_lost() -> None:
 
 
 async def test_a_slow_replica_is_left_out() -> None:
-    config = FleetConfig(routing_policy="round-robin", outliers=OutlierConfig(times_in_a_row=2))
+    config = DispatchConfig(routing_policy="round-robin", outliers=OutlierConfig(times_in_a_row=2))
     async with serving(echo_spec(), 4, config=config) as server:
-        slow = server.fleet.roster.links["replica-2"]
+        slow = server.fleet.replicas["replica-2"]
         endless = echoes(server.fleet, prompts(8), 60_000, "endless")
         for inbox in endless:
             await inbox.until(lambda inbox: bool(inbox.tokens))

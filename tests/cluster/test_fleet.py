@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from random import Random
 
 import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
-from penstock.cluster.observation import Attempt
-from penstock.control.holding import HoldingConfig
-from penstock.control.retries import RetryConfig
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
 from penstock.core.kv_events import KVCleared, KVStored
 from penstock.core.messages import EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
+from penstock.dispatch import Attempt, DispatchConfig, WaitingConfig
+from penstock.dispatch.retries import RetryConfig
 from penstock.router import ReplicaState, hash_tokens
 from tests.cluster.engines import Inbox, send
 from tests.cluster.fake_replicas import MODEL, FakeReplicas, make_request, member, token_at
@@ -28,10 +25,18 @@ from tests.cluster.fake_replicas import MODEL, FakeReplicas, make_request, membe
 class Desk:
     """A fleet, its replicas, and a clock."""
 
-    def __init__(self, *replica_ids: str, config: FleetConfig | None = None) -> None:
+    def __init__(
+        self, *replica_ids: str, config: DispatchConfig | None = None, starts_on_demand: bool = False
+    ) -> None:
         self.clock = VirtualClock(100.0)
         self.fakes = FakeReplicas()
-        self.fleet = Fleet(config, clock=self.clock, rng=Random(0), connect=self.fakes.connect)
+        self.fleet = Fleet(
+            config,
+            clock=self.clock,
+            seed=0,
+            connect=self.fakes.connect,
+            starts_on_demand=starts_on_demand,
+        )
         self.states = dict.fromkeys(replica_ids, ReplicaState.READY)
         self.tell()
 
@@ -92,7 +97,7 @@ async def test_what_only_one_could_answer_waits_for_its_successor() -> None:
     inbox = desk.send("a")
     desk.fakes["one"].emit("a", 2)
     desk.tell(one=None, successor=ReplicaState.STARTING)
-    assert desk.fleet.held.num_requests() == 1
+    assert desk.fleet.waiting.num_requests() == 1
     assert desk.fleet.ready is None
     assert MODEL in desk.fleet.models, "what is known of the model outlives its replica"
     late = desk.send("b")
@@ -100,7 +105,29 @@ async def test_what_only_one_could_answer_waits_for_its_successor() -> None:
     desk.fakes["successor"].finish_all()
     assert inbox.tokens == expected("a", 5)
     assert late.tokens == expected("b", 5)
-    assert desk.fleet.held.num_requests() == 0
+    assert desk.fleet.waiting.num_requests() == 0
+
+
+async def test_requests_wait_while_the_only_replica_is_killed_and_started_again() -> None:
+    desk = Desk("one")
+    stream = desk.send("a")
+    desk.fakes["one"].emit("a", 2)
+    desk.tell(one=ReplicaState.UNHEALTHY)  # frozen: its process is about to be killed
+    late = desk.send("b")
+    assert not stream.is_over
+    assert not late.is_over
+    desk.tell(one=None, successor=ReplicaState.STARTING)
+    desk.tell(successor=ReplicaState.READY)
+    desk.fakes["successor"].finish_all()
+    assert (stream.tokens, late.tokens) == (expected("a", 5), expected("b", 5))
+
+
+async def test_a_known_model_without_replicas_is_unavailable_and_not_unknown() -> None:
+    desk = Desk("one")
+    desk.tell(one=None)
+    error = desk.send("a").error
+    assert isinstance(error, EngineUnavailable)
+    assert error.retry_after_s
 
 
 async def test_nobody_waits_when_nobody_comes() -> None:
@@ -111,9 +138,8 @@ async def test_nobody_waits_when_nobody_comes() -> None:
 
 
 async def test_who_may_wait_for_replicas_that_are_not_even_starting() -> None:
-    desk = Desk("one")
+    desk = Desk("one", starts_on_demand=True)
     desk.tell(one=None)
-    desk.fleet.holds_without_replicas = True
     notes = Notes()
     desk.fleet.observers.append(notes)
     inbox = desk.send("a")
@@ -125,8 +151,8 @@ async def test_who_may_wait_for_replicas_that_are_not_even_starting() -> None:
 
 
 async def test_waiting_has_an_end_and_needs_room() -> None:
-    holding = HoldingConfig(max_held_requests=1, max_wait_s=0.02)
-    desk = Desk("one", config=FleetConfig(holding=holding))
+    waiting = WaitingConfig(max_requests=1, max_wait_s=0.02)
+    desk = Desk("one", config=DispatchConfig(waiting=waiting))
     desk.tell(one=None, successor=ReplicaState.STARTING)
     held, too_many = desk.send("a"), desk.send("b")
     assert isinstance(too_many.error, Overloaded)
@@ -182,7 +208,7 @@ async def test_an_invalid_request_is_not_tried_again(desk: Desk) -> None:
 
 async def test_attempts_and_the_budget_bound_retries() -> None:
     retries = RetryConfig(max_attempts=2, max_budget=1.0, budget_ratio=0.0, budget_per_s=0.0)
-    desk = Desk("one", "two", "three", config=FleetConfig(retries=retries))
+    desk = Desk("one", "two", "three", config=DispatchConfig(retries=retries))
     unlucky, second = desk.send("a"), desk.send("b")
     for _ in range(2):
         desk.fakes[desk.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
@@ -198,7 +224,7 @@ async def test_a_replica_that_keeps_failing_is_left_alone_for_a_while(desk: Desk
         desk.send(request_id)
         if desk.fakes.holder_of(request_id) == "one":
             desk.fakes["one"].reject(request_id, EngineUnavailable("broken"))
-    assert desk.fleet.roster.links["one"].num_failed == 5
+    assert desk.fleet.replicas["one"].num_failed == 5
     desk.clock.advance(1.5)
     for number in range(200, 300):
         desk.send(f"request-{number}")
@@ -224,7 +250,7 @@ async def test_an_abort_reaches_the_replica_and_silences_the_request(desk: Desk)
 
 
 async def test_an_abort_of_one_that_pauses_before_its_next_attempt() -> None:
-    desk = Desk("one", "two", "three", config=FleetConfig(retries=RetryConfig(next_pause_s=0.02)))
+    desk = Desk("one", "two", "three", config=DispatchConfig(retries=RetryConfig(next_pause_s=0.02)))
     inbox = desk.send("a")
     for _ in range(2):
         desk.fakes[desk.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
@@ -281,8 +307,8 @@ async def test_a_replica_much_slower_than_its_peers_is_left_out() -> None:
             step_s = 0.08 if name == "three" else 0.01
             num_steps = int(beat * 0.1 / step_s)
             fake.tell_stats(EngineStats(num_running=1, num_steps=num_steps, tokens_computed=4 * num_steps))
-    assert desk.fleet.roster.links["three"].state is ReplicaState.UNHEALTHY
-    assert desk.fleet.roster.num_ejections == 1
+    assert desk.fleet.replicas["three"].state is ReplicaState.UNHEALTHY
+    assert desk.fleet.dispatcher.table.num_ejections == 1
     for number in range(20):
         desk.send(f"request-{number}")
     assert not desk.fakes["three"].requests
@@ -301,7 +327,7 @@ async def test_counters_never_fall_when_a_replica_goes(desk: Desk) -> None:
 
 
 class Notes:
-    """Implements `observation.FleetObserver`."""
+    """Implements `fleet.FleetObserver`."""
 
     def __init__(self) -> None:
         self.arrivals: list[tuple[str, int]] = []
@@ -345,18 +371,18 @@ async def test_observers_hear_of_every_attempt(desk: Desk) -> None:
 
 async def test_a_revision_is_chosen_per_request_and_kept_once_it_has_begun() -> None:
     fakes = FakeReplicas()
-    fleet = Fleet(FleetConfig(retries=RetryConfig(next_pause_s=0.0)), rng=Random(0), connect=fakes.connect)
+    fleet = Fleet(DispatchConfig(retries=RetryConfig(next_pause_s=0.0)), seed=0, connect=fakes.connect)
     old, new = member("old", revision="1"), member("new", revision="2")
     spare = member("spare", revision="2")
     fleet.update([old, new, spare])
-    fleet.choose_revision = lambda request: "2" if request.id == "canary" else "1"
+    fleet.choose_revisions(lambda request: "2" if request.id == "canary" else "1")
     for number in range(8):
         send(fleet, make_request(f"usual-{number}"))
     canary = send(fleet, make_request("canary"))
     assert len(fakes["old"].requests) == 8
     holder = fakes.holder_of("canary")
     fakes[holder].emit("canary")
-    fleet.choose_revision = lambda request: "1"
+    fleet.choose_revisions(lambda request: "1")
     fleet.update([old, spare if holder == "new" else new])
     other = fakes.holder_of("canary")
     assert other in {"new", "spare"} - {holder}

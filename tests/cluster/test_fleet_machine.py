@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
-from penstock.control.retries import RetryConfig
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
 from penstock.core.plan import TokenEvent
+from penstock.dispatch import DispatchConfig
+from penstock.dispatch.retries import RetryConfig
 from penstock.router import ReplicaState
 from tests.cluster.fake_replicas import FakeReplica, FakeReplicas, make_request, member, token_at
 
@@ -74,8 +74,8 @@ class FleetMachine(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 6), policy=st.sampled_from(["prefix-aware", "round-robin"]))
     def begin(self, count: int, policy: str) -> None:
         retries = RetryConfig(max_attempts=MAX_ATTEMPTS, next_pause_s=0.0)
-        config = FleetConfig(routing_policy=policy, retries=retries)  # type: ignore[arg-type]
-        self.fleet = Fleet(config, clock=self.clock, rng=Random(0), connect=self.fakes.connect)
+        config = DispatchConfig(routing_policy=policy, retries=retries)  # type: ignore[arg-type]
+        self.fleet = Fleet(config, clock=self.clock, seed=0, connect=self.fakes.connect)
         for _ in range(count):
             self.start()
         for replica_id in self.states:
@@ -171,7 +171,7 @@ class FleetMachine(RuleBasedStateMachine):
     def every_open_request_is_somewhere(self) -> None:
         if not self.states:
             return
-        held = self.fleet.held.num_requests()
+        held = self.fleet.waiting.num_requests()
         running = sum(len(fake.requests) for fake in self.live())
         open_ones = sum(not (reader.is_over or reader.is_aborted) for reader in self.readers.values())
         assert running + held == open_ones

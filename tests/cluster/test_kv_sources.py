@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.replica import Member, Role
+from penstock.cluster.replica import Member
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.kv_events import KVStored
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
+from penstock.dispatch import Role
 
 from .fake_replicas import FakeReplica, make_request, member
 
@@ -100,7 +101,7 @@ async def test_long_prompts_go_by_way_of_prefill_replicas(rig: Rig) -> None:
     assert rig.ask(PROMPT[:100]) == ("d", None), "a short one stays"
     rig.cache("d", PROMPT[::-1])
     assert rig.ask(PROMPT[::-1]) == ("d", None), "and one that is cached there"
-    assert rig.fleet.kv_sources.ways == {"prefill": 1, "here": 2}
+    assert rig.fleet.dispatcher.kv_sources.ways == {"prefill": 1, "here": 2}
 
 
 async def test_only_replicas_of_one_revision_are_paired(rig: Rig) -> None:
@@ -116,7 +117,7 @@ async def test_prompts_are_spread_over_prefill_replicas_and_count_there_until_th
     rig.join(("p1", "prefill", "a"), ("p2", "prefill", "a"), ("d", "decode", "a"))
     sources = {rig.ask(bytes([n]) * 1000)[1] for n in range(2)}
     assert sources == {KVSource("kv://p1"), KVSource("kv://p2")}
-    router = rig.fleet.roster.prefill_router
+    router = rig.fleet.dispatcher.table.prefill_router
     ledgers = [router.ledger(replica_id) for replica_id in ("p1", "p2")]
     assert [ledger.own_requests for ledger in ledgers if ledger] == [1, 1]
     rig.replicas["d"].emit("r1", 1)

@@ -13,13 +13,13 @@ import pytest
 import zmq
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_config import FleetConfig
 from penstock.cluster.ray_launcher import RayLauncher
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.engine_config import CacheConfig
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
+from penstock.dispatch import DispatchConfig
 from penstock.router import ReplicaState
 from tests.cluster.control_stage import SPEC
 
@@ -64,7 +64,7 @@ def num_ready(supervisor: Supervisor) -> int:
 
 
 def num_connected(fleet: Fleet) -> int:
-    return sum(link.state is ReplicaState.READY for link in fleet.roster.links.values())
+    return sum(link.state is ReplicaState.READY for link in fleet.replicas.values())
 
 
 async def answered(fleet: Fleet, request_id: str, max_tokens: int = 8) -> list[int]:
@@ -96,7 +96,7 @@ async def test_a_fleet_on_two_nodes_outlives_an_actor_and_a_node(
     # Each takes the one CPU that a node has: they land on different ones.
     await asyncio.gather(supervisor.launch(ON_RAY), supervisor.launch(ON_RAY))
     assert num_ready(supervisor) == 2
-    fleet = Fleet(FleetConfig(routing_policy="round-robin"))  # so that some streams are on each node
+    fleet = Fleet(DispatchConfig(routing_policy="round-robin"))  # so that some streams are on each node
     supervisor.on_change.append(fleet.update)
     fleet.update(supervisor.members())
     await until(lambda: num_connected(fleet) == 2)

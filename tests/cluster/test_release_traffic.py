@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from penstock.cluster import release_traffic
 from penstock.cluster.control_messages import ActiveRelease
-from penstock.cluster.observation import Attempt
 from penstock.cluster.release_traffic import MAX_MIRRORED, ReleaseTraffic
 from penstock.cluster.replica import Member
 from penstock.control.release import ReleaseConfig, ReleaseState, Stage
 from penstock.core.errors import EngineUnavailable, InvalidRequest, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
+from penstock.dispatch import Attempt
 from penstock.router import Replica, ReplicaState
 from tests.cluster.control_stage import SPEC
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.cluster.fleet import Fleet
@@ -17,7 +15,7 @@ from tests.cluster.fake_replicas import FakeReplicas, make_request, member
 
 async def page() -> bytes:
     fakes = FakeReplicas()
-    fleet = Fleet(rng=Random(0), connect=fakes.connect)
+    fleet = Fleet(seed=0, connect=fakes.connect)
     fleet.update([member("one"), member("two")])
     stats = EngineStats(num_running=3, num_kv_blocks=10, num_kv_blocks_used=4, prefix_cache_hits=7)
     fakes["one"].stats = stats

@@ -23,10 +23,10 @@ from penstock.core.request import Request, Tier
 from penstock.kvcache import KVCache
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.cost import LinearCost, fit, observations
-from penstock.simulator.driver import Driver
 from penstock.simulator.replay import replay
 from penstock.simulator.replica import SimulatedReplica
-from penstock.simulator.workload import END_TOKEN_ID, Tenant, Uniform, Workload, generate
+from penstock.simulator.workload import END_TOKEN_ID, Fixed, Tenant, Uniform, Workload, generate
+from tests.simulator.drivers import make_driver
 
 HEADER = LogHeader(
     config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
@@ -44,7 +44,7 @@ WORKLOAD = Workload(
     prompt_tokens=Uniform(1, 80),
     output_tokens=Uniform(1, 50),
     max_tokens=50,
-    prefix_tokens=48,
+    prefix_tokens=Fixed(48),
     tenants=(Tenant("a", 1.0, Tier.PRIORITY), Tenant("b", 1.0, Tier.BATCH)),
     mean_patience_s=3.0,
     timeout_s=5.0,
@@ -87,7 +87,8 @@ def record(depth: int) -> list[LogRecord]:
     log: list[LogRecord] = [HEADER]
     cache = KVCache(HEADER.num_blocks)
     scheduler = LoggedScheduler(cache, log)
-    Driver([SimulatedReplica(scheduler, cache, COST, depth=depth)]).run(generate(WORKLOAD, Random(5)))
+    driver, _ = make_driver(lambda: SimulatedReplica(scheduler, cache, COST, depth=depth))
+    driver.run(generate(WORKLOAD, Random(5)))
     assert scheduler.stats().num_preemptions > 0
     assert any(isinstance(call, AbortCall) for call in log)
     return log

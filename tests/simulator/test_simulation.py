@@ -16,7 +16,7 @@ WORKLOAD = Workload(
     prompt_tokens=LogNormal(200, 1.0, 2000),
     output_tokens=LogNormal(50, 0.8, 300),
     max_tokens=300,
-    prefix_tokens=160,
+    prefix_tokens=Fixed(160),
     tenants=(Tenant("a"), Tenant("b", 1.0, Tier.BATCH)),
 )
 

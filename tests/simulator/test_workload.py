@@ -45,7 +45,7 @@ def test_ids_are_unique() -> None:
 
 
 def test_tenants_share_their_own_prefixes_and_nothing_else() -> None:
-    found = arrivals(tenants=(Tenant("a"), Tenant("b")), prefix_tokens=20, prefixes_per_tenant=2)
+    found = arrivals(tenants=(Tenant("a"), Tenant("b")), prefix_tokens=Fixed(20), prefixes_per_tenant=2)
     prefixes = {(a.request.tenant, a.request.prompt_token_ids[:20]) for a in found}
     tails = [a.request.prompt_token_ids[20:] for a in found]
     assert Counter(tenant for tenant, _ in prefixes) == {"a": 2, "b": 2}

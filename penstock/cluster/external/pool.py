@@ -19,11 +19,11 @@ from penstock.cluster.external.call import ExternalCall
 from penstock.cluster.external.load import ServerLoad
 from penstock.cluster.external.server import ExternalServer, ServerDown
 from penstock.cluster.external.wire import RequestRefused, StreamChunk
-from penstock.control.breaker import BreakerConfig, BreakerState, Circuit, CircuitBreaker
-from penstock.control.retries import Failure, RetryConfig, RetryPolicy
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats
+from penstock.dispatch.breaker import BreakerConfig, BreakerState, Circuit, CircuitBreaker
+from penstock.dispatch.retries import Failure, RetryConfig, RetryPolicy
 from penstock.router import Replica, ReplicaState, Router, RoutingRequest, hash_text
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from prometheus_client.registry import Collector
 
 from penstock.cluster.external.load import ServerLoad
 from penstock.cluster.external.pool import ExternalPool
-from penstock.control.breaker import Circuit
 from penstock.core.cluster_view import ReplicaView
 from penstock.core.errors import InvalidRequest
+from penstock.dispatch.breaker import Circuit
 from penstock.router import ReplicaState
 
 # Of the servers themselves: every gateway process tells the same.

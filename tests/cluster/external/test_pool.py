@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse
 from penstock.cluster.external.call import ExternalCall
 from penstock.cluster.external.pool import MAX_MISSED_PROBES, ExternalPool
 from penstock.cluster.external.server import ExternalServer
-from penstock.control.breaker import BreakerConfig, Circuit
 from penstock.core.clock import VirtualClock
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import (
@@ -25,6 +24,7 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
 )
+from penstock.dispatch.breaker import BreakerConfig, Circuit
 from penstock.router import ReplicaState, Router
 from penstock.router.policies import RoundRobin
 from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks

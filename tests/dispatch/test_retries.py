@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.control.holding import HoldingConfig, check_room, give_up_s, too_late
-from penstock.control.retries import Failure, RetryBudget, RetryConfig, RetryPolicy, Verdict
-from penstock.core.errors import Overloaded
+from penstock.dispatch.retries import Failure, RetryBudget, RetryConfig, RetryPolicy, Verdict
 
 CONFIG = RetryConfig(budget_per_s=0.0, max_budget=10.0)
 POLICY = RetryPolicy(CONFIG)
@@ -86,15 +84,3 @@ def test_a_retry_that_would_be_too_late_is_never_made(
     if decision.is_retry:
         assert attempts < CONFIG.max_attempts
         assert now + decision.pause_s + ttft_s < deadline_s
-
-
-def test_held_requests_are_bounded_in_number_tokens_and_time() -> None:
-    config = HoldingConfig(max_held_requests=2, max_held_tokens=100, max_wait_s=60.0)
-    check_room(config, 1, 50, 50)
-    with pytest.raises(Overloaded):
-        check_room(config, 2, 0, 1)
-    with pytest.raises(Overloaded):
-        check_room(config, 1, 50, 51)
-    assert give_up_s(config, 10.0, None) == 70.0
-    assert give_up_s(config, 10.0, 30.0) == 30.0
-    assert "60 s" in too_late(config).message

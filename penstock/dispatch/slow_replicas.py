@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from penstock.control.outliers import OutlierConfig, OutlierDetector, OutlierState
 from penstock.core.messages import EngineStats
+from penstock.dispatch.outliers import OutlierConfig, OutlierDetector, OutlierState
 from penstock.router.rates import LinearFit
 
 LOOK_INTERVAL_S = 2.0

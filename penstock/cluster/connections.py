@@ -1,0 +1,218 @@
+"""One gateway's connections to all replicas: opens and closes them, and collects what replicas report about their
+models and statistics. Decides nothing and sends no request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import zmq
+
+from penstock.cluster.client import Connector, ReplicaClient
+from penstock.cluster.replica import Member
+from penstock.cluster.transport import ZmqEngineClient
+from penstock.core.kv_events import KVEvent
+from penstock.core.messages import EngineReady, EngineStats
+from penstock.dispatch import FleetStatus, ReplicaStatus
+from penstock.router import ReplicaState
+
+_LOST = (ReplicaState.UNHEALTHY, ReplicaState.GONE)
+# Figures of the latest step: the slowest replica's counts. All other figures but fragmentation are added up.
+_LATEST = frozenset({"step_s", "plan_s"})
+# Figures that rise and fall, as opposed to counters: a replica that goes takes its part with it.
+_GAUGES = frozenset(
+    {
+        "num_running",
+        "num_waiting",
+        "num_waiting_tokens",
+        "num_kv_blocks",
+        "num_kv_blocks_used",
+        "num_pinned_blocks",
+        "num_host_blocks",
+        "num_host_blocks_used",
+        "step_tokens",
+        "kv_fragmentation",
+        *_LATEST,
+    }
+)
+_SUMMED = tuple(
+    name for name in EngineStats.__struct_fields__ if name not in _LATEST and name != "kv_fragmentation"
+)
+_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES)
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    member: Member
+    client: ReplicaClient
+
+    @property
+    def is_serving(self) -> bool:
+        return (
+            self.member.replica.state is ReplicaState.READY
+            and self.client.ready is not None
+            and self.member.role != "prefill"
+        )
+
+
+class Listener(Protocol):
+    """Hears what comes over connections beside answers."""
+
+    def on_ready(self) -> None: ...
+
+    def on_stats(self, replica_id: str, stats: EngineStats) -> None: ...
+
+    def on_kv_events(self, replica_id: str, events: tuple[KVEvent, ...]) -> None: ...
+
+
+class Connections:
+    def __init__(self, listener: Listener, connect: Connector | None = None) -> None:
+        self.members: tuple[Member, ...] = ()
+        self.by_id: dict[str, Connection] = {}
+        self.models: dict[str, EngineReady] = {}  # every model that was ever served, by name
+        self._listener = listener
+        self._connect_to = connect or self._connect_by_zmq
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stats: EngineStats | None = None  # added up when asked for
+        self._departed: dict[str, EngineStats] = {}  # counters of replicas that have gone, by model
+        self._changed = asyncio.Event()
+
+    @property
+    def stats(self) -> EngineStats:
+        if self._stats is None:
+            stats = [connection.client.stats for connection in self.by_id.values()]
+            self._stats = added_up([*stats, *self._departed.values()])
+        return self._stats
+
+    def stats_of(self, model: str) -> EngineStats:
+        stats = [
+            connection.client.stats
+            for connection in self.by_id.values()
+            if connection.member.spec.model == model
+        ]
+        return added_up([*stats, self._departed[model]] if model in self._departed else stats)
+
+    @property
+    def first_ready(self) -> EngineReady | None:
+        """The model of the first replica that serves."""
+        for connection in self.by_id.values():
+            if connection.is_serving:
+                return self.models.get(connection.member.spec.model)
+        return None
+
+    async def wait_ready(self) -> EngineReady:
+        while (ready := self.first_ready) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return ready
+
+    def status(self, *, starts_on_demand: bool) -> FleetStatus:
+        """The replicas as a dispatcher must know them. Learns the models that connected replicas serve."""
+        self._learn_models()
+        self._stats = None
+        self._changed.set()
+        return FleetStatus(
+            replicas=tuple(self._status_of(member) for member in self.members),
+            models={name: ready.block_size for name, ready in self.models.items()},
+            starts_on_demand=starts_on_demand,
+        )
+
+    def update(self, members: Sequence[Member]) -> None:
+        """Replicas came, went, or changed state: connect to new replicas and close connections to lost ones."""
+        self.members = tuple(members)
+        present = {member.id: member for member in members if member.replica.state not in _LOST}
+        for connection in [lost for name, lost in self.by_id.items() if name not in present]:
+            self._close(connection)
+        for member in present.values():
+            if member.id in self.by_id:
+                self.by_id[member.id].member = member
+            elif member.endpoint and member.replica.state is not ReplicaState.STARTING:
+                self._connect(member)
+
+    def note_stats(self) -> None:
+        """A replica has reported new statistics."""
+        self._stats = None
+
+    def close(self) -> None:
+        for connection in self.by_id.values():
+            connection.client.close()
+        self.by_id.clear()
+        self._context.term()
+
+    def _status_of(self, member: Member) -> ReplicaStatus:
+        connection = self.by_id.get(member.id)
+        ready = None if connection is None else connection.client.ready
+        return ReplicaStatus(
+            replica=member.replica,
+            model=member.spec.model,
+            role=member.role,
+            is_connected=ready is not None,
+            kv_endpoint="" if ready is None else ready.kv_endpoint,
+            kv_bytes_per_token=0 if ready is None else ready.kv_bytes_per_token,
+        )
+
+    def _close(self, connection: Connection) -> None:
+        """Keep the counters of a replica that has gone, so that no sum of counters ever falls."""
+        del self.by_id[connection.member.id]
+        model = connection.member.spec.model
+        before = [self._departed[model]] if model in self._departed else []
+        self._departed[model] = added_up([*before, counters_of(connection.client.stats)])
+        connection.client.close()
+
+    def _connect(self, member: Member) -> None:
+        client = self._connect_to(
+            member,
+            on_ready=self._listener.on_ready,
+            on_stats=partial(self._listener.on_stats, member.id),
+            on_kv_events=partial(self._listener.on_kv_events, member.id),
+        )
+        self.by_id[member.id] = Connection(member, client)
+        client.start()
+
+    def _connect_by_zmq(
+        self,
+        member: Member,
+        *,
+        on_ready: Callable[[], None],
+        on_stats: Callable[[EngineStats], None],
+        on_kv_events: Callable[[tuple[KVEvent, ...]], None],
+    ) -> ReplicaClient:
+        return ZmqEngineClient(
+            member.endpoint,
+            context=self._context,
+            on_ready=on_ready,
+            on_stats=on_stats,
+            on_kv_events=on_kv_events,
+        )
+
+    def _learn_models(self) -> None:
+        """Objects built from a model's description must not be rebuilt needlessly: the known description stays for as
+        long as any replica has it."""
+        told: dict[str, list[EngineReady]] = {}
+        for connection in self.by_id.values():
+            if connection.client.ready is not None:
+                told.setdefault(connection.member.spec.model, []).append(connection.client.ready)
+        for model, descriptions in told.items():
+            if self.models.get(model) not in descriptions:
+                self.models[model] = descriptions[0]
+
+
+def added_up(stats: Sequence[EngineStats]) -> EngineStats:
+    """The statistics of several engines as one engine's."""
+    if len(stats) == 1:
+        return stats[0]
+    figures = {name: sum(getattr(each, name) for each in stats) for name in _SUMMED}
+    figures |= {name: max((getattr(each, name) for each in stats), default=0.0) for name in _LATEST}
+    used = figures["num_kv_blocks_used"]
+    if used:
+        wasted = sum(each.kv_fragmentation * each.num_kv_blocks_used for each in stats)
+        figures["kv_fragmentation"] = wasted / used
+    return EngineStats(**figures)
+
+
+def counters_of(stats: EngineStats) -> EngineStats:
+    """The counters alone, which a replica that has gone leaves behind."""
+    return EngineStats(**{name: getattr(stats, name) for name in _COUNTERS})

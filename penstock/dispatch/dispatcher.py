@@ -1,0 +1,396 @@
+"""The fleet's state machine: requests, news of replicas and passing time go in, actions come out. Does no I/O.
+
+    update(status, now)                       replicas came, went or changed
+    add(request, now, ...)                    a client asks
+    abort(request_id, now)                    a client left
+    news(replica_id, event, now)              a replica sent an event of an answer
+    failed(replica_id, request_id, error, now)  a replica refused a request or lost it
+    heartbeat(replica_id, stats, now)         a replica reported its load
+    kv_events(replica_id, events, now)        a replica reported what it has cached
+    tick(now)                                 the time of the last WakeAt has come
+
+Every method returns the actions that its driver must carry out, in order; see `actions`. A request that loses its
+replica before its first token is sent to another one; an answer that has begun goes on elsewhere after the last token
+that the client got. A request that finds no replica waits for one that starts, if there is room.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from penstock.core.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    ModelNotFound,
+    Overloaded,
+    PenstockError,
+)
+from penstock.core.kv_events import KVEvent
+from penstock.core.messages import EngineStats
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason, Request
+from penstock.dispatch.actions import (
+    Action,
+    Arrived,
+    AttemptEnded,
+    Cancel,
+    Deliver,
+    Eject,
+    Fail,
+    FirstToken,
+    ResyncKVEvents,
+    Send,
+    SubscribeKVEvents,
+    Waits,
+    WakeAt,
+)
+from penstock.dispatch.breaker import CircuitBreaker
+from penstock.dispatch.config import DispatchConfig
+from penstock.dispatch.kv_sources import KVSources
+from penstock.dispatch.replicas import FleetStatus, ReplicaRecord, ReplicaTable
+from penstock.dispatch.request_record import Phase, RequestRecord
+from penstock.dispatch.retries import Failure, RetryPolicy
+from penstock.dispatch.waiting import WaitingRoom
+from penstock.router import (
+    Decision,
+    RandomSource,
+    Router,
+    RoutingRequest,
+    hash_tokens,
+    policy_named,
+)
+
+_EXPECTED_OUTPUT_TOKENS = 128  # unless the request allows less
+# Hashing takes one or two microseconds per block, on the event loop. Requests that share more than this many tokens
+# are routed together because of these tokens.
+_MAX_HASHED_TOKENS = 32_768
+_DEFAULT_BLOCK_SIZE = 16
+_NOTHING: tuple[Action, ...] = ()
+
+
+class Dispatcher:
+    def __init__(self, config: DispatchConfig, rng: RandomSource, now: float) -> None:
+        self.config = config
+        self._rng = rng
+        self.router = Router(policy_named(config.routing_policy))
+        self.table = ReplicaTable(self.router, config.outliers)
+        self.kv_sources = KVSources(self.table, rng)
+        self.waiting = WaitingRoom(config.waiting)
+        self.choose_revision: Callable[[Request], str | None] = _any_revision  # asked for every attempt
+        self.reasons: Counter[str] = Counter()  # why requests went where they went
+        self.verdicts: Counter[str] = Counter()  # on attempts that failed
+        self.routed_tokens = 0  # of prompts
+        self.matched_tokens = 0  # of those, thought to be cached where they were sent
+        self._requests: dict[str, RequestRecord] = {}
+        self._retries = RetryPolicy(config.retries)
+        self._budget = self._retries.first_budget(now)
+        self._breaker = CircuitBreaker(config.breaker)
+        self._timers: list[tuple[float, int, str]] = []  # heap of time, sequence number, request id
+        self._num_timers = 0
+        self._wake_s: float | None = None  # the time that the driver was last asked to call `tick`
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def update(self, status: FleetStatus, now: float) -> Sequence[Action]:
+        lost = self.table.update(status)
+        actions = self._after_change(now)
+        gone = EngineUnavailable("The engine that served this request is gone.", retry_after_s=5.0)
+        for record in tuple(self._requests.values()):
+            if record.replica_id in lost:
+                self._fail_attempt(record, lost[record.replica_id], gone, now, actions)
+        return self._with_wakeup(actions)
+
+    def add(
+        self,
+        request: Request,
+        now: float,
+        *,
+        timeout_s: float | None = None,
+        block_hashes: Sequence[bytes] | None = None,
+    ) -> Sequence[Action]:
+        """`block_hashes` of the prompt, for a driver that has them: they are computed otherwise."""
+        deadline_s = None if timeout_s is None else now + timeout_s
+        record = self._requests[request.id] = RequestRecord(request, deadline_s, block_hashes)
+        self._budget = self._retries.attempted(self._budget, now)
+        actions: list[Action] = []
+        self._route(record, now, actions)
+        return self._with_wakeup(actions)
+
+    def abort(self, request_id: str, now: float) -> Sequence[Action]:
+        record = self._requests.pop(request_id, None)
+        if record is None:
+            return _NOTHING
+        self.waiting.leave(request_id)
+        if record.replica_id is None:
+            return _NOTHING
+        replica = self.table.records[record.replica_id]
+        replica.breaker = self._breaker.abandoned(replica.breaker)
+        self._leave_replica(record, now)
+        ended = AttemptEnded(record.attempt(replica.revision, now, FinishReason.ABORT, None))
+        return [Cancel(replica.id, request_id), ended]
+
+    def news(self, replica_id: str, event: TokenEvent, now: float) -> Sequence[Action]:
+        """Events of a request that the replica no longer has are ignored."""
+        record = self._requests.get(event.request_id)
+        if record is None or record.replica_id != replica_id:
+            return _NOTHING
+        if event.finish_reason is None and record.first_token_s is not None and not record.num_emitted_before:
+            record.emitted += event.token_ids
+            return (Deliver(event),)
+        actions: list[Action] = []
+        if event.token_ids:
+            if record.first_token_s is None:
+                self._note_first_token(record, now, actions)
+            record.emitted += event.token_ids
+        if record.num_emitted_before:
+            # The client heard of the beginning of this answer from another replica.
+            event = msgspec.structs.replace(event, num_cached_tokens=None, queue_s=None, cache_use=None)
+        if event.finish_reason is not None:
+            self._finish(record, event.finish_reason, now, actions)
+        actions.append(Deliver(event))
+        return actions
+
+    def failed(self, replica_id: str, request_id: str, error: PenstockError, now: float) -> Sequence[Action]:
+        record = self._requests.get(request_id)
+        if record is None or record.replica_id != replica_id:
+            return _NOTHING
+        actions: list[Action] = []
+        self._fail_attempt(record, self.table.records[replica_id], error, now, actions)
+        return self._with_wakeup(actions)
+
+    def heartbeat(self, replica_id: str, stats: EngineStats, now: float) -> Sequence[Action]:
+        changed = self.table.heartbeat(replica_id, stats, now)
+        if not changed:
+            return _NOTHING
+        actions: list[Action] = [Eject(record.id, record.is_slow) for record in changed]
+        actions += self._after_change(now)
+        return self._with_wakeup(actions)
+
+    def kv_events(self, replica_id: str, events: tuple[KVEvent, ...], now: float) -> Sequence[Action]:
+        return (ResyncKVEvents(replica_id),) if self.table.kv_events(replica_id, events, now) else _NOTHING
+
+    def tick(self, now: float) -> Sequence[Action]:
+        self._wake_s = None
+        actions: list[Action] = []
+        while self._timers and self._timers[0][0] <= now:
+            wake_s, _, request_id = heapq.heappop(self._timers)
+            record = self._requests.get(request_id)
+            if record is None or record.wake_s != wake_s:
+                continue
+            record.wake_s = None
+            if record.phase is Phase.WAITING:
+                self.waiting.leave(request_id)
+                self._give_up_waiting(record, now, actions)
+            else:
+                self._route(record, now, actions)
+        return self._with_wakeup(actions)
+
+    def _after_change(self, now: float) -> list[Action]:
+        """Replicas changed: requests that wait try again, first come first served."""
+        actions: list[Action] = [SubscribeKVEvents(name) for name in self.table.take_new_readers()]
+        for request_id in self.waiting.leave_all():
+            self._route(self._requests[request_id], now, actions)
+        return actions
+
+    def _route(self, record: RequestRecord, now: float, actions: list[Action]) -> None:
+        """Send a request to a replica, or let it wait for one."""
+        time_left_s = record.time_left_s(now)
+        if time_left_s is not None and time_left_s <= 0.0:
+            self._time_out(record, actions)
+            return
+        request = record.remaining()
+        try:
+            routed, decision = self._choose(record, request, now)
+        except PenstockError as error:
+            self._wait(record, record.last_error or error, now, actions)
+            return
+        if not record.attempts and record.waiting_since_s is None:
+            uncached = len(request.prompt_token_ids) - decision.matched_tokens
+            actions.append(Arrived(record.request, uncached))
+        self.reasons[decision.reason] += 1
+        self.routed_tokens += len(request.prompt_token_ids)
+        self.matched_tokens += decision.matched_tokens
+        replica = self.table.records[decision.replica_id]
+        replica.num_sent += 1
+        replica.breaker = self._breaker.sent(replica.breaker, now)
+        record.begin_attempt(replica.id, now)
+        kv_source = self.kv_sources.choose(routed, decision, replica, now)
+        actions.append(Send(replica.id, request, time_left_s, kv_source))
+
+    def _choose(self, record: RequestRecord, request: Request, now: float) -> tuple[RoutingRequest, Decision]:
+        """Raises when no replica may take the request now."""
+        model = self._model_of(request)
+        routed = RoutingRequest(
+            id=request.id,
+            model=model,
+            num_prompt_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
+            block_hashes=self._hashes(record, request, model),
+            expected_output_tokens=min(request.sampling.max_tokens, _EXPECTED_OUTPUT_TOKENS),
+            # Another revision might continue an answer differently: only where there is no choice.
+            revision=record.revision or self._revision_for(request),
+            region=request.region or None,
+            affinity_key=request.affinity_key or None,
+            excluded=record.failed_on | self.table.left_alone(self._breaker, now),
+        )
+        serving = self.table.serving
+        try:
+            return routed, self.router.choose(routed, serving, now, self._rng)
+        except ModelNotFound:
+            if model not in self.table.status.models:
+                raise
+            raise EngineUnavailable(f"No replica of {model!r} is running now.", retry_after_s=5.0) from None
+        except EngineUnavailable:
+            if record.revision is None:
+                raise
+            routed = replace(routed, revision=self._revision_for(request))
+            return routed, self.router.choose(routed, serving, now, self._rng)
+
+    def _hashes(self, record: RequestRecord, request: Request, model: str) -> Sequence[bytes]:
+        if record.block_hashes is not None:
+            return record.block_hashes
+        if not self.table.offers_choice(model):
+            return ()
+        block_size = self.table.status.models.get(model, _DEFAULT_BLOCK_SIZE)
+        tokens = request.prompt_token_ids + request.output_token_ids
+        return hash_tokens(request.prefix_salt, tokens[: _MAX_HASHED_TOKENS + 1], block_size)
+
+    def _revision_for(self, request: Request) -> str | None:
+        return self.choose_revision(request)
+
+    def _wait(self, record: RequestRecord, error: PenstockError, now: float, actions: list[Action]) -> None:
+        """Let a request wait for a replica that starts; end it with `error` when none does."""
+        request = record.request
+        if not self.table.expects(self._model_of(request)):
+            self._end_with_error(record, error, actions)
+            return
+        if record.waiting_since_s is None:
+            record.waiting_since_s = now
+            if not record.attempts:
+                actions.append(Arrived(request, len(request.prompt_token_ids)))
+        try:
+            self.waiting.enter(request)
+        except Overloaded as no_room:
+            self._end_with_error(record, no_room, actions)
+            return
+        record.phase = Phase.WAITING
+        self._set_timer(record, self.waiting.give_up_s(record.waiting_since_s, record.deadline_s))
+        actions.append(Waits(request.id))
+
+    def _give_up_waiting(self, record: RequestRecord, now: float, actions: list[Action]) -> None:
+        time_left_s = record.time_left_s(now)
+        if time_left_s is not None and time_left_s <= 0.0:
+            self._time_out(record, actions)
+        else:
+            self._end_with_error(record, self.waiting.too_late(), actions)
+
+    def _note_first_token(self, record: RequestRecord, now: float, actions: list[Action]) -> None:
+        assert record.replica_id is not None
+        record.first_token_s = now
+        self.router.first_token(record.request.id, now)
+        self.kv_sources.ended(record.request.id, now)
+        revision = record.revision = self.table.records[record.replica_id].revision
+        if not record.num_emitted_before:
+            ttft_s = now - record.sent_s
+            actions.append(FirstToken(record.request, record.replica_id, revision, ttft_s))
+
+    def _finish(self, record: RequestRecord, reason: FinishReason, now: float, actions: list[Action]) -> None:
+        assert record.replica_id is not None
+        del self._requests[record.request.id]
+        self._leave_replica(record, now)
+        replica = self.table.records[record.replica_id]
+        replica.breaker = self._breaker.succeeded(replica.breaker)
+        actions.append(AttemptEnded(record.attempt(replica.revision, now, reason, None)))
+
+    def _fail_attempt(
+        self,
+        record: RequestRecord,
+        replica: ReplicaRecord,
+        error: PenstockError,
+        now: float,
+        actions: list[Action],
+    ) -> None:
+        """A replica refused a request, lost it, or is gone itself."""
+        self._leave_replica(record, now)
+        if isinstance(error, EngineUnavailable):
+            replica.num_failed += 1
+            replica.breaker = self._breaker.failed(replica.breaker, now)
+        else:
+            replica.breaker = self._breaker.abandoned(replica.breaker)
+        actions.append(AttemptEnded(record.attempt(replica.revision, now, None, error)))
+        record.replica_id = None
+        record.failed_on |= {replica.id}
+        failure = Failure(
+            attempts=record.attempts,
+            num_emitted_tokens=len(record.emitted),
+            is_retryable=isinstance(error, EngineUnavailable | Overloaded) and self._has_elsewhere(record),
+            deadline_s=record.deadline_s,
+        )
+        decision, self._budget = self._retries.decide(failure, self._budget, now)
+        self.verdicts[decision.verdict] += 1
+        if not decision.is_retry:
+            self._end_with_error(record, error, actions)
+            return
+        record.last_error = error
+        if decision.pause_s:
+            record.phase = Phase.PAUSED
+            self._set_timer(record, now + decision.pause_s)
+        else:
+            self._route(record, now, actions)
+
+    def _leave_replica(self, record: RequestRecord, now: float) -> None:
+        """A request no longer counts where it was."""
+        self.router.ended(record.request.id, now)
+        self.kv_sources.ended(record.request.id, now)
+
+    def _has_elsewhere(self, record: RequestRecord) -> bool:
+        """Whether there is, or will be, a replica that has not failed this request yet."""
+        model = self._model_of(record.request)
+        return self.table.expects(model) or self.table.serves(model, excluding=record.failed_on)
+
+    def _model_of(self, request: Request) -> str:
+        return request.model or next(iter(self.table.status.models), "")
+
+    def _time_out(self, record: RequestRecord, actions: list[Action]) -> None:
+        if not record.emitted:
+            late = DeadlineExceeded("The request's deadline passed before its first token.")
+            self._end_with_error(record, late, actions)
+        else:  # as an engine does it: the tokens that the client got stand
+            del self._requests[record.request.id]
+            actions.append(Deliver(TokenEvent(record.request.id, finish_reason=FinishReason.DEADLINE)))
+
+    def _end_with_error(self, record: RequestRecord, error: PenstockError, actions: list[Action]) -> None:
+        del self._requests[record.request.id]
+        actions.append(Fail(record.request.id, error))
+
+    def _set_timer(self, record: RequestRecord, wake_s: float) -> None:
+        if record.wake_s == wake_s:
+            return  # set before, when the request began to wait
+        record.wake_s = wake_s
+        self._num_timers += 1
+        heapq.heappush(self._timers, (wake_s, self._num_timers, record.request.id))
+
+    def _with_wakeup(self, actions: list[Action]) -> Sequence[Action]:
+        """Ask for a call of `tick` when the first timer is due, unless that was asked for already."""
+        timers = self._timers
+        while timers and not self._is_live(timers[0]):
+            heapq.heappop(timers)
+        if timers and timers[0][0] != self._wake_s:
+            self._wake_s = timers[0][0]
+            actions.append(WakeAt(self._wake_s))
+        return actions
+
+    def _is_live(self, timer: tuple[float, int, str]) -> bool:
+        record = self._requests.get(timer[2])
+        return record is not None and record.wake_s == timer[0]
+
+
+def _any_revision(request: Request) -> str | None:
+    return None
