@@ -53,7 +53,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
-    is_open = check_exposure(config.server, config.tenants, has_keys=_has_keys(config))
+    is_open = check_exposure(config.server, config.tenants, has_keys=keys_were_made(config))
     models = [config.engine, *(more.engine for more in config.models)] if config.runs_engines else []
     paths = [fetch_model(engine.model.model) for engine in models]
 
@@ -125,21 +125,29 @@ def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bo
     return True
 
 
-def _has_keys(config: ServeConfig) -> bool:
+def keys_were_made(config: ServeConfig) -> bool:
     from penstock.gateway.tenants.directory import Directory
+
+    async def were_made(directory: Directory) -> bool:
+        """A key that has expired or was revoked counts: a server that once asked for keys never opens by itself."""
+        was_made = await directory.has_keys()
+        if was_made and not await directory.has_keys(only_live=True):
+            logger.warning("every key has expired or was revoked; make one with: penstock keys create")
+        return was_made
 
     database = open_database(config.store)
     try:
-        return asyncio.run(Directory(database).has_live_keys())
+        return asyncio.run(were_made(Directory(database)))
     finally:
         database.close()
 
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def print_banner(

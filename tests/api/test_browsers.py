@@ -77,6 +77,7 @@ async def test_a_key_is_good_from_any_page(tmp_path: Path) -> None:
         ("127.0.0.1", "evil.example:8000", "/v1/models", 403),
         ("127.0.0.1", "evil.example:8000", "/admin/keys", 403),
         ("::1", "evil.example:8000", "/metrics", 403),
+        ("::ffff:127.0.0.1", "evil.example:8000", "/v1/models", 403),  # IPv4 on a dual-stack socket
         ("10.0.0.7", "evil.example:8000", "/admin/keys", 403),
         ("127.0.0.1", "localhost:8000", "/v1/models", 200),
         ("127.0.0.1", "penstock.localhost", "/v1/models", 200),

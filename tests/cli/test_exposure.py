@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from pathlib import Path
 
 import pytest
 
-from penstock.cli.serve import check_exposure
+from penstock.cli.serve import check_exposure, keys_were_made
+from penstock.cli.stores import open_database
+from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
-from penstock.core.gateway_config import OidcConfig, ServerConfig, TenantsConfig
+from penstock.core.gateway_config import OidcConfig, ServerConfig, StoreConfig, TenantsConfig
+from penstock.gateway.tenants.audit import Actor
+from penstock.gateway.tenants.directory import Directory
+from penstock.gateway.tenants.records import NewKey
+
+ACTOR = Actor("test", "request-1")
 
 LOOPBACK = ["127.0.0.1", "::1", "localhost", "127.8.8.8"]
 BEYOND = ["0.0.0.0", "::", "192.168.1.5", "example.org", ""]
@@ -73,3 +83,31 @@ def test_a_server_that_nobody_can_use_yet_says_so(caplog: pytest.LogCaptureFixtu
 def test_an_empty_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="empty API key"):
         is_open(api_key="")
+
+
+@pytest.mark.parametrize("end", ["expired", "revoked"])
+def test_a_server_does_not_open_when_its_last_key_dies(
+    tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ServeConfig(store=StoreConfig(data_dir=str(tmp_path)))
+    assert not keys_were_made(config)
+    database = open_database(config.store)
+
+    async def make_a_key_and_end_it() -> None:
+        an_hour_ago = Directory(database, lambda: time.time() - 3600)
+        issued = await an_hour_ago.create_key(
+            ACTOR, NewKey(name="k", expires_at=time.time() - 1800 if end == "expired" else None)
+        )
+        if end == "revoked":
+            await an_hour_ago.revoke_key(ACTOR, issued.key.id)
+
+    try:
+        asyncio.run(make_a_key_and_end_it())
+    finally:
+        database.close()
+    assert not is_open(has_keys=keys_were_made(config))
+    assert "penstock keys create" in caplog.text
+
+
+def test_an_ipv4_loopback_address_in_ipv6_is_loopback() -> None:
+    assert is_open(host="::ffff:127.0.0.1")

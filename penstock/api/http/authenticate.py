@@ -141,10 +141,12 @@ def has_local_name(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def is_loopback(address: str) -> bool:
+    """A dual-stack socket reports an IPv4 peer as an IPv4-mapped IPv6 address, such as ::ffff:127.0.0.1."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return False
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def _place(origin: bytes) -> bytes:

@@ -62,16 +62,15 @@ class Directory:
         self.wall_time = wall_time
         self._on_change = on_change
 
-    async def has_live_keys(self) -> bool:
-        """Whether anyone could sign in with a key. Leaves a database that is not there alone."""
+    async def has_keys(self, *, only_live: bool = False) -> bool:
+        """Whether any key was ever made; with `only_live`, whether any key still works. The method does not create a
+        database that does not exist."""
         if not self._database.exists:
             return False
-        query = (
-            select(keys.c.id)
-            .where(keys.c.revoked_at.is_(None))
-            .where(keys.c.expires_at.is_(None) | (keys.c.expires_at > self.wall_time()))
-            .limit(1)
-        )
+        query = select(keys.c.id).limit(1)
+        if only_live:
+            is_unexpired = keys.c.expires_at.is_(None) | (keys.c.expires_at > self.wall_time())
+            query = query.where(keys.c.revoked_at.is_(None), is_unexpired)
         return await self._read(lambda connection: connection.execute(query).first() is not None)
 
     async def organization(self, organization_id: str) -> Organization:
