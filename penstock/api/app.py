@@ -18,6 +18,7 @@ from penstock.api.anthropic.endpoints import AnthropicEndpoints
 from penstock.api.http.access_log import AccessLog, RequestJournal
 from penstock.api.http.application import Application, CallerLimits, RequestIds, posted_endpoints
 from penstock.api.http.authenticate import Authenticate
+from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
 from penstock.api.models import ModelsEndpoints
 from penstock.api.openai.batches import KIND as OPENAI
@@ -61,10 +62,12 @@ def create_app(
     gateway.metrics.register(authenticator.metrics)
     if work is not None:
         gateway.metrics.register(work.runner.metrics)
+    origins = AllowedOrigins(config.allowed_origins)
     middleware = [
+        Middleware(Cors, origins),
         Middleware(RequestIds, CallerLimits(gateway)),
         *([Middleware(AccessLog, journal)] if journal is not None else []),
-        Middleware(Authenticate, authenticator),
+        Middleware(Authenticate, authenticator, origins),
     ]
     inference_routes = [
         *ModelsEndpoints(gateway).routes(),

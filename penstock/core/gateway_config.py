@@ -167,6 +167,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Meta(description="Listen beyond loopback without a key. Anyone who reaches the port can use it."),
     ] = False
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origin of web pages that may call this server (CORS), such as https://app.example, or *; "
+            "can be repeated."
+        ),
+    ] = ()
+    ssl_certfile: Annotated[str, Meta(description="Certificate chain in PEM, to serve HTTPS.")] | None = None
+    ssl_keyfile: (
+        Annotated[str, Meta(description="Private key of the certificate, unless --ssl-certfile holds it.")]
+        | None
+    ) = None
     api_workers: Annotated[
         int,
         Meta(

@@ -144,6 +144,8 @@ async def open_gateway(
                 log_config=None,  # so that its lines look like ours
                 log_level="warning",
                 server_header=False,
+                ssl_certfile=config.server.ssl_certfile,
+                ssl_keyfile=config.server.ssl_keyfile,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
             )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import uvloop
 
+from penstock.api.http.browsers import check_web_settings
 from penstock.cluster.early import EarlyProcess
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
@@ -70,6 +71,7 @@ def run(
     """Serve until SIGTERM or SIGINT. `on_ready` is called with the model, where there is one, and the URL once both
     are there. `early` becomes the first engine on this machine."""
     # Before the model loads: a port in use should not cost a minute to find out.
+    check_web_settings(config.server)
     listener = bind(config.server)
     configure_server_logging(config.telemetry)
     config = prepare_process(config)
@@ -84,7 +86,8 @@ def run(
             early.close()  # if no engine had a use for it
         if on_ready is not None:
             host, port = listener.getsockname()[:2]
-            on_ready(ready, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            scheme = "http" if config.server.ssl_certfile is None else "https"
+            on_ready(ready, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
     serve = _serve_here if config.server.api_workers == 1 else _serve_by_workers
     with contextlib.closing(listener):

@@ -22,12 +22,18 @@ ACTOR = Actor("test")
 
 
 class TenantServer:
-    def __init__(self, folder: Path, engine: FakeEngine | None = None, **tenants: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: FakeEngine | None = None,
+        config: ServerConfig | None = None,
+        **tenants: Any,
+    ) -> None:
         self.engine = engine or FakeEngine()
         self.database = ready_made_database(folder) if folder.exists() else Database(sqlite_url(folder))
         self.tenants = Tenants(self.database, **tenants)
         self.gateway = Gateway(self.engine, GatewayConfig())
-        self.app = create_app(self.gateway, ServerConfig(), tenants=self.tenants)
+        self.app = create_app(self.gateway, config or ServerConfig(), tenants=self.tenants)
 
     async def make_key(self, *scopes: Scope, **wish: Any) -> IssuedKey:
         new_key = NewKey(**{"name": "k", "scopes": scopes or (Scope.INFERENCE,)} | wish)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
+import ssl
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
-from penstock.api.http.authenticate import is_foreign_page
+from penstock.api.http.browsers import check_web_settings, is_foreign_page
+from penstock.core.errors import ConfigError
+from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
+from tests.api.bounded_server import ThreadedEngine, bounded_server
 from tests.api.tenant_server import TenantServer
 
 OWN = "127.0.0.1:8000"
@@ -104,3 +115,120 @@ async def test_an_open_server_is_not_read_by_a_rebound_name(
     async with server.client(issued.secret) as client:
         assert (await client.get(path, headers={"host": host})).status_code == 200
     await server.close()
+
+
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-os",
+}
+
+
+async def test_a_browser_on_an_allowed_origin_may_call_and_read(tmp_path: Path) -> None:
+    server = TenantServer(tmp_path, config=ServerConfig(allowed_origins=("https://app.example",)))
+    issued = await server.make_key()
+    page = {"origin": "https://app.example"}
+    async with server.client() as client:
+        preflight = await client.options("/v1/chat/completions", headers=page | PREFLIGHT)
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+        assert (
+            preflight.headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
+        )
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        refused = await client.get("/v1/models", headers=page)
+        assert refused.status_code == 401  # and the page can read why
+        assert refused.headers["access-control-allow-origin"] == "https://app.example"
+        other = await client.options("/v1/models", headers={"origin": "https://evil.example"} | PREFLIGHT)
+        assert other.status_code == 403
+        assert "access-control-allow-origin" not in other.headers
+        assert "--allowed-origins" in other.text
+    async with server.client(issued.secret) as client:
+        answer = await client.get("/v1/models", headers=page)
+        assert (answer.status_code, answer.headers["vary"]) == (200, "Origin")
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        answer = await client.get("/v1/models", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in answer.headers
+    await server.close()
+
+
+async def test_any_origin_is_for_servers_with_keys(tmp_path: Path) -> None:
+    page = {"origin": "https://app.example"}
+    server = TenantServer(tmp_path, config=ServerConfig(allowed_origins=("*",)), is_open=True)
+    issued = await server.make_key()
+    async with server.client() as client:
+        client.base_url = "http://localhost:8000"
+        assert (await client.options("/v1/models", headers=page | PREFLIGHT)).status_code == 204
+        assert (await client.get("/v1/models", headers=page)).status_code == 403
+    async with server.client(issued.secret) as client:
+        assert (await client.get("/v1/models", headers=page)).status_code == 200
+    await server.close()
+
+
+async def test_an_open_server_lets_a_named_origin_ask_but_not_administer(tmp_path: Path) -> None:
+    server = TenantServer(
+        tmp_path, config=ServerConfig(allowed_origins=("https://app.example",)), is_open=True
+    )
+    page = {"origin": "https://app.example"}
+    async with server.client() as client:
+        client.base_url = "http://localhost:8000"
+        assert (await client.get("/v1/models", headers=page)).status_code == 200
+        assert (await client.get("/admin/keys", headers=page)).status_code == 403
+    await server.close()
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://app.example/path", ""])
+def test_an_origin_that_no_browser_would_send_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="not an origin"):
+        check_web_settings(ServerConfig(allowed_origins=(origin,)))
+
+
+def test_tls_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_web_settings(ServerConfig(ssl_certfile=str(tmp_path / "cert.pem")))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_web_settings(ServerConfig(ssl_certfile=str(tmp_path / "absent.pem")))
+    with pytest.raises(ConfigError, match="needs a certificate"):
+        check_web_settings(ServerConfig(ssl_keyfile=str(tmp_path / "key.pem")))
+
+
+def test_a_server_with_a_certificate_speaks_https(tmp_path: Path) -> None:
+    certificate, key = self_signed(tmp_path)
+    config = ServerConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    check_web_settings(config)
+    with bounded_server(
+        ThreadedEngine(), config, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile
+    ) as served:
+        trusting = ssl.create_default_context(cafile=str(certificate))
+        answer = httpx.get(f"https://127.0.0.1:{served.port}/v1/models", verify=trusting)
+        assert answer.status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{served.port}/v1/models")
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 and its key, as PEM files."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "penstock test")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(address, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    paths = folder / "cert.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return paths

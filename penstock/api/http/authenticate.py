@@ -2,23 +2,16 @@
 
 The credential comes in a header, `Authorization: Bearer` or `x-api-key`; never in a URL, because URLs end up in logs.
 Nothing here logs a credential or repeats it in an answer.
-
-A server without keys also refuses the pages of other sites. A browser lets any page send a POST anywhere: the page
-cannot read the answer, but the request takes effect. With DNS rebinding a foreign page can even look like a page of
-this server. Programs other than browsers send none of the headers that are checked here, and a server that asks for
-keys needs no such check, because pages have no key.
 """
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Iterable
 from functools import partial
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
+from penstock.api.http.browsers import AllowedOrigins, has_local_name, is_foreign_page, is_loopback
 from penstock.api.http.context import set_identify, set_principal
 from penstock.api.http.errors import error_response_for
 from penstock.core.errors import AuthenticationFailed, PenstockError, PermissionDenied
@@ -41,9 +34,14 @@ _POLICY_VIOLATION = 1008  # a WebSocket's close code
 
 
 class Authenticate:
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+    """A server without keys also refuses the pages of other sites, except those of `origins`."""
+
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, origins: AllowedOrigins | None = None
+    ) -> None:
         self._app = app
         self._authenticator = authenticator
+        self._origins = origins or AllowedOrigins()
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
@@ -54,7 +52,7 @@ class Authenticate:
         try:
             principal = await authorize()
             if principal is OPEN_PRINCIPAL:
-                _refuse_foreign_pages(scope, needed)
+                _refuse_foreign_pages(scope, needed, self._origins)
         except AuthenticationFailed as error:
             error.hint = error.hint or _HINT
             await _refuse(scope, receive, send, error)
@@ -67,14 +65,16 @@ class Authenticate:
             await self._app(scope, receive, send)
 
 
-def _refuse_foreign_pages(scope: Connection, needed: Scope) -> None:
+def _refuse_foreign_pages(scope: Connection, needed: Scope, origins: AllowedOrigins) -> None:
     headers = scope["headers"]
-    if is_foreign_page(headers, needs_local_name=needed is Scope.ADMIN):
+    is_allowed = needed is not Scope.ADMIN and origins.names(headers)
+    if not is_allowed and is_foreign_page(headers, needs_local_name=needed is Scope.ADMIN):
         raise PermissionDenied(
             "Without keys, pages of other sites may not use this server.",
-            hint="Use a key, or open the page from this server's own address.",
+            hint="Use a key, name the page's origin with --allowed-origins, or open the page from this server's "
+            "own address.",
         )
-    # A WebSocket always names its page; whoever reads over HTTP may be a page under a name that was rebound to us.
+    # A WebSocket always names its page; an HTTP read may come from a page under a name that was rebound to us.
     server = scope.get("server") or ("", None)
     needs_local_name = scope["type"] == "http" and (needed is Scope.ADMIN or is_loopback(server[0]))
     if needs_local_name and not has_local_name(headers):
@@ -109,59 +109,3 @@ async def _refuse(scope: Connection, receive: Receive, send: Send, error: Pensto
         await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message})
         return
     await error_response_for(scope, error)(scope, receive, send)
-
-
-_ELSEWHERE = (b"cross-site", b"same-site")  # as opposed to same-origin, and to what a person typed in
-
-
-def is_foreign_page(headers: Iterable[tuple[bytes, bytes]], *, needs_local_name: bool) -> bool:
-    """Whether a browser sends this for a page that is not ours. With `needs_local_name` a page counts as ours only
-    if it was opened by an address or as localhost, which nobody can rebind."""
-    origin = site = None
-    host = b""
-    for name, value in headers:
-        if name == b"origin":
-            origin = value
-        elif name == b"sec-fetch-site":
-            site = value
-        elif name == b"host":
-            host = value
-    if origin is None and site is None:
-        return False
-    # Browsers say how page and server relate; those that do not, for plain HTTP, still name the page's origin.
-    if site in _ELSEWHERE or (site is None and origin is not None and _place(origin) != host):
-        return True
-    return needs_local_name and not _is_local_name(host)
-
-
-def has_local_name(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether the server was called by an address or as localhost. A page under a rebound name is one of ours to its
-    browser, and where it only reads, nothing but the name gives it away."""
-    return _is_local_name(next((value for name, value in headers if name == b"host"), b""))
-
-
-def is_loopback(address: str) -> bool:
-    """A dual-stack socket reports an IPv4 peer as an IPv4-mapped IPv6 address, such as ::ffff:127.0.0.1."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
-
-
-def _place(origin: bytes) -> bytes:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return b""
-
-
-def _is_local_name(host: bytes) -> bool:
-    try:
-        name = urlsplit(b"//" + host).hostname or b""
-        if name == b"localhost" or name.endswith(b".localhost"):
-            return True
-        ipaddress.ip_address(name.decode("ascii"))
-    except ValueError:
-        return False
-    return True

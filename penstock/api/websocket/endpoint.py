@@ -19,7 +19,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from penstock.api.http.access_log import RequestJournal
-from penstock.api.http.authenticate import is_foreign_page
+from penstock.api.http.browsers import AllowedOrigins, is_foreign_page
 from penstock.api.http.context import current_principal_of, principal_of
 from penstock.api.http.errors import error_response
 from penstock.api.websocket.messages import (
@@ -80,6 +80,7 @@ class WebSocketEndpoint:
         self.gateway = gateway
         self.config = config
         self.journal = journal
+        self._origins = AllowedOrigins(config.allowed_origins)
         self.decoder = MessageDecoder()
         self.metrics = SocketMetrics()
         gateway.metrics.register(self.metrics)
@@ -111,9 +112,9 @@ class WebSocketEndpoint:
                 retry_after_s=5.0,
             )
         # A host name could point here only for the attack (DNS rebinding), and a socket shows its page the answers.
-        if principal_of(socket) == OPEN_PRINCIPAL and is_foreign_page(
-            socket.scope["headers"], needs_local_name=True
-        ):
+        headers = socket.scope["headers"]
+        is_checked = principal_of(socket) == OPEN_PRINCIPAL and not self._origins.names(headers)
+        if is_checked and is_foreign_page(headers, needs_local_name=True):
             return PermissionDenied(
                 "Without keys, pages of other sites may not open WebSockets to this server.",
                 hint="Use a key, or open the page from this server's own address.",
