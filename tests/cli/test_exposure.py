@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.serve import check_exposure, keys_were_made
-from penstock.cli.stores import open_database
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import OidcConfig, ServerConfig, StoreConfig, TenantsConfig
 from penstock.gateway.tenants.audit import Actor
 from penstock.gateway.tenants.directory import Directory
 from penstock.gateway.tenants.records import NewKey
+from penstock.serve.stores import open_database
 
 ACTOR = Actor("test", "request-1")
 
