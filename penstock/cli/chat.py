@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import fetch_model, sigterm_unwinds
+from penstock.cli.console import fetch_model, sigterm_unwinds, spinner
 from penstock.cli.options import model_argument
 from penstock.core.engine_config import ModelConfig
 from penstock.core.errors import PenstockError, UsageError
 from penstock.serve.environment import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
-    from penstock.cli.chat_client import ChatClient
+    from penstock.cli.clients import ChatClient
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
+_POLL_S = 0.1
+_STOP_TIMEOUT_S = 10.0
 _HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
 
 
@@ -140,7 +147,7 @@ def _enable_line_editing() -> None:
 @contextmanager
 def _connect(model: str | None, url: str | None, api_key: str | None) -> Iterator[tuple[ChatClient, str]]:
     """A client and the name its server has for the model."""
-    from penstock.cli.chat_client import ChatClient
+    from penstock.cli.clients import ChatClient
 
     with closing(ChatClient(url or _DEFAULT_URL, api_key)) as client:
         try:
@@ -158,8 +165,6 @@ def _connect(model: str | None, url: str | None, api_key: str | None) -> Iterato
                 f"The server at {url} does not serve {model or 'any model'}.",
                 hint=f"It serves {', '.join(served) or 'nothing'}.",
             )
-    from penstock.cli.background import background_server
-
     own_model = model or ModelConfig().model
     fetch_model(own_model)  # here, where its progress can be seen
     with (
@@ -168,3 +173,66 @@ def _connect(model: str | None, url: str | None, api_key: str | None) -> Iterato
         closing(ChatClient(own_url, api_key)) as client,
     ):
         yield client, client.served_models()[0]
+
+
+@contextmanager
+def background_server(model: str) -> Iterator[str]:
+    """Serve `model` on a free loopback port and yield the URL once it is ready. The server ends with the block."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "penstock.main", "serve", "--model", model),
+                *("--host", "127.0.0.1", "--port", str(port), "--drain-timeout", "0"),
+                "--no-require-keys",  # it is ours alone, whatever keys other servers ask for
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C stops an answer, not the server
+        )
+        try:
+            with spinner(f"Starting {model}"):
+                _wait_until_ready(process, url, log)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
+    from penstock.cli.clients import ChatClient
+
+    client = ChatClient(url)
+    try:
+        while not client.is_ready():
+            if process.poll() is not None:
+                raise _last_error(log)
+            time.sleep(_POLL_S)
+    finally:
+        client.close()
+
+
+def _last_error(log: IO[str]) -> UsageError:
+    """The error that the server printed before it ended, with its hint."""
+    log.seek(0)
+    lines = [line.strip() for line in log if line.strip()]
+    printed = {
+        name: rest.strip() for name, separator, rest in (line.partition(":") for line in lines) if separator
+    }
+    message = (
+        printed.get("Error") or f"The server did not start: {lines[-1] if lines else 'it printed nothing'}."
+    )
+    return UsageError(message, hint=printed.get("Hint", "`penstock serve` with --debug shows more."))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -6,13 +6,18 @@ that output can be piped. rich is imported only when something is drawn.
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+import msgspec
 
 from penstock.core.log_format import TextFormatter
 from penstock.serve.stores import model_hub
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.models.hub import PullProgress
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 _NOISY_LIBRARIES = (
     "alembic",
@@ -143,3 +150,25 @@ def sigterm_unwinds() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(msgspec.to_builtins(value), indent=2, ensure_ascii=False))
+
+
+def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """In columns as wide as what they hold, never cut: the output may go into a pipe."""
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    for row in (heads, *rows):
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        click.echo(f"{name.ljust(width)}  {value}")
+
+
+def shown_time(unix_s: float | None, absent: str = "–") -> str:
+    return absent if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ def _findings() -> Iterator[Finding]:
     yield Finding("ok", "Python", f"{sys.version.split()[0]} at {sys.executable}; Penstock {__version__}")
     yield check_cpu(Path("/proc/cpuinfo"))
     with spinner("Importing torch"):
-        engine_findings = list(check_engine([sys.executable, "-m", "penstock.cli.probe"]))
+        engine_findings = list(check_engine([sys.executable, "-m", "penstock.cli.doctor"]))
     yield from engine_findings
     yield check_memory(Path("/proc/meminfo"))
     hub = model_hub()
@@ -160,3 +160,21 @@ def check_port(host: str, port: int) -> Finding:
                 "warn", "Port", f"{host}:{port} cannot be used ({error.strerror})", "Serve on another --port."
             )
     return Finding("ok", "Port", f"{host}:{port} is free")
+
+
+def probe() -> None:
+    """Print what torch and the kernels say about this machine, as JSON.
+
+    Runs in a process of its own: importing torch takes seconds, and a broken installation may end the process.
+    """
+    import torch
+
+    from penstock.kernels.select import capabilities
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found = {"torch": torch.__version__, "gpus": gpus, "kernels": asdict(capabilities())}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    probe()

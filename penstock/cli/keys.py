@@ -10,20 +10,9 @@ import click
 import msgspec
 
 from penstock.cli.commands import PenstockCommand, PenstockGroup
+from penstock.cli.console import json_option, print_facts, print_json, print_rows, shown_time
 from penstock.cli.options import config_options
-from penstock.cli.tenants import (
-    actor_name,
-    after_option,
-    in_directory,
-    json_option,
-    limit_option,
-    place,
-    print_facts,
-    print_json,
-    print_rows,
-    say_more,
-    shown_time,
-)
+from penstock.cli.tenants import actor_name, after_option, in_directory, limit_option, place, say_more
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import StoreConfig
 from penstock.core.identity import Scope

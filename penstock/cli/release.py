@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.commands import PenstockCommand, PenstockGroup
+from penstock.cli.console import json_option, print_facts, print_json, shown_time
 from penstock.cli.options import server_options
-from penstock.cli.tenants import json_option, print_facts, print_json, shown_time
 from penstock.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from penstock.cli.admin_client import AdminClient
+    from penstock.cli.clients import AdminClient
     from penstock.core.cluster_view import ReleaseView
 
 WATCH_INTERVAL_S = 1.0
@@ -171,7 +171,7 @@ def rollback(model: str | None, as_json: bool, url: str, api_key: str | None) ->
 
 
 def _connect(url: str, api_key: str | None) -> AdminClient:
-    from penstock.cli.admin_client import AdminClient
+    from penstock.cli.clients import AdminClient
 
     return AdminClient(url, api_key)
 

@@ -1,30 +1,33 @@
-"""What the commands about organisations, workspaces and keys share: the database, who acts, and how rows are shown.
+"""`penstock organizations`, `workspaces` and `audit`, and the parts they share with `penstock keys`.
 
-They work on the database directly, so they need no server, and running servers notice within seconds.
+These commands work on the database directly. They need no server, and running servers notice a change within seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import getpass
-import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
+from penstock.cli.commands import PenstockCommand, PenstockGroup
+from penstock.cli.console import json_option, print_json, print_rows, shown_time
+from penstock.cli.options import config_options
 from penstock.core.gateway_config import StoreConfig
 from penstock.serve.stores import open_database
 
 if TYPE_CHECKING:
+    from penstock.gateway.tenants.audit import Actor
     from penstock.gateway.tenants.directory import Directory
+    from penstock.gateway.tenants.records import Organization, Workspace
+
 
 T = TypeVar("T")
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 limit_option = click.option(
     "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Most rows to print."
 )
@@ -68,28 +71,183 @@ def place(config: StoreConfig) -> str:
         database.close()
 
 
-def print_json(value: Any) -> None:
-    click.echo(json.dumps(msgspec.to_builtins(value), indent=2, ensure_ascii=False))
-
-
-def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """In columns as wide as what they hold, never cut: the output may go into a pipe."""
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    for row in (heads, *rows):
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
-
-
-def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in facts)
-    for name, value in facts:
-        click.echo(f"{name.ljust(width)}  {value}")
-
-
 def say_more(has_more: bool, last_id: str) -> None:
     if has_more:
         click.echo(f"There are more: add --after {last_id}", err=True)
 
 
-def shown_time(unix_s: float | None, absent: str = "–") -> str:
-    return absent if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+@click.group(cls=PenstockGroup, short_help="Make, list, rename and archive organisations.")
+def organizations() -> None:
+    """Organisations, in the database of the server. An organisation owns workspaces.
+
+    \b
+      penstock organizations create "Acme"
+      penstock organizations list
+    """
+
+
+@click.group(cls=PenstockGroup, short_help="Make, list, rename and archive workspaces.")
+def workspaces() -> None:
+    """Workspaces, in the database of the server. A workspace owns keys, files, batches, caches and usage; nothing
+    of one workspace can be seen from another.
+
+    \b
+      penstock workspaces create "Production" --organization org_…
+      penstock workspaces list
+    """
+
+
+@organizations.command("create", cls=PenstockCommand, short_help="Make an organisation.")
+@click.argument("name")
+@json_option
+@config_options(StoreConfig)
+def create_organization(name: str, as_json: bool, config: StoreConfig) -> None:
+    """Make an organisation called NAME."""
+    made = in_directory(config, lambda directory: directory.create_organization(_actor(), name))
+    _report("Made", made, as_json, config)
+
+
+@organizations.command("list", cls=PenstockCommand, short_help="List organisations, newest first.")
+@limit_option
+@after_option
+@json_option
+@config_options(StoreConfig)
+def list_organizations(limit: int, after: str | None, as_json: bool, config: StoreConfig) -> None:
+    """List organisations, newest first. Archived ones are listed too."""
+    page = in_directory(config, lambda directory: directory.organizations(limit=limit, after=after))
+    if as_json:
+        print_json(page)
+        return
+    rows = [(row.id, row.name, shown_time(row.created_at), shown_time(row.archived_at)) for row in page.data]
+    print_rows(("ID", "NAME", "MADE", "ARCHIVED"), rows)
+    if page.data:
+        say_more(page.has_more, page.data[-1].id)
+
+
+@organizations.command("rename", cls=PenstockCommand, short_help="Give an organisation another name.")
+@click.argument("organization_id")
+@click.argument("name")
+@json_option
+@config_options(StoreConfig)
+def rename_organization(organization_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
+    """Call an organisation NAME from now on. Its id stays."""
+    renamed = in_directory(
+        config, lambda directory: directory.rename_organization(_actor(), organization_id, name)
+    )
+    _report("Renamed", renamed, as_json, config)
+
+
+@organizations.command("archive", cls=PenstockCommand, short_help="End an organisation with all its keys.")
+@click.argument("organization_id")
+@json_option
+@config_options(StoreConfig)
+def archive_organization(organization_id: str, as_json: bool, config: StoreConfig) -> None:
+    """End an organisation: no key of any of its workspaces works any more. Its usage stays on record."""
+    archived = in_directory(
+        config, lambda directory: directory.archive_organization(_actor(), organization_id)
+    )
+    _report("Archived", archived, as_json, config)
+
+
+@workspaces.command("create", cls=PenstockCommand, short_help="Make a workspace.")
+@click.argument("name")
+@click.option(
+    "--organization", default="default", show_default=True, metavar="ID", help="Whose workspace it is."
+)
+@json_option
+@config_options(StoreConfig)
+def create_workspace(name: str, organization: str, as_json: bool, config: StoreConfig) -> None:
+    """Make a workspace called NAME."""
+    made = in_directory(config, lambda directory: directory.create_workspace(_actor(), name, organization))
+    _report("Made", made, as_json, config)
+
+
+@workspaces.command("list", cls=PenstockCommand, short_help="List workspaces, newest first.")
+@click.option("--organization", metavar="ID", help="Only the workspaces of this organisation.")
+@limit_option
+@after_option
+@json_option
+@config_options(StoreConfig)
+def list_workspaces(
+    organization: str | None, limit: int, after: str | None, as_json: bool, config: StoreConfig
+) -> None:
+    """List workspaces, newest first. Archived ones are listed too."""
+    page = in_directory(
+        config,
+        lambda directory: directory.workspaces(limit=limit, after=after, organization_id=organization),
+    )
+    if as_json:
+        print_json(page)
+        return
+    rows = [
+        (row.id, row.name, row.organization_id, shown_time(row.created_at), shown_time(row.archived_at))
+        for row in page.data
+    ]
+    print_rows(("ID", "NAME", "ORGANIZATION", "MADE", "ARCHIVED"), rows)
+    if page.data:
+        say_more(page.has_more, page.data[-1].id)
+
+
+@workspaces.command("rename", cls=PenstockCommand, short_help="Give a workspace another name.")
+@click.argument("workspace_id")
+@click.argument("name")
+@json_option
+@config_options(StoreConfig)
+def rename_workspace(workspace_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
+    """Call a workspace NAME from now on. Its id stays."""
+    renamed = in_directory(config, lambda directory: directory.rename_workspace(_actor(), workspace_id, name))
+    _report("Renamed", renamed, as_json, config)
+
+
+@workspaces.command("archive", cls=PenstockCommand, short_help="End a workspace with all its keys.")
+@click.argument("workspace_id")
+@json_option
+@config_options(StoreConfig)
+def archive_workspace(workspace_id: str, as_json: bool, config: StoreConfig) -> None:
+    """End a workspace: none of its keys works any more. Its usage stays on record."""
+    archived = in_directory(config, lambda directory: directory.archive_workspace(_actor(), workspace_id))
+    _report("Archived", archived, as_json, config)
+
+
+@click.command(cls=PenstockCommand, short_help="Show who changed what about tenants.")
+@click.option("--target", metavar="ID", help="Only what was done to this key, workspace or organisation.")
+@limit_option
+@click.option(
+    "--after", type=click.IntRange(min=1), metavar="N", help="Go on with entries older than this one."
+)
+@json_option
+@config_options(StoreConfig)
+def audit(target: str | None, limit: int, after: int | None, as_json: bool, config: StoreConfig) -> None:
+    """Show the audit log, newest first: every change of organisations, workspaces and keys, by whom, and what it
+    was before and after."""
+    page = in_directory(
+        config, lambda directory: directory.audit(limit=limit, before_id=after, target=target)
+    )
+    if as_json:
+        print_json(page)
+        return
+    rows = [
+        (str(entry.id), shown_time(entry.at), entry.actor, entry.action, entry.target, _summary(entry.after))
+        for entry in page.data
+    ]
+    print_rows(("N", "AT", "ACTOR", "ACTION", "TARGET", "AFTER"), rows)
+    if page.data:
+        say_more(page.has_more, str(page.data[-1].id))
+
+
+def _actor() -> Actor:
+    from penstock.gateway.tenants.audit import Actor
+
+    return Actor(actor_name())
+
+
+def _report(verb: str, record: Organization | Workspace, as_json: bool, config: StoreConfig) -> None:
+    if as_json:
+        print_json(record)
+        return
+    noun = type(record).__name__.lower().replace("organization", "organisation")
+    click.echo(f"{verb} the {noun} {record.id} ({record.name}) {place(config)}.")
+
+
+def _summary(after: dict[str, Any] | None) -> str:
+    return "" if after is None else msgspec.json.encode(after).decode()

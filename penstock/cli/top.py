@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.commands import PenstockCommand
+from penstock.cli.console import json_option, print_json
 from penstock.cli.options import server_options
-from penstock.cli.tenants import json_option, print_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,7 +40,7 @@ def top(interval: float, once: bool, as_json: bool, url: str, api_key: str | Non
 
     Times are medians and 95th percentiles of the last minute, as the gateways saw them. Ctrl-C ends it.
     """
-    from penstock.cli.admin_client import AdminClient
+    from penstock.cli.clients import AdminClient
     from penstock.cli.console import stdout_console
 
     with contextlib.closing(AdminClient(url, api_key)) as client:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.commands import PenstockCommand
+from penstock.cli.console import json_option, print_json, print_rows
 from penstock.cli.options import config_options
-from penstock.cli.tenants import json_option, print_json, print_rows
 from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.core.gateway_config import StoreConfig
 from penstock.serve.stores import open_database

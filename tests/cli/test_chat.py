@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from penstock.cli import chat as chat_module
 from penstock.cli.app import penstock
 from penstock.cli.chat import Conversation
-from penstock.cli.chat_client import ChatClient
+from penstock.cli.clients import ChatClient
 from penstock.core.errors import PenstockError, UsageError
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli import admin_client
+from penstock.cli import clients
 from penstock.cli.app import penstock
 from penstock.core.cluster_view import ClusterView
 from tests.cluster.views import RELEASE, VIEW
@@ -43,7 +43,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Played:
     def connect(**options: Any) -> httpx.Client:
         return client(transport=httpx.MockTransport(played), **options)
 
-    monkeypatch.setattr(admin_client.httpx, "Client", connect)
+    monkeypatch.setattr(clients.httpx, "Client", connect)
     monkeypatch.setattr("penstock.cli.release.WATCH_INTERVAL_S", 0.0)
     return played
 

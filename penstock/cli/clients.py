@@ -1,14 +1,60 @@
-"""A conversation with an OpenAI-compatible server. Knows HTTP; knows no terminal and starts no server."""
+"""HTTP clients of a running server, for commands: conversations, and the admin API. Knows no terminal."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
+from penstock.core.cluster_view import ClusterView, ReleaseView
 from penstock.core.errors import PenstockError, UsageError
+from penstock.serve.environment import API_KEY_VARIABLE
+
+ORDER_TIMEOUT_S = 600.0  # weights may have to be fetched first
+Shape = TypeVar("Shape")
+
+
+class AdminClient:
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=httpx.Timeout(ORDER_TIMEOUT_S, connect=5.0)
+        )
+
+    def cluster(self) -> ClusterView:
+        return self._ask("GET", "/admin/cluster", ClusterView)
+
+    def start_release(self, order: dict[str, Any]) -> ReleaseView:
+        return self._ask("POST", "/admin/releases", ReleaseView, order)
+
+    def promote_release(self, model: str | None) -> ReleaseView:
+        return self._ask("POST", "/admin/releases/promote", ReleaseView, {"model": model})
+
+    def roll_back_release(self, model: str | None) -> ReleaseView:
+        return self._ask("POST", "/admin/releases/rollback", ReleaseView, {"model": model})
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _ask(self, method: str, path: str, shape: type[Shape], body: Any = None) -> Shape:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise UsageError(
+                f"No server answers at {self.url} ({error}).",
+                hint="Start one with `penstock serve`, or say where it is with --url.",
+            ) from error
+        _raise_for_status(response, "Give a key with the scope admin")
+        try:
+            return msgspec.json.decode(response.content, type=shape)
+        except msgspec.MsgspecError as error:
+            raise UsageError(
+                f"What answers at {self.url} is not this version of Penstock ({error})."
+            ) from error
 
 
 class ChatClient:
@@ -28,7 +74,7 @@ class ChatClient:
             raise UsageError(
                 f"No server answers at {self.url} ({error}).", hint="Start one with `penstock serve`."
             ) from error
-        _raise_for_status(response)
+        _raise_for_status(response, "Give the server's key")
         try:
             return [entry["id"] for entry in response.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
@@ -47,7 +93,7 @@ class ChatClient:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.is_error:
                     response.read()
-                    _raise_for_status(response)
+                    _raise_for_status(response, "Give the server's key")
                 for line in response.iter_lines():
                     payload = line.removeprefix("data:").strip() if line.startswith("data:") else ""
                     if payload == "[DONE]":
@@ -68,14 +114,13 @@ def _piece(event: dict[str, Any]) -> str:
     return choices[0].get("delta", {}).get("content") or ""
 
 
-def _raise_for_status(response: httpx.Response) -> None:
+def _raise_for_status(response: httpx.Response, hint: str) -> None:
+    """Raise the server's own sentence about an error. `hint` is for a caller without the right key."""
     if not response.is_error:
         return
     try:
-        message = response.json()["error"]["message"]
+        message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"The server answered with status {response.status_code}."
-    hint = (
-        "Give the server's key with --api-key or PENSTOCK_API_KEY." if response.status_code == 401 else None
-    )
-    raise UsageError(message, hint=hint)
+    is_about_keys = response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+    raise UsageError(message, hint=f"{hint}: --api-key or {API_KEY_VARIABLE}." if is_about_keys else None)
