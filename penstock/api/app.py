@@ -32,7 +32,7 @@ from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
 from penstock.api.websocket.endpoint import WebSocketEndpoint
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import ServerConfig
-from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses.store import MemoryResponses, ResponseStore

@@ -25,7 +25,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.gateway.adapter_trial import try_given
 from penstock.gateway.adapters import open_adapters
-from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.control_desk import ControlDesk
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway

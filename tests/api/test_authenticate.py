@@ -28,7 +28,7 @@ from penstock.api.http.authenticate import OPEN_PATHS, Authenticate, scope_of
 from penstock.api.http.context import principal_of
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
-from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.tenants.authenticator import Authenticator
 from penstock.gateway.tenants.key_secret import new_secret
 from tests.api.conftest import Serve

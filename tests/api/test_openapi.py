@@ -20,7 +20,7 @@ from starlette.routing import Route
 from penstock.api.app import create_app
 from penstock.api.openapi import OPERATIONS, PATH, openapi_document
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
-from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.service import Tenants

@@ -24,7 +24,7 @@ from penstock.api.openai.batches import refuse_stream
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
-from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.files.folder import FileFolder
 
 KIND = "anthropic"

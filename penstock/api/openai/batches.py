@@ -21,7 +21,7 @@ from penstock.api.openai.files import checked_expiry
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Details, LineAnswer, LineResult
-from penstock.gateway.batches.service import StoredWork
+from penstock.gateway.batches.runner import StoredWork
 
 KIND = "openai"
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

@@ -1,7 +1,10 @@
 """One batch on its way from its first line to its output files.
 
-Everything here can be stopped at any moment and begun again by another process: what was recorded is not run again,
-and what was not is. Lines run in any order; results are recorded before anything counts them.
+A run can be stopped at any moment and begun again by another process: recorded lines are not run again, all others
+are. Lines run in any order; a result is recorded before anything counts it.
+
+A line that meets a rate limit or an engine that is busy goes back to the feeder, and the whole batch pauses. So a
+batch never has more tasks than slots, however many lines it has and however long it must wait.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
@@ -33,10 +37,9 @@ from penstock.gateway.batches.batch import (
     LineResult,
     Outcome,
 )
-from penstock.gateway.batches.journal import Journal
 from penstock.gateway.batches.lines import OutputWriter, lines_of, validate
 from penstock.gateway.batches.metrics import BatchMetrics
-from penstock.gateway.batches.store import BatchStore
+from penstock.gateway.batches.store import BatchStore, ResultWriter
 from penstock.gateway.files.files import StoredFile
 from penstock.gateway.files.folder import FileFolder
 
@@ -50,7 +53,7 @@ class RunContext(msgspec.Struct, frozen=True, kw_only=True):
     """What the runs of one runner share."""
 
     store: BatchStore
-    journal: Journal
+    results: ResultWriter
     folder: FileFolder
     slots: asyncio.Semaphore  # one per line in flight; waiting batches take turns
     metrics: BatchMetrics
@@ -69,6 +72,10 @@ class BatchRun:
         self._is_paused = False
         self._feeding: asyncio.Task[None] | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
+        self._again: deque[tuple[BatchLine, int]] = (
+            deque()
+        )  # lines to try again, with the number of the attempt
+        self._backoff = Backoff()
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
 
@@ -149,11 +156,36 @@ class BatchRun:
 
     async def _feed(self) -> None:
         recorded = await self._context.store.recorded_lines(self.batch.id)
-        async for line in self._pending_lines(recorded):
-            await self._context.slots.acquire()
-            task = asyncio.create_task(self._run_line(line))
+        pending = self._pending_lines(recorded)
+        slots = self._context.slots
+        while (upcoming := await self._next_line(pending)) is not None:
+            await self._acquire_slot()
+            task = asyncio.create_task(self._run_line(*upcoming))
             self._in_flight.add(task)
+            # In this order: a free slot means that the line's outcome is known.
             task.add_done_callback(self._on_line_done)
+            task.add_done_callback(lambda _: slots.release())
+
+    async def _next_line(self, pending: AsyncIterator[BatchLine]) -> tuple[BatchLine, int] | None:
+        """The next line to run and how often it was tried, or None when every line is recorded."""
+        while True:
+            if self._again:
+                return self._again.popleft()
+            line = await anext(pending, None)
+            if line is not None:
+                return line, 0
+            if not self._in_flight:
+                return None
+            await asyncio.wait(tuple(self._in_flight), return_when=asyncio.FIRST_COMPLETED)
+
+    async def _acquire_slot(self) -> None:
+        """Returns with a slot at a moment when the batch need not pause. A pausing batch holds no slot."""
+        while True:
+            await self._backoff.over()
+            await self._context.slots.acquire()
+            if not self._backoff.is_on():
+                return
+            self._context.slots.release()
 
     async def _pending_lines(self, recorded: set[int]) -> AsyncIterator[BatchLine]:
         lines = lines_of(self.batch, self._context.folder, self._dialect)
@@ -168,32 +200,19 @@ class BatchRun:
             self._failure = self._failure or error
             self._stop_feeding()
 
-    async def _run_line(self, line: BatchLine) -> None:
-        """Owns one slot from the start, and gives it back at the end."""
-        has_slot = True
-        wait_s = _MIN_WAIT_S
+    async def _run_line(self, line: BatchLine, attempt: int) -> None:
         try:
-            for attempt in itertools.count():
-                try:
-                    await self._answer_and_record(line, attempt)
-                    return
-                except _TryAgain as later:
-                    self._context.metrics.retries += 1
-                    # Others may use the slot while this line's limits or engine recover.
-                    self._context.slots.release()
-                    has_slot = False
-                    wait_s = max(later.wait_s, min(2 * wait_s, _MAX_WAIT_S))
-                    if await self._is_stopping_within(wait_s):
-                        return
-                    await self._context.slots.acquire()
-                    has_slot = True
-        finally:
-            if has_slot:
-                self._context.slots.release()
+            await self._answer_and_record(line, attempt)
+        except _TryAgain as later:
+            self._context.metrics.retries += 1
+            self._again.append((line, attempt + 1))
+            self._backoff.begin(later.wait_s)
+        else:
+            self._backoff.reset()
 
     async def _answer_and_record(self, line: BatchLine, attempt: int) -> None:
-        # The same after a crash, so that the ledger, too, counts a line once; what an attempt used that came to its
-        # own bad end is another row.
+        # The id is the same after a crash, so that the ledger counts a line once. An attempt that failed in this
+        # process is a request of its own.
         request_id = f"{self.batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
         try:
             answer = await self._dialect.answer(self.batch, line, request_id)
@@ -206,19 +225,12 @@ class BatchRun:
             unforeseen = PenstockError("The server met an error that it did not foresee.")
             answer = self._dialect.refusal(unforeseen, request_id)
         result = _result(line, answer, request_id)
-        await self._context.journal.record(self.batch.id, result)
+        await self._context.results.record(self.batch.id, result)
         self._context.metrics.lines[result.outcome] += 1
-
-    async def _is_stopping_within(self, wait_s: float) -> bool:
-        try:
-            await asyncio.wait_for(self._stopping.wait(), wait_s)
-        except TimeoutError:
-            return False
-        return True
 
     async def _finish(self) -> None:
         context = self._context
-        await context.journal.settle()  # a line that was cut off may have been on its way into it
+        await context.results.settle()  # a line that was cut off may have been on its way into it
         if self.batch.ending is None and self._ending is not None:
             self.batch = await context.store.mark_ending(context.holder, self.batch.id, self._ending)
         self.batch = await context.store.enter(context.holder, self.batch.id, BatchStatus.FINALIZING)
@@ -251,6 +263,33 @@ class BatchRun:
             )
             for part, num_bytes in writer.num_bytes.items()
         }
+
+
+class Backoff:
+    """The pause of one batch, shared by all its lines. Pauses that follow each other without a success between them
+    double."""
+
+    def __init__(self) -> None:
+        self._wait_s = 0.0
+        self._ends_at = 0.0  # on the event loop's clock
+
+    def is_on(self) -> bool:
+        return asyncio.get_running_loop().time() < self._ends_at
+
+    async def over(self) -> None:
+        loop = asyncio.get_running_loop()
+        while (left_s := self._ends_at - loop.time()) > 0:
+            await asyncio.sleep(left_s)
+
+    def begin(self, at_least_s: float) -> None:
+        """Lines that are refused while the pause is on belong to the same wave, which counts once."""
+        if not self.is_on():
+            self._wait_s = min(max(2 * self._wait_s, _MIN_WAIT_S), _MAX_WAIT_S)
+        now = asyncio.get_running_loop().time()
+        self._ends_at = max(self._ends_at, now + max(at_least_s, self._wait_s))
+
+    def reset(self) -> None:
+        self._wait_s = 0.0
 
 
 class _TryAgain(Exception):

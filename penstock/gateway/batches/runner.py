@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -17,12 +18,12 @@ from msgspec import Meta
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus
-from penstock.gateway.batches.holder import new_holder
-from penstock.gateway.batches.journal import Journal
+from penstock.gateway.batches.lease import LeaseLost, new_holder
 from penstock.gateway.batches.metrics import BatchMetrics
 from penstock.gateway.batches.run import BatchRun, RunContext
-from penstock.gateway.batches.store import BatchStore, LeaseLost
-from penstock.gateway.files.files import FileStore
+from penstock.gateway.batches.store import BatchStore, ResultWriter
+from penstock.gateway.files.files import FilesConfig, FileStore
+from penstock.gateway.store.database import Database
 
 logger = logging.getLogger(__name__)
 
@@ -161,16 +162,33 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        # Slots that an abandoned line held are gone with it.
+        # The slots of abandoned lines are released late, so the next runs get new ones.
         self._context = self._new_context()
 
     def _new_context(self) -> RunContext:
         return RunContext(
             store=self._store,
-            journal=Journal(self._store, self._holder),
+            results=ResultWriter(self._store, self._holder),
             folder=self._files.folder,
             slots=asyncio.Semaphore(self._config.max_concurrent_lines),
             metrics=self.metrics,
             holder=self._holder,
             wall_clock=self._wall_clock,
         )
+
+
+class StoredWork:
+    """The files and batches of a server. Nothing is written before one of them is used. Gateways that share a
+    database must share the data folder, too."""
+
+    def __init__(
+        self,
+        database: Database,
+        data_dir: Path,
+        *,
+        files: FilesConfig | None = None,
+        batches: BatchesConfig | None = None,
+    ) -> None:
+        self.files = FileStore(database, data_dir, files)
+        self.batches = BatchStore(database)
+        self.runner = BatchRunner(self.batches, self.files, batches)

@@ -1,19 +1,19 @@
-"""Batches in the database: their rows, the journal of their results, and the lease of whoever runs them.
+"""Batches in the database: their rows and the results of their lines.
 
-What only the runner may do is done under its lease, in one transaction with it: a process that was thought dead and
-wakes up again can write nothing. A line's result is recorded once; whoever comes second changes nothing.
+A process changes a running batch only under its lease, in the transaction that checks the lease: a process that was
+thought dead and wakes up again can write nothing. A line's result is recorded once; a second result changes nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Table, delete, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, delete, insert, select, update
 
 from penstock.core.errors import Conflict, NotFound
 from penstock.gateway.batches.batch import (
@@ -26,19 +26,15 @@ from penstock.gateway.batches.batch import (
     batch_from_row,
     batch_values,
 )
-from penstock.gateway.batches.holder import is_dead
+from penstock.gateway.batches.lease import check_lease, insert_once, release_lease, take_lease
 from penstock.gateway.files.files import StoredFile, insert_file
 from penstock.gateway.files.folder import is_file_id
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.paging import read_page
 
-LEASE_NAME = "batches"
 _RESULTS_AT_ONCE = 256
-
-
-class LeaseLost(Exception):
-    """Another process runs the batches now."""
+_MAX_GROUP = 256
 
 
 class BatchStore:
@@ -48,7 +44,7 @@ class BatchStore:
 
     @property
     def exists(self) -> bool:
-        """False while nothing was ever stored, and so there can be no batch."""
+        """False as long as nothing was ever stored, so that there can be no batch."""
         return self._database.exists
 
     async def create(self, batch: Batch) -> None:
@@ -141,26 +137,23 @@ class BatchStore:
         ]
 
     async def take_lease(self, holder: str, duration_s: float) -> bool:
-        """Become or stay the one who runs batches. False while another process is."""
-        return await self._database.run(lambda connection: self._take_lease(connection, holder, duration_s))
-
-    async def release_lease(self, holder: str) -> None:
-        leases = tables.leases
-        await self._database.run(
-            lambda connection: connection.execute(
-                delete(leases).where(leases.c.name == LEASE_NAME, leases.c.holder == holder)
-            )
+        """Take or renew the right to run batches. False while another process has it."""
+        return await self._database.run(
+            lambda connection: take_lease(connection, holder, self._wall_clock(), duration_s)
         )
 
+    async def release_lease(self, holder: str) -> None:
+        await self._database.run(lambda connection: release_lease(connection, holder))
+
     async def record(self, holder: str, results: Sequence[tuple[str, LineResult]]) -> None:
-        """Write (batch id, result) pairs to the journal and count them, or raise LeaseLost."""
+        """Write (batch id, result) pairs and count them, or raise LeaseLost."""
 
         def write(connection: Connection) -> None:
-            _check_lease(connection, holder)
+            check_lease(connection, holder)
             counted: Counter[tuple[str, str]] = Counter()
             for batch_id, result in results:
                 values = _result_values(batch_id, result)
-                if _insert_once(connection, tables.batch_results, values):
+                if insert_once(connection, tables.batch_results, values):
                     counted[batch_id, result.outcome] += 1
             for (batch_id, outcome), count in counted.items():
                 column = tables.batches.c[f"num_{outcome}"]
@@ -173,11 +166,10 @@ class BatchStore:
         await self._database.run(write)
 
     async def enter(self, holder: str, batch_id: str, status: BatchStatus, **changes: Any) -> Batch:
-        """Move a batch on. A cancellation that came in between wins, and what is over stays over: then the batch
-        stays as it is."""
+        """Move a batch to its next status. A batch that was cancelled meanwhile, or is over, stays as it is."""
 
         def change(connection: Connection) -> Batch:
-            _check_lease(connection, holder)
+            check_lease(connection, holder)
             batch = _read(connection, batch_id)
             if batch.status is BatchStatus.CANCELLING or not batch.is_active:
                 return batch
@@ -187,10 +179,10 @@ class BatchStore:
         return await self._database.run(change)
 
     async def current(self, holder: str, batch_id: str) -> Batch:
-        """A batch as it is now, for whoever runs it."""
+        """The batch as it is now, for the process that runs it."""
 
         def read(connection: Connection) -> Batch:
-            _check_lease(connection, holder)
+            check_lease(connection, holder)
             return _read(connection, batch_id)
 
         return await self._database.run(read)
@@ -199,7 +191,7 @@ class BatchStore:
         """Note why a batch stops early; the first reason stands."""
 
         def change(connection: Connection) -> Batch:
-            _check_lease(connection, holder)
+            check_lease(connection, holder)
             batch = _read(connection, batch_id)
             if batch.ending is not None:
                 return batch
@@ -215,11 +207,11 @@ class BatchStore:
         counts: Counts,
         files: Mapping[str, StoredFile],
     ) -> None:
-        """End a batch whose output is on the disk. `files` are those that the workspace will see, by the name of the
-        detail that holds their id. The journal has done its work."""
+        """End a batch whose output is on the disk, and delete its results from the database. `files` are the files
+        that the workspace will see, by the name of the detail that holds their id."""
 
         def change(connection: Connection) -> None:
-            _check_lease(connection, holder)
+            check_lease(connection, holder)
             for file in files.values():
                 insert_file(connection, file)
             ids = {name: file.id for name, file in files.items()}
@@ -237,32 +229,51 @@ class BatchStore:
         times = {status.value: self._wall_clock(), **batch.times}
         return msgspec.structs.replace(batch, status=status, times=times)
 
-    def _take_lease(self, connection: Connection, holder: str, duration_s: float) -> bool:
-        leases, now = tables.leases, self._wall_clock()
-        row = connection.execute(select(leases).where(leases.c.name == LEASE_NAME)).one_or_none()
-        if row is None:
-            values = {"name": LEASE_NAME, "holder": holder, "expires_at": now + duration_s}
-            return _insert_once(connection, leases, values)
-        if row.holder != holder and row.expires_at > now and not is_dead(row.holder):
-            return False
-        taken = connection.execute(
-            update(leases)
-            .where(
-                leases.c.name == LEASE_NAME,
-                leases.c.holder == row.holder,
-                leases.c.expires_at == row.expires_at,
-            )
-            .values(holder=holder, expires_at=now + duration_s)
-        )
-        return taken.rowcount == 1
 
+class ResultWriter:
+    """Writes results in groups: each group holds the results that came while the last group was being written. One
+    event loop uses the writer; `holder` is the name under which the process holds the lease."""
 
-def _check_lease(connection: Connection, holder: str) -> None:
-    """Whoever holds the lease keeps others from taking it until this transaction ends."""
-    leases = tables.leases
-    query = select(leases.c.holder).where(leases.c.name == LEASE_NAME).with_for_update()
-    if connection.execute(query).scalar_one_or_none() != holder:
-        raise LeaseLost
+    def __init__(self, store: BatchStore, holder: str) -> None:
+        self._store = store
+        self._holder = holder
+        self._waiting: list[tuple[str, LineResult, asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    async def record(self, batch_id: str, result: LineResult) -> None:
+        """Returns once the result survives a crash. Raises LeaseLost, or the error of the database."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((batch_id, result, done))
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_groups())
+        await done
+
+    async def settle(self) -> None:
+        """Returns once everything given so far is written, or could not be."""
+        while self._writer is not None:
+            await asyncio.wait((self._writer,))
+
+    async def _write_groups(self) -> None:
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting[:_MAX_GROUP], self._waiting[_MAX_GROUP:]
+                await self._write(group)
+        finally:
+            self._writer = None
+
+    async def _write(self, group: list[tuple[str, LineResult, asyncio.Future[None]]]) -> None:
+        error: Exception | None = None
+        try:
+            await self._store.record(self._holder, [(batch_id, result) for batch_id, result, _ in group])
+        except Exception as failure:
+            error = failure
+        for _, _, done in group:
+            if done.done():  # its line was cancelled while it waited
+                continue
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
 
 
 def _find(
@@ -287,20 +298,12 @@ def _read(connection: Connection, batch_id: str) -> Batch:
 
 
 def _write(connection: Connection, batch: Batch, *, writes_counts: bool = False) -> Batch:
-    """Counts are left alone unless said so: the journal adds to them at the same time."""
+    """Counts are written only on demand, because `record` adds to them at the same time."""
     values = batch_values(batch)
     if not writes_counts:
         values = {name: value for name, value in values.items() if not name.startswith("num_")}
     connection.execute(update(tables.batches).where(tables.batches.c.id == batch.id).values(values))
     return batch
-
-
-def _insert_once(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-    """Whether the row is new. Both databases know `ON CONFLICT`, each in a module of its own."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(table).values(values).on_conflict_do_nothing()
-    # Not every driver counts rows for an insert; all can return them.
-    return connection.execute(statement.returning(*table.primary_key)).first() is not None
 
 
 def _result_values(batch_id: str, result: LineResult) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -75,18 +75,19 @@ class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow]) -> int:
-    """Write the rows that are not there yet, and return how many those were. The line of a batch is run again under
-    its id: a row that knows that it was completed takes the place of one that was cut off, and adds its figures."""
-    return sum(_insert_once(connection, round_) for round_ in _rounds(rows))
+    """Write the rows that are not there yet, and return how many those were. A batch runs a line that was cut off
+    again under its id: the figures of the later attempt are then added to those of the earlier ones, until an attempt
+    is completed. The start times tell a later attempt from an earlier row that is written once more."""
+    return sum(_insert_once(connection, group) for group in _groups(rows))
 
 
 def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
-    """Of each request one row at most."""
-    if not rows:
-        return 0
+    """`rows` hold one row of each request at most."""
     values = [msgspec.structs.asdict(row) | {"day": row.day} for row in rows]
     statement = _insert(connection, usage)
-    new_status, is_cut_off = statement.excluded.status, sa.or_(*(usage.c.status == name for name in _CUT_OFF))
+    is_known = statement.excluded.status != "interrupted"
+    is_cut_off = sa.or_(*(usage.c.status == name for name in _CUT_OFF))  # `IN` cannot be used with many rows
+    is_later = statement.excluded.started_at > usage.c.started_at
     statement = statement.on_conflict_do_update(
         index_elements=["request_id"],
         set_={
@@ -95,8 +96,8 @@ def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
             if not column.primary_key
         },
         where=sa.or_(
-            sa.and_(usage.c.status == "interrupted", new_status != "interrupted"),
-            sa.and_(is_cut_off, new_status == "completed"),
+            sa.and_(usage.c.status == "interrupted", is_known),
+            sa.and_(is_cut_off, is_known, is_later),
         ),
     )
     written = connection.execute(statement.returning(usage.c.request_id), values).scalars().all()
@@ -104,18 +105,17 @@ def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
     return len(written)
 
 
-def _rounds(rows: Sequence[UsageRow]) -> tuple[Sequence[UsageRow], Sequence[UsageRow]]:
-    """For each request the first row that knows how it ended, or else the first; then, where that was cut off, the
-    first that was completed. Apart, so that rows which are read again find those that they were added to."""
-    first: dict[str, UsageRow] = {}
-    again: dict[str, UsageRow] = {}
+def _groups(rows: Sequence[UsageRow]) -> list[list[UsageRow]]:
+    """The rows in their order, in as few groups as hold no request twice: one statement cannot write a row twice."""
+    groups: list[list[UsageRow]] = []
+    num_seen: Counter[str] = Counter()
     for row in rows:
-        known = first.get(row.request_id)
-        if known is None or known.status == "interrupted":
-            first[row.request_id] = row
-        elif known.status in _CUT_OFF and row.status == "completed":
-            again.setdefault(row.request_id, row)
-    return list(first.values()), list(again.values())
+        place = num_seen[row.request_id]
+        num_seen[row.request_id] += 1
+        if place == len(groups):
+            groups.append([])
+        groups[place].append(row)
+    return groups
 
 
 def _add_spend(connection: Connection, rows: Sequence[UsageRow], inserted: frozenset[str]) -> None:

@@ -37,6 +37,7 @@ LEASE_TTL_S = 30.0
 CLOSE_TIMEOUT_S = 2.0
 # In braces, so that a Redis cluster keeps all keys in one place, where a script can reach them.
 KEY_PREFIX = "{penstock:limits}"
+LEASE_KEY_PREFIX = f"{KEY_PREFIX}:leases"  # no scope of limits has this name
 
 _MAX_CACHED_CALLERS = 65_536
 _RENEWED_AT_ONCE = 256
@@ -88,8 +89,15 @@ class _Caller:
 
     def __init__(self, limits: CallerLimits) -> None:
         self.limits = limits
-        names = [f"{KEY_PREFIX}:{subject.scope}:{subject.name}" for subject, _ in limits.applying]
-        self.keys = tuple(key for name in names for key in (name, f"{name}:leases"))
+        self.keys = tuple(
+            key
+            for subject, _ in limits.applying
+            # The name of a subject may come from a token and end in anything, so no key is another one's beginning.
+            for key in (
+                f"{KEY_PREFIX}:{subject.scope}:{subject.name}",
+                f"{LEASE_KEY_PREFIX}:{subject.scope}:{subject.name}",
+            )
+        )
         self.asks = tuple(_SubjectAsk(**msgspec.structs.asdict(resolved)) for _, resolved in limits.applying)
 
 

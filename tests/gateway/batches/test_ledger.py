@@ -74,6 +74,23 @@ def test_a_line_that_was_cut_off_and_run_again_is_paid_for(
     assert (row.cost_picodollars, spent) == (110, 110)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_line_that_was_cut_off_twice_is_paid_for(at_once: bool) -> None:
+    database = Database("sqlite://")
+    cut_offs = [
+        usage_row(CLAIM, Outcome(usage=Usage(3, 2, 0), status=status), started_at, 40)
+        for status, started_at in (("cancelled", 1000.0), ("failed", 1500.0))
+    ]
+    rows = [*cut_offs, COMPLETED]
+    groups = [rows] if at_once else [[row] for row in rows]
+    # A journal that is read again, from any place, changes nothing.
+    for group in [*groups, rows[1:], rows, rows[:1], rows[:2]]:
+        database.run_now(lambda connection, group=group: insert_rows(connection, group))  # type: ignore[misc]
+    (row,) = database.run_now(lambda connection: connection.execute(sa.select(usage)).all())
+    assert (row.status, row.prompt_tokens, row.completion_tokens) == ("completed", 9, 9)
+    assert row.cost_picodollars == 150
+
+
 def test_an_interruption_is_written_once() -> None:
     database = Database("sqlite://")
     assert database.run_now(lambda connection: insert_rows(connection, [INTERRUPTED])) == 1

@@ -11,6 +11,7 @@ import pytest
 from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound, QuotaExceeded
 from penstock.core.errors import RateLimited as TooFast
 from penstock.gateway.batches.batch import BatchLine, BatchStatus
+from penstock.gateway.batches.run import Backoff
 from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
 
@@ -110,6 +111,54 @@ async def test_what_passes_is_tried_again(
     assert server.dialect.asked == {"a": 1, "b": 3, "c": 1}
     assert server.runner.metrics.retries == 2
     assert server.runner.metrics.lines == {"succeeded": 3, "errored": 0}
+
+
+async def test_a_refused_batch_pauses_as_a_whole(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand lines meet a rate limit: the batch tries as many as it has slots, then waits once for all."""
+    monkeypatch.setattr("penstock.gateway.batches.run._MIN_WAIT_S", 0.02)
+    is_limited = True
+    most_tasks = 0
+
+    async def script(line: BatchLine) -> bytes:
+        nonlocal most_tasks
+        most_tasks = max(most_tasks, len(asyncio.all_tasks()))
+        if is_limited:
+            raise TooFast("Slowly.")
+        return line.body
+
+    server.dialect.script = script
+    await server.hand_in([f"{number}" for number in range(1000)])
+    server.runner.start()
+    async with asyncio.timeout(20):
+        while server.runner.metrics.retries < 13:  # several waves
+            await asyncio.sleep(0.002)
+    assert len(server.dialect.asked) <= 5  # the same few lines again, and the one that the feeder holds
+    is_limited = False
+    batch = await server.until_over()
+    assert batch.counts.succeeded == 1000
+    assert most_tasks < 16
+
+
+async def test_pauses_double_until_a_line_succeeds() -> None:
+    loop, backoff = asyncio.get_running_loop(), Backoff()
+    now, clock = 100.0, loop.time
+    loop.time = lambda: now  # type: ignore[method-assign]
+    try:
+        waits = []
+        for at_least_s in (0.0, 0.0, 0.0, 60.0):
+            backoff.begin(at_least_s)
+            backoff.begin(0.0)  # of the same wave
+            start = now
+            while backoff.is_on():
+                now += 0.25
+            waits.append(now - start)
+        assert waits == [0.5, 1.0, 2.0, 60.0]
+        backoff.reset()
+        backoff.begin(0.0)
+        now += 0.5
+        assert not backoff.is_on()
+    finally:
+        loop.time = clock  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

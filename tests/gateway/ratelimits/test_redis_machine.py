@@ -70,7 +70,7 @@ class RedisMachine(LimiterMachine):
 
     def check_that_all_is_whole(self) -> None:
         for key in self.client.scan_iter("{penstock:limits}:*"):
-            if not key.endswith(b":leases"):
+            if not key.startswith(b"{penstock:limits}:leases:"):
                 assert float(self.client.hget(key, "reserved") or 0) == 0
         super().check_that_all_is_whole()
 

@@ -15,6 +15,7 @@ from penstock.gateway.ratelimits.settings import (
     ScopeLimits,
     Subject,
 )
+from penstock.gateway.ratelimits.shared import _Caller as RedisCaller
 from penstock.gateway.settings import parse_settings
 
 CALLER = Principal(key_id="key-1", workspace_id="ws-1")
@@ -121,3 +122,14 @@ def test_an_answer_never_reserves_more_than_a_quarter_of_the_smallest_output_lim
     assert caller.max_reserved_output_tokens == 100
     generous = LimitSettings(key=ScopeLimits(output_tokens_per_minute=10**9))
     assert LimitResolver(generous).limits_of_caller(CALLER, "llama").max_reserved_output_tokens == 1024
+
+
+def test_no_subject_has_a_redis_key_of_another() -> None:
+    """The subject of a token is the caller's to choose, so it may end in `:leases`."""
+    resolver = LimitResolver(LimitSettings(key=ScopeLimits(requests_per_minute=1)))
+    keys = [
+        key
+        for key_id in ("a", "a:leases", "leases:a", "leases:key:a")
+        for key in RedisCaller(resolver.limits_of_caller(Principal(key_id=key_id), "m")).keys
+    ]
+    assert len(set(keys)) == len(keys) == 8
