@@ -12,14 +12,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from random import Random, SystemRandom
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from penstock.cluster.client import Connector
 from penstock.cluster.connections import Connections
 from penstock.cluster.replica import Member
 from penstock.core.clock import Clock, SystemClock
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.kv_events import KVEvent
 from penstock.core.messages import EngineReady, EngineStats
 from penstock.core.plan import TokenEvent
@@ -42,6 +43,7 @@ from penstock.dispatch import (
     Waits,
     WakeAt,
 )
+from penstock.dispatch.log import RecordingDispatcher
 from penstock.dispatch.replicas import ReplicaRecord
 from penstock.dispatch.waiting import WaitingRoom
 from penstock.router import Router
@@ -77,12 +79,18 @@ class Fleet:
         seed: int | None = None,
         connect: Connector | None = None,
         starts_on_demand: bool = False,
+        record_to: Path | None = None,
     ) -> None:
         """`starts_on_demand`: requests may wait for replicas that are not even starting, since somebody starts them
-        when requests wait."""
+        when requests wait. `record_to` is a file for the dispatch log."""
         self._clock = clock or SystemClock()
         seed = SystemRandom().getrandbits(53) if seed is None else seed
-        self.dispatcher = Dispatcher(config or DispatchConfig(), Random(seed), self._clock.now())
+        config, rng, now = config or DispatchConfig(), Random(seed), self._clock.now()
+        self._log_file = None if record_to is None else _open_log(record_to)
+        if self._log_file is None:
+            self.dispatcher = Dispatcher(config, rng, now)
+        else:
+            self.dispatcher = RecordingDispatcher(config, seed, rng, now, self._log_file.write)
         self.connections = Connections(self, connect)
         self.observers: list[FleetObserver] = []
         self.on_wait: Callable[[], None] = lambda: None  # called when a request begins to wait for a replica
@@ -193,6 +201,8 @@ class Fleet:
         if self._timer is not None:
             self._timer.cancel()
         self.connections.close()
+        if self._log_file is not None:
+            self._log_file.close()
 
     def _on_event(self, replica_id: str, event: TokenEvent) -> None:
         actions = self.dispatcher.news(replica_id, event, self._clock.now())
@@ -289,3 +299,10 @@ class Fleet:
                     observer.first_token(request, replica_id, revision, ttft_s)
                 case AttemptEnded(attempt):
                     observer.ended(attempt)
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"Cannot write the dispatch log {path}: {error.strerror}.") from error

@@ -46,6 +46,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     routing_policy: Annotated[
         RoutingPolicy, Meta(description="How a request finds its replica, where there are several.")
     ] = "prefix-aware"
+    record_dispatch: (
+        Annotated[
+            str,
+            Meta(
+                description="File to log every decision of the fleet to, for replay and diagnosis. Holds prompts "
+                "and answers."
+            ),
+        ]
+        | None
+    ) = None
     region: Annotated[str, Meta(description="Name of the place where this server's replicas run.")] = ""
     heartbeat_timeout_s: Annotated[
         float, Meta(description="Kill and restart a replica that is silent for so long.", gt=0)

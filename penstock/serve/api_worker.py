@@ -82,9 +82,11 @@ async def _run(replies: BinaryIO) -> None:
     begin = decode_to_worker(await lines.readline())
     assert isinstance(begin, Begin)
     configure_server_logging(begin.config.telemetry)
+    log_file = begin.config.cluster.record_dispatch
     fleet = Fleet(
         DispatchConfig(routing_policy=begin.config.cluster.routing_policy),
         starts_on_demand=begin.config.scaling.min_replicas == 0,
+        record_to=None if log_file is None else Path(f"{log_file}.{os.getpid()}"),  # one file per worker
     )
     fleet.know(begin.models)
     fleet.update(begin.members)

@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvloop
 
@@ -137,6 +138,7 @@ async def _serve_here(
     fleet = Fleet(
         DispatchConfig(routing_policy=config.cluster.routing_policy),
         starts_on_demand=config.scaling.min_replicas == 0,
+        record_to=None if (log_file := config.cluster.record_dispatch) is None else Path(log_file),
     )
     replicas.supervisor.on_change.append(fleet.update)
     async with contextlib.AsyncExitStack() as stack:

@@ -1,0 +1,227 @@
+"""The dispatch log: every call to a dispatcher with its time and the actions that it returned, so that a run of a
+live fleet can be replayed and its actions compared.
+
+JSON lines: a `LogHeader` with all that is needed to build the same dispatcher, then one `LogRecord` for every call,
+in order. Prompts and answers are part of the log. Log-probabilities and embeddings are left out: no action depends on
+them. Times are those of the recording clock; only their differences mean anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from penstock.core.errors import PenstockError, UsageError, error_from_code
+from penstock.core.kv_events import KVEvent
+from penstock.core.messages import EngineStats
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request
+from penstock.dispatch.actions import Action, Deliver
+from penstock.dispatch.config import DispatchConfig
+from penstock.dispatch.dispatcher import Dispatcher
+from penstock.dispatch.replicas import FleetStatus
+from penstock.router import RandomSource
+
+
+class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
+    config: DispatchConfig
+    seed: int  # of the random numbers that the dispatcher draws
+    now: float
+
+
+class LoggedError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+    def rebuild(self) -> PenstockError:
+        return error_from_code(self.code, self.message, retry_after_s=self.retry_after_s)
+
+
+class UpdateCall(msgspec.Struct, frozen=True, tag_field="call", tag="update"):
+    status: FleetStatus
+
+
+class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):
+    request: Request
+    timeout_s: float | None
+    block_hashes: tuple[bytes, ...] | None = None
+
+
+class AbortCall(msgspec.Struct, frozen=True, tag_field="call", tag="abort"):
+    request_id: str
+
+
+class NewsCall(msgspec.Struct, frozen=True, tag_field="call", tag="news"):
+    replica_id: str
+    event: TokenEvent
+
+
+class FailedCall(msgspec.Struct, frozen=True, tag_field="call", tag="failed"):
+    replica_id: str
+    request_id: str
+    error: LoggedError
+
+
+class HeartbeatCall(msgspec.Struct, frozen=True, tag_field="call", tag="heartbeat"):
+    replica_id: str
+    stats: EngineStats
+
+
+class KVEventsCall(msgspec.Struct, frozen=True, tag_field="call", tag="kv_events"):
+    replica_id: str
+    events: tuple[KVEvent, ...]
+
+
+class TickCall(msgspec.Struct, frozen=True, tag_field="call", tag="tick"):
+    pass
+
+
+Call: TypeAlias = (
+    UpdateCall | AddCall | AbortCall | NewsCall | FailedCall | HeartbeatCall | KVEventsCall | TickCall
+)
+
+
+class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
+    now: float
+    call: Call
+    revisions: tuple[str | None, ...] = ()  # that were chosen for attempts during the call, in order
+    actions: msgspec.Raw  # as `encode_actions` writes them
+
+
+class RecordingDispatcher(Dispatcher):
+    """A dispatcher that writes every call and its actions to `write`, one line at a time."""
+
+    def __init__(
+        self,
+        config: DispatchConfig,
+        seed: int,
+        rng: RandomSource,
+        now: float,
+        write: Callable[[bytes], object],
+    ) -> None:
+        super().__init__(config, rng, now)
+        self._write = write
+        self._revisions: list[str | None] = []
+        write(_ENCODER.encode(LogHeader(config=config, seed=seed, now=now)) + b"\n")
+
+    def update(self, status: FleetStatus, now: float) -> Sequence[Action]:
+        return self._log(UpdateCall(status), super().update(status, now), now)
+
+    def add(
+        self,
+        request: Request,
+        now: float,
+        *,
+        timeout_s: float | None = None,
+        block_hashes: Sequence[bytes] | None = None,
+    ) -> Sequence[Action]:
+        call = AddCall(request, timeout_s, None if block_hashes is None else tuple(block_hashes))
+        return self._log(call, super().add(request, now, timeout_s=timeout_s, block_hashes=block_hashes), now)
+
+    def abort(self, request_id: str, now: float) -> Sequence[Action]:
+        return self._log(AbortCall(request_id), super().abort(request_id, now), now)
+
+    def news(self, replica_id: str, event: TokenEvent, now: float) -> Sequence[Action]:
+        return self._log(NewsCall(replica_id, _plain(event)), super().news(replica_id, event, now), now)
+
+    def failed(self, replica_id: str, request_id: str, error: PenstockError, now: float) -> Sequence[Action]:
+        call = FailedCall(replica_id, request_id, _logged(error))
+        return self._log(call, super().failed(replica_id, request_id, error, now), now)
+
+    def heartbeat(self, replica_id: str, stats: EngineStats, now: float) -> Sequence[Action]:
+        return self._log(HeartbeatCall(replica_id, stats), super().heartbeat(replica_id, stats, now), now)
+
+    def kv_events(self, replica_id: str, events: tuple[KVEvent, ...], now: float) -> Sequence[Action]:
+        return self._log(KVEventsCall(replica_id, events), super().kv_events(replica_id, events, now), now)
+
+    def tick(self, now: float) -> Sequence[Action]:
+        return self._log(TickCall(), super().tick(now), now)
+
+    def _revision_for(self, request: Request) -> str | None:
+        revision = super()._revision_for(request)
+        self._revisions.append(revision)
+        return revision
+
+    def _log(self, call: Call, actions: Sequence[Action], now: float) -> Sequence[Action]:
+        revisions, self._revisions = tuple(self._revisions), []
+        written = msgspec.Raw(encode_actions(actions))
+        record = LogRecord(now=now, call=call, revisions=revisions, actions=written)
+        self._write(_ENCODER.encode(record) + b"\n")
+        return actions
+
+
+def make_call(dispatcher: Dispatcher, record: LogRecord) -> Sequence[Action]:
+    """Make a recorded call on another dispatcher."""
+    revisions = iter(record.revisions)
+    dispatcher.choose_revision = lambda request: next(revisions, None)
+    now = record.now
+    match record.call:
+        case UpdateCall(status):
+            return dispatcher.update(status, now)
+        case AddCall(request, timeout_s, block_hashes):
+            return dispatcher.add(request, now, timeout_s=timeout_s, block_hashes=block_hashes)
+        case AbortCall(request_id):
+            return dispatcher.abort(request_id, now)
+        case NewsCall(replica_id, event):
+            return dispatcher.news(replica_id, event, now)
+        case FailedCall(replica_id, request_id, error):
+            return dispatcher.failed(replica_id, request_id, error.rebuild(), now)
+        case HeartbeatCall(replica_id, stats):
+            return dispatcher.heartbeat(replica_id, stats, now)
+        case KVEventsCall(replica_id, events):
+            return dispatcher.kv_events(replica_id, events, now)
+        case TickCall():
+            return dispatcher.tick(now)
+
+
+def encode_actions(actions: Sequence[Action]) -> bytes:
+    """Equal actions have equal bytes."""
+    return _ENCODER.encode(
+        [Deliver(_plain(each.event)) if type(each) is Deliver else each for each in actions]
+    )
+
+
+def read_dispatch_log(lines: Iterable[bytes]) -> tuple[LogHeader, Iterator[LogRecord]]:
+    """The header, and the records as they are read. `lines` may be a file opened in binary mode."""
+    numbered = enumerate(lines, start=1)
+    first = next(numbered, (1, b""))
+    return _decode(first, msgspec.json.Decoder(LogHeader)), _records(numbered)
+
+
+def _records(lines: Iterable[tuple[int, bytes]]) -> Iterator[LogRecord]:
+    decoder = msgspec.json.Decoder(LogRecord)
+    for line in lines:
+        yield _decode(line, decoder)
+
+
+def _decode(line: tuple[int, bytes], decoder: msgspec.json.Decoder[Any]) -> Any:
+    number, text = line
+    try:
+        return decoder.decode(text)
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"Line {number} of the dispatch log cannot be read: {error}.",
+            hint="The last line of a log is cut when its process was killed; remove it.",
+        ) from None
+
+
+def _plain(event: TokenEvent) -> TokenEvent:
+    if event.embedding is None and not event.logprobs:
+        return event
+    return msgspec.structs.replace(event, logprobs=(), embedding=None if event.embedding is None else b"")
+
+
+def _logged(error: PenstockError) -> LoggedError:
+    return LoggedError(error.code, error.message, error.retry_after_s)
+
+
+def _encode_error(value: object) -> object:
+    if isinstance(value, PenstockError):
+        return _logged(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot be logged")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_encode_error)
