@@ -14,6 +14,7 @@ from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
 from penstock.core.errors import ModelNotFound
 from penstock.gateway.catalogue import ListedModel
+from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway
 
 
@@ -65,7 +66,10 @@ class ModelsEndpoints:
 
     def _entry(self, listed: ListedModel) -> ModelEntry:
         model = listed.model
-        return ModelEntry(listed.name, self._started, model.max_model_len, model.name, listed.parent)
+        owner = "external" if isinstance(model, ExternalModel) else "penstock"
+        return ModelEntry(
+            listed.name, self._started, model.max_model_len, model.name, listed.parent, owned_by=owner
+        )
 
 
 def _json(shape: msgspec.Struct) -> Response:

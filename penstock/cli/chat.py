@@ -43,7 +43,7 @@ _HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
     type=click.FloatRange(0, 2),
     default=0.7,  # as on the chat page: small models ramble at the API's own default of 1
     show_default=True,
-    help="0 always takes the likeliest token.",
+    help="0 always takes the most probable token.",
 )
 def chat(
     positional_model: str | None,

@@ -112,7 +112,8 @@ def check_kernels(kernels: dict[str, Any]) -> Finding:
             "native CPU kernels are missing, so torch does their work more slowly",
             f"Install a C++ compiler and run `{reinstall_command()}`.",
         )
-    return Finding("ok", "Kernels", f"native, for {kernels['isa']}, on {kernels['num_threads']} threads")
+    detail = f"native, for {kernels['isa']}, on {kernels['num_threads']} threads"
+    return Finding("ok", "Kernels", f"{detail}; for --dtype float32 and bfloat16 on a CPU")
 
 
 def check_memory(meminfo: Path) -> Finding:

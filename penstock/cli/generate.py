@@ -24,10 +24,10 @@ from penstock.core.request import SamplingParams
     type=click.FloatRange(min=0, max=2),
     default=0.0,
     show_default=True,
-    help="0 always takes the likeliest token.",
+    help="0 always takes the most probable token.",
 )
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
-              help="Sample from the likeliest tokens that together have this probability.")  # fmt: skip
+              help="Sample from the most probable tokens that together have this probability.")  # fmt: skip
 @config_options(EngineConfig)
 def generate(prompt: str, max_tokens: int, temperature: float, top_p: float, config: EngineConfig) -> None:
     """Continue PROMPT with the model and stream the text to standard output.
@@ -48,8 +48,20 @@ def generate(prompt: str, max_tokens: int, temperature: float, top_p: float, con
         from tokenizers.decoders import DecodeStream
 
         from penstock.engine.offline import OfflineEngine
+        from penstock.models.load import load_tokenizer
 
+        if path.is_dir() and load_tokenizer(path) is None:
+            raise UsageError(
+                f"'{config.model.model}' has no tokenizer, which text needs.",
+                hint="Put the model's tokenizer.json into its folder.",
+            )
         engine = OfflineEngine(config, path)
+    if engine.card.is_encoder:
+        engine.close()
+        raise UsageError(
+            f"'{config.model.model}' is an embedding model and writes no text.",
+            hint="Serve it with `penstock serve`, and ask for /v1/embeddings.",
+        )
     tokenizer = Tokenizer.from_str(engine.card.tokenizer_json.decode())
     decoder = DecodeStream(skip_special_tokens=True)
 

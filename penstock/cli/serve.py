@@ -18,7 +18,7 @@ from penstock.cli.options import config_options, model_argument
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import ServerConfig, TenantsConfig
-from penstock.core.messages import EngineReady, LoadProgress
+from penstock.core.messages import EngineReady, LoadProgress, ModelCard
 from penstock.models.catalog import BUILT_IN_MODELS
 from penstock.serve.environment import bytecode_dir
 from penstock.serve.stores import open_database
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from penstock.cluster.early import EarlyProcess
 
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+
+_DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 @click.command(cls=PenstockCommand, short_help="Serve a model over an OpenAI-compatible API.")
@@ -83,7 +85,7 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
             log_level=level,
             early=early,
         )
-    logger.info("stopped")
+    log.info("stopped")
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bo
     has_other_ways = server.api_key is not None or tenants.oidc is not None
     if has_other_ways or (has_keys if tenants.require_keys is None else tenants.require_keys):
         if not has_keys and not has_other_ways:
-            logger.warning("no key exists yet, so nobody can sign in; make one with: penstock keys create")
+            log.warning("no key exists yet, so nobody can sign in; make one with: penstock keys create")
         return False
     if not _is_loopback(server.host):
         if not server.allow_open:
@@ -117,7 +119,7 @@ def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bo
                 hint="Make a key with 'penstock keys create', or set PENSTOCK_API_KEY or --api-key; "
                 "or say --allow-open if that is what you want.",
             )
-        logger.warning(
+        log.warning(
             "WARNING: this server listens on %s and asks for no key: whoever reaches the port can use it, "
             "administer it and read everyone's data",
             server.host,
@@ -132,7 +134,7 @@ def keys_were_made(config: ServeConfig) -> bool:
         """A key that has expired or was revoked counts: a server that once asked for keys never opens by itself."""
         was_made = await directory.has_keys()
         if was_made and not await directory.has_keys(only_live=True):
-            logger.warning("every key has expired or was revoked; make one with: penstock keys create")
+            log.warning("every key has expired or was revoked; make one with: penstock keys create")
         return was_made
 
     database = open_database(config.store)
@@ -155,11 +157,6 @@ def print_banner(
 ) -> None:
     """`others` are the models that are served beside it."""
     card = ready.model
-    weights = (
-        "none"
-        if not card.num_parameters
-        else f"{card.num_parameters / 1e6:,.0f} M parameters, {card.quantization or card.dtype}"
-    )
     console = stderr_console()
     console.print(
         f"\n[bold]Penstock {__version__}[/bold] serves [bold]{card.name}[/bold] at {url}", soft_wrap=True
@@ -168,7 +165,7 @@ def print_banner(
     rows = (
         ("API", f"{url}/v1"),
         ("Chat page", f"{url}/"),
-        ("Model", weights),
+        ("Model", describe_weights(card)),
         *([("Also", ", ".join(others))] if others else []),
         ("Context", f"{card.max_model_len:,} tokens"),
         ("Keys", "none are asked for" if is_open else "every caller needs one; see penstock keys"),
@@ -178,6 +175,22 @@ def print_banner(
     for name, value in rows:
         console.print(f"  [dim]{name:<10}[/dim] {value}", soft_wrap=True)
     console.print()
+
+
+def describe_weights(card: ModelCard) -> str:
+    """The number of parameters, and the precision in which the weights are kept and computed."""
+    if not card.num_parameters:
+        return "none"
+    units = ((1e9, " B"), (1e6, " M"), (1e3, " K"), (1, ""))
+    unit, word = next((unit, word) for unit, word in units if card.num_parameters >= unit)
+    number = card.num_parameters / unit
+    count = f"{number:,.1f}" if word == " B" and number < 100 else f"{number:,.0f}"
+    kept_bits = 8 * card.weight_bytes / card.num_parameters
+    precision = card.dtype
+    if card.quantization or kept_bits < 0.9 * _DTYPE_BITS.get(card.dtype, 0):
+        method = f"{card.quantization}, " if card.quantization else ""
+        precision = f"{method}{kept_bits:.1f} bits per weight, computed in {card.dtype}"
+    return f"{count}{word} parameters, {precision}"
 
 
 def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> None:

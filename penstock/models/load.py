@@ -112,9 +112,11 @@ def load_encoder(
     on_progress: OnProgress | None = None,
 ) -> bert.BertEncoder:
     config = bert.encoder_config(path, _read_config(path / "config.json"))
-    source: WeightSource = SafetensorsSource(path)
-    if load_format == "random":
-        source = RandomSource(seed, norm_offset=0.0, device=ops.device)
+    source: WeightSource = (
+        RandomSource(seed, norm_offset=0.0, device=ops.device)
+        if load_format == "random"
+        else SafetensorsSource(path)
+    )
     return bert.BertEncoder(config, WeightLoader(source, ops, on_progress=on_progress))
 
 

@@ -215,6 +215,11 @@ async def test_models_are_listed_and_may_have_aliases() -> None:
         listed = {model["id"]: model for model in (await ours.http.get("/v1/models")).json()["data"]}
         assert listed.keys() == {"bytes", "theirs", "gpt"}
         assert listed["theirs"]["max_model_len"] is None
+        assert {name: model["owned_by"] for name, model in listed.items()} == {
+            "bytes": "penstock",
+            "theirs": "external",
+            "gpt": "external",
+        }
         assert listed["bytes"]["max_model_len"] is not None, "a model of our own goes first"
         answer = await ours.openai.chat.completions.create(model="gpt", messages=[USER])
         assert (answer.model, answer.choices[0].message.content) == ("theirs", "Hello")

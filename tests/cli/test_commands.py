@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,18 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from penstock.cli.app import MODULES, penstock
 from penstock.cli.commands import PenstockCommand
+from penstock.cli.serve import describe_weights
 from penstock.cluster.replica import ReplicaSpec
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError, ModelLoadError, UsageError
 from penstock.serve import server
 from penstock.version import __version__
+from tests.gateway.fake_engine import model_card
 
 
 @click.command(cls=PenstockCommand)
@@ -168,3 +173,73 @@ def test_generate_streams_to_standard_output() -> None:
     )
     assert piped.stdout == "xy\n"
     assert CliRunner().invoke(penstock, ["generate", ""]).exit_code == 1
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+BERT = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "has_tokenizer", "expected"),
+    [(LLAMA, False, "has no tokenizer"), (BERT, True, "is an embedding model and writes no text")],
+    ids=["no tokenizer", "embedding model"],
+)
+def test_generate_refuses_a_model_that_writes_no_text(
+    tmp_path: Path, config: dict[str, object], has_tokenizer: bool, expected: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if has_tokenizer:
+        words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "hello": 4}
+        Tokenizer(WordLevel(words, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    command = ["generate", "hello", "--model", str(tmp_path), "--load-format", "random", "--device", "cpu"]
+    result = CliRunner().invoke(penstock, command)
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    assert expected in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "weight_bytes", "dtype", "quantization", "expected"),
+    [
+        (134_515_008, 84_000_000, "float32", None, "135 M parameters, 5.0 bits per weight, computed in float32"),
+        (134_515_008, 538_060_032, "float32", None, "135 M parameters, float32"),
+        (8_030_261_248, 16_060_522_496, "bfloat16", None, "8.0 B parameters, bfloat16"),
+        (8_000_000_000, 8_000_000_000, "bfloat16", "fp8", "8.0 B parameters, fp8, "
+         "8.0 bits per weight, computed in bfloat16"),
+        (21_000, 84_000, "float32", None, "21 K parameters, float32"),
+        (96, 384, "float32", None, "96 parameters, float32"),
+        (0, 0, "float32", None, "none"),
+    ],
+)  # fmt: skip
+def test_the_banner_says_how_weights_are_kept(
+    num_parameters: int, weight_bytes: int, dtype: str, quantization: str | None, expected: str
+) -> None:
+    card = model_card(
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        dtype=dtype,
+        quantization=quantization,
+    )
+    assert describe_weights(card) == expected

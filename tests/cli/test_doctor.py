@@ -58,7 +58,11 @@ def test_a_torch_that_cannot_be_imported_fails() -> None:
 def test_missing_kernels_are_a_warning() -> None:
     assert check_kernels({"native": False}).level == "warn"
     present = check_kernels({"native": True, "isa": "amx", "num_threads": 2})
-    assert present == Finding("ok", "Kernels", "native, for amx, on 2 threads")
+    assert present.level == "ok"
+    assert "native, for amx, on 2 threads" in present.detail
+    assert (
+        "float32 and bfloat16" in present.detail
+    )  # a type without kernels of its own, such as float16, is slow
 
 
 def test_memory(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""A server that cannot start says why in one sentence, whichever process found the reason."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .conftest import PENSTOCK
+
+pytestmark = pytest.mark.slow
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PENSTOCK, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def folder_with(folder: Path, config: str) -> str:
+    (folder / "config.json").write_text(config)
+    return str(folder)
+
+
+def sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """The one error that the command printed."""
+    assert done.returncode not in (0, None)
+    assert "Traceback" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
+    return error.removeprefix("Error:").strip()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (json.dumps({**LLAMA, "architectures": ["StrangerForCausalLM"]}), "StrangerForCausalLM"),
+        (json.dumps(LLAMA), "has neither model.safetensors nor"),
+        ("{", "config.json cannot be read as JSON"),
+    ],
+    ids=["unknown architecture", "no weights", "broken config.json"],
+)
+def test_a_folder_that_cannot_be_served(tmp_path: Path, config: str, expected: str) -> None:
+    assert expected in sentence(run("serve", folder_with(tmp_path, config), "--port", "0"))
+
+
+def test_a_context_beyond_the_model(tmp_path: Path) -> None:
+    flags = ("--load-format", "random", "--max-model-len", "129", "--port", "0")
+    reason = sentence(run("serve", folder_with(tmp_path, json.dumps(LLAMA)), *flags))
+    assert "129" in reason
+    assert "128 positions" in reason
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    flags = ("--load-format", "random", "--device", "cuda", "--port", "0")
+    done = run("serve", folder_with(tmp_path, json.dumps(LLAMA)), *flags)
+    assert "no CUDA device" in sentence(done)
+    assert "Hint: Try --device auto." in done.stderr
+
+
+def test_chat_shows_the_reason_and_the_hint_of_the_server_it_started(tmp_path: Path) -> None:
+    done = run("chat", folder_with(tmp_path, "{"), "-m", "hello")
+    assert "config.json cannot be read as JSON" in sentence(done)
+    assert "Hint: Fetch the file again." in done.stderr
