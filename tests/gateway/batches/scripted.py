@@ -68,6 +68,27 @@ class ScriptedDialect:
         return json.dumps([result.number, result.custom_id, result.outcome, body]).encode()
 
 
+class CountingStore(BatchStore):
+    """Counts how often the runner asked whether there is a database."""
+
+    num_asked = 0
+
+    @property
+    def exists(self) -> bool:
+        self.num_asked += 1
+        return super().exists
+
+
+class CountingRunner(BatchRunner):
+    """Counts its looks at the database that are over."""
+
+    num_looks = 0
+
+    async def _look(self) -> None:
+        await super()._look()
+        self.num_looks += 1
+
+
 class Server:
     """What one process holds. Several may share a database and a folder."""
 
@@ -77,9 +98,9 @@ class Server:
         self.wall = wall
         self.dialect = dialect or ScriptedDialect()
         self.files = FileStore(database, data_dir, wall_clock=self._now)
-        self.store = BatchStore(database, wall_clock=self._now)
+        self.store = CountingStore(database, wall_clock=self._now)
         config = BatchesConfig(max_concurrent_lines=4, poll_s=0.005, lease_s=30.0)
-        self.runner = BatchRunner(self.store, self.files, config, wall_clock=self._now)
+        self.runner = CountingRunner(self.store, self.files, config, wall_clock=self._now)
         self.runner.teach("scripted", self.dialect)
         self._stalled_at: float | None = None
 
@@ -118,6 +139,16 @@ class Server:
 
     async def until_over(self, batch_id: str = "batch_1") -> Batch:
         return await self.until(lambda batch: not batch.is_active and not self.runner.num_running, batch_id)
+
+    async def until_true(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    async def looked(self) -> None:
+        """Return when the runner has looked at everything that is in the database now."""
+        enough = self.runner.num_looks + 2  # the look that is underway may have begun before now
+        await self.until_true(lambda: self.runner.num_looks >= enough)
 
     def stall(self) -> None:
         """It no longer looks, but its lines still run. What one of its threads has begun ends at the time of now, so

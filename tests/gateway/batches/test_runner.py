@@ -214,9 +214,7 @@ async def test_what_is_over_stays_over(server: Server) -> None:
     server.runner.start()
     over = await server.until_over()
     server.runner._begin(seen)
-    async with asyncio.timeout(20):
-        while server.runner.num_running:
-            await asyncio.sleep(0.002)
+    await server.until_true(lambda: not server.runner.num_running)
     assert await server.get() == over
     assert server.dialect.asked == {"a": 1}
 
@@ -234,8 +232,9 @@ async def test_cancelling_lets_lines_in_flight_finish(server: Server) -> None:
     await server.until(lambda batch: batch.counts.succeeded == 6)
     assert (await server.store.cancel("w1", "batch_1", "scripted")).status is BatchStatus.CANCELLING
     assert (await server.store.cancel("w1", "batch_1", "scripted")).status is BatchStatus.CANCELLING
-    await asyncio.sleep(0.05)
+    await server.looked()
     assert (await server.get()).status is BatchStatus.CANCELLING
+    assert server.dialect.in_flight == 4
     released.set()
     batch = await server.until_over()
     assert batch.status is BatchStatus.CANCELLED
@@ -272,9 +271,7 @@ async def test_batches_share_the_slots(server: Server) -> None:
     await server.hand_in(list(TEXTS), "batch_1")
     await server.hand_in(list(TEXTS), "batch_2")
     server.runner.start()
-    async with asyncio.timeout(20):
-        while server.dialect.in_flight < 4:
-            await asyncio.sleep(0.002)
+    await server.until_true(lambda: server.dialect.in_flight == 4)
     released.set()
     await server.until_over("batch_1")
     assert server.dialect.most_in_flight == 4
@@ -288,7 +285,7 @@ async def test_a_pause_records_what_is_in_flight_and_leaves_the_rest(tmp_path: P
     first.runner.start()
     await first.until(lambda batch: batch.counts.succeeded == 6 and first.dialect.in_flight == 4)
     stopping = asyncio.create_task(first.runner.stop(timeout_s=20))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)  # runs the first step of `stop`, which pauses the batch
     released.set()
     await stopping
     assert (await first.get()).counts.succeeded == 10
@@ -310,8 +307,9 @@ async def test_only_the_holder_of_the_lease_runs(tmp_path: Path) -> None:
     first.runner.start()
     await first.until(lambda batch: batch.counts.succeeded == 3)
     second.runner.start()
-    await asyncio.sleep(0.05)
+    await second.looked()
     assert not second.dialect.asked
+    assert not second.runner.num_running
     released.set()
     await first.until_over()
     assert not second.dialect.asked
@@ -332,8 +330,9 @@ async def test_a_process_that_lost_its_lease_writes_nothing(tmp_path: Path) -> N
     second.runner.start()
     batch = await second.until_over()
     assert batch.counts.succeeded == 20
+    assert first.dialect.in_flight == 4
     released.set()
-    await asyncio.sleep(0.05)
+    await first.until_true(lambda: not first.dialect.in_flight and not first.runner.num_running)
     assert (await second.get()).counts == batch.counts
     assert await second.store.recorded_lines("batch_1") == set()
     await first.runner.stop()
@@ -343,7 +342,7 @@ async def test_a_process_that_lost_its_lease_writes_nothing(tmp_path: Path) -> N
 async def test_nothing_is_written_while_nothing_is_used(tmp_path: Path) -> None:
     server = Server(tmp_path, Database(f"sqlite:///{tmp_path / 'penstock.db'}"), Wall())
     server.runner.start()
-    await asyncio.sleep(0.03)
+    await server.until_true(lambda: server.store.num_asked >= 3)
     await server.runner.stop()
     assert list(tmp_path.iterdir()) == []
 
