@@ -79,9 +79,9 @@ class RunningSet:
         sequence.num_computed = 0
         sequence.is_prefilling = False
 
-    def find_work(self) -> Work:
-        """There are never more decodes than a step has tokens: each of them had a token in its last prefill chunk, in
-        a step that also had one for every decode before it."""
+    def find_work(self, max_decodes: int) -> Work:
+        """What each running request could do next, with at most `max_decodes` decodes. The limit matters only when
+        constrained requests, whose samples were in flight while others were admitted, decode again."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._sequences.values():
@@ -89,7 +89,10 @@ class RunningSet:
                 prefills.append(sequence)
             elif sequence.is_constrained and sequence.num_in_flight:
                 continue
-            elif sequence.num_expected < sequence.length_limit:  # else its last token is in flight
+            elif (
+                sequence.num_expected < sequence.length_limit  # else its last token is in flight
+                and len(decodes) < max_decodes
+            ):
                 decodes.append(sequence)
         prefills.sort(key=seniority)
         growing = [sequence for sequence in decodes if sequence.num_computed == sequence.num_slots]

@@ -160,18 +160,17 @@ class Scheduler:
         self._end_overdue(now)
         self._queue.promote(now)
 
+        max_tokens = self._config.max_num_batched_tokens
         # Preemption comes before any chunk: what is in the plan may already be shared with others, and stays in it.
-        work = self._running.find_work()
+        work = self._running.find_work(max_tokens)
         lacks_blocks = self._running.num_blocks_to_grow(work.growing) > self._cache.num_available
         if lacks_blocks:
             self._preempt_for_growth(work.growing, now)
-            work = self._running.find_work()
+            work = self._running.find_work(max_tokens)
         elif self._displace(now):
-            work = self._running.find_work()
+            work = self._running.find_work(max_tokens)
 
-        draft = StepDraft(
-            self._config.max_num_batched_tokens, self._predictor, self._itl_target_s, self._tile_tokens
-        )
+        draft = StepDraft(max_tokens, self._predictor, self._itl_target_s, self._tile_tokens)
         draft.add_decodes(work.decodes, self._running.grow(work.growing))
         self._running.decoded(len(work.decodes))
         # After a preemption nobody is admitted: the victims would come straight back.

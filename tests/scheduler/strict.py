@@ -7,6 +7,7 @@ wrongly, a lost or doubled token: each shows as a failed assertion or as an answ
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -61,6 +62,26 @@ class Row:
     last_sample: tuple[int, int] | None = None  # position, token
 
 
+@dataclass
+class Faults:
+    """What goes wrong or differently in an execution, as chance has it. By default nothing does."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    late_share: float = 0.0  # samples of constrained requests whose mask is late
+    end_share: float = 0.0  # samples that complete the answer of a constrained request
+    error_share: float = 0.0  # samples that fail
+    random_times: bool = False
+    constrained: set[str] = field(default_factory=set)  # ids of requests with a grammar
+
+    def happens(self, share: float) -> bool:
+        return share > 0.0 and self.rng.random() < share
+
+    def step_s(self, num_tokens: int) -> float:
+        if self.random_times:
+            return self.rng.choice((0.0, 1e-6, 0.01, 1.0, 100.0)) * self.rng.random()
+        return 0.01 + 1e-4 * num_tokens
+
+
 class StrictExecutor:
     def __init__(
         self, config: SchedulerConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0
@@ -73,6 +94,7 @@ class StrictExecutor:
         self.num_tokens_computed = 0
         self.num_halves_copied = 0
         self.last_step_id = 0
+        self.faults = Faults()
 
     def execute(self, plan: StepPlan, tokens: dict[str, list[int]], tenants: dict[str, str]) -> StepResult:
         assert plan.step_id == self.last_step_id + 1
@@ -93,12 +115,26 @@ class StrictExecutor:
         sampled = []
         for chunk in plan.chunks:
             if chunk.samples:
-                row = self.rows[chunk.request_id]
-                token_id = sample(row.digests[-1])
-                row.last_sample = (row.num_computed, token_id)
-                sampled.append(SampledToken(chunk.request_id, token_id))
+                sampled.append(self._sample(chunk))
         self.num_tokens_computed += plan.num_tokens
-        return StepResult(plan.step_id, tuple(sampled), 0.01 + 1e-4 * plan.num_tokens)
+        return StepResult(plan.step_id, tuple(sampled), self.faults.step_s(plan.num_tokens))
+
+    def _sample(self, chunk: Chunk) -> SampledToken:
+        request_id = chunk.request_id
+        row = self.rows[request_id]
+        is_constrained = request_id in self.faults.constrained
+        assert not (chunk.in_flight and is_constrained), "planned ahead of its own sample"
+        if is_constrained and self.faults.happens(self.faults.late_share):
+            row.num_computed -= 1
+            row.digests.pop()
+            row.last_sample = None
+            return SampledToken(request_id, 0, is_postponed=True)
+        token_id = sample(row.digests[-1])
+        row.last_sample = (row.num_computed, token_id)
+        if self.faults.happens(self.faults.error_share):
+            return SampledToken(request_id, 0, error="not a number")
+        completes = is_constrained and self.faults.happens(self.faults.end_share)
+        return SampledToken(request_id, token_id, completes=completes)
 
     def contents_of(self, request: Request, num_blocks: int) -> list[list[int]]:
         """What the first blocks of a request hold once they are computed."""
@@ -111,6 +147,13 @@ class StrictExecutor:
 
     def read(self, block_ids: tuple[int, ...]) -> list[list[int | None]]:
         return [list(self._kv[block_id]) for block_id in block_ids]
+
+    def spoil(self, chunk: Chunk) -> None:
+        """What the latest step wrote for this chunk was never written."""
+        row = self.rows[chunk.request_id]
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            block, offset = self._place(row, position)
+            self._kv[block][offset] = None
 
     def overwrite(self, block_id: int, contents: list[int]) -> None:
         self._kv[block_id] = list(contents)
@@ -253,6 +296,8 @@ class Driver:
         self.scheduler.add(request, self.now)
         self.scheduler.check_integrity()
         self.requests[request.id] = request
+        constrained = self.executor.faults.constrained
+        (constrained.add if request.sampling.grammar else constrained.discard)(request.id)
         self.answers[request.id] = list(request.output_token_ids)
         self.finished.pop(request.id, None)
         self.first_events.pop(request.id, None)
@@ -263,6 +308,15 @@ class Driver:
         self.scheduler.check_integrity()
         if request_id in self.requests and request_id not in self.finished:
             self.aborted.add(request_id)
+
+    def fail_latest_plan(self, index: int) -> None:
+        """The executor had no memory for a chunk of the plan that was made last."""
+        plan, _ = self._in_flight[-1]
+        chunk = plan.chunks[index % len(plan.chunks)]
+        self.executor.spoil(chunk)
+        self.scheduler.fail(chunk, "no memory", self.now)
+        self.scheduler.check_integrity()
+        self._take(self.scheduler.take_events())
 
     @property
     def num_in_flight(self) -> int:

@@ -7,43 +7,16 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.plan import SampledToken, StepPlan, StepResult
+from penstock.core.plan import SampledToken, StepResult
 from penstock.core.request import FinishReason, Grammar, Tier
-from tests.scheduler.strict import Driver, StrictExecutor, make_request
+from tests.scheduler.strict import Driver, Faults, make_request
 
 ANY = Grammar("json")
 
 
-class LateExecutor(StrictExecutor):
-    """Postpones samples of constrained requests, whose ids start with "c", as chance has it."""
-
-    def postpone_by(self, rng: random.Random, share: float) -> None:
-        self._rng = rng
-        self._share = share
-
-    def execute(self, plan: StepPlan, tokens: dict[str, list[int]], tenants: dict[str, str]) -> StepResult:
-        for chunk in plan.chunks:
-            assert not (chunk.in_flight and chunk.request_id.startswith("c")), (
-                "planned ahead of its own sample"
-            )
-        result = super().execute(plan, tokens, tenants)
-        return StepResult(result.step_id, tuple(map(self._maybe_late, result.sampled)), result.elapsed_s)
-
-    def _maybe_late(self, sampled: SampledToken) -> SampledToken:
-        if not sampled.request_id.startswith("c") or self._rng.random() >= self._share:
-            return sampled
-        row = self.rows[sampled.request_id]
-        row.num_computed -= 1
-        row.digests.pop()
-        row.last_sample = None
-        return SampledToken(sampled.request_id, 0, is_postponed=True)
-
-
 def late_driver(seed: int, share: float, **settings: object) -> Driver:
     driver = Driver(**settings)  # type: ignore[arg-type]
-    executor = LateExecutor(driver.config, driver.cache.num_blocks, driver.cache.block_size)
-    executor.postpone_by(random.Random(seed), share)
-    driver.executor = executor
+    driver.executor.faults = Faults(random.Random(seed), late_share=share)
     return driver
 
 
@@ -94,7 +67,7 @@ def test_a_late_mask_costs_others_no_step() -> None:
         driver.step()
     assert driver.finished["free"].finish_reason is FinishReason.LENGTH
     assert driver.answers["c"] == []
-    driver.executor.postpone_by(random.Random(0), 0.0)  # type: ignore[attr-defined]
+    driver.executor.faults.late_share = 0.0
     driver.run()
     assert len(driver.answers["c"]) == 10
 
@@ -109,3 +82,15 @@ def test_a_token_that_completes_ends_the_answer_before_min_tokens() -> None:
     )
     assert event.finish_reason is FinishReason.STOP
     assert event.token_ids == (7,)
+
+
+def test_decodes_never_exceed_the_token_budget_when_constrained_requests_take_turns() -> None:
+    driver = late_driver(0, 0.0, depth=2, max_num_seqs=8, max_num_batched_tokens=4)
+    for number in range(8):
+        driver.add(make_request(f"c{number}", 2, max_tokens=20, grammar=ANY))
+    for _ in range(6):
+        driver.step()
+    while driver.num_in_flight:  # all can decode at once now
+        driver.commit()
+    driver.run()  # the executor checks the budget of every plan
+    assert all(len(driver.answers[f"c{number}"]) == 20 for number in range(8))
