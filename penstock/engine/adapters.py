@@ -1,7 +1,7 @@
 """LoRA adapters of an engine: which are loaded, which rows of a step they are for, and the model run with them.
 
 At most `max_loras` are loaded. One that no live request uses makes room for another, the longest unused first. Knows
-no queue: `adapter_desk` decides who may come in.
+no queue: `adapter_queue` decides which requests may start.
 """
 
 from __future__ import annotations

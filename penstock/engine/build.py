@@ -18,6 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
 from penstock.engine.bytecode import keep_bytecode
+from penstock.engine.collaborator import Collaborator, StepWatch, refuse_adapters, refuse_grammars
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.head_start import open_gpu_ahead, read_compiler_ahead
 from penstock.engine.loaded import Loaded, Progress
@@ -47,8 +48,6 @@ class Engine:
         self.loop.close()
         if self.ranks is not None:
             self.ranks.close()
-        if self.recorder is not None:
-            self.recorder.close()
 
 
 def preload(bytecode: Path) -> None:
@@ -139,13 +138,19 @@ def build_engine(
         scheduler,
         loaded.executor,
         clock,
+        vocab_size=card.vocab_size,
         depth=depth,
-        recorder=recorder,
-        grammars=loaded.grammars,
-        adapters=loaded.adapters,
-        watch=loaded.ranks.check if loaded.ranks is not None else None,
+        collaborators=_collaborators(loaded, recorder),
     )
     return Engine(loop, ready, recorder, loaded.ranks, loaded.shared_kv)
+
+
+def _collaborators(loaded: Loaded, recorder: PlanRecorder | None) -> list[Collaborator]:
+    """In the order in which requests pass their waiting lists. KV transfers join later, in front of the others."""
+    watch = [StepWatch(loaded.ranks.check)] if loaded.ranks is not None else []
+    adapters = loaded.adapters if loaded.adapters is not None else refuse_adapters()
+    grammars = loaded.grammars if loaded.grammars is not None else refuse_grammars()
+    return [*watch, adapters, grammars, *([recorder] if recorder is not None else [])]
 
 
 def _load_echo(config: EngineConfig, clock: Clock) -> Loaded:

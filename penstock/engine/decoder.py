@@ -19,13 +19,12 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import ModelCard
 from penstock.core.sizes import format_bytes
-from penstock.engine.adapter_desk import AdapterDesk
+from penstock.engine.adapter_queue import AdapterQueue
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows
 from penstock.engine.device import choose_ops, leave_cores_to
 from penstock.engine.executor import ModelExecutor
-from penstock.engine.grammar import GrammarCompiler, build_compiler
-from penstock.engine.grammar_desk import GrammarDesk
+from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compiler
 from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs
 from penstock.engine.loaded import Loaded, Progress
@@ -94,7 +93,7 @@ def load_decoder(
     adapters = None
     if lora is not None:
         limits = config.scheduler
-        adapters = AdapterDesk(
+        adapters = AdapterQueue(
             lora, max_waiting=limits.max_queue_requests, queue_timeout_s=limits.queue_timeout_s
         )
     copy_s = _host_copy_s(memory, ops, clock)
@@ -125,7 +124,7 @@ def load_decoder(
         tile_tokens=GPU_TILE_TOKENS if is_cuda else 1,
         halves_blocks=isinstance(kv, HalvesBlocks),
         default_steps_in_flight=2 if is_cuda else 1,
-        grammars=GrammarDesk(compiler) if compiler else None,
+        grammars=GrammarQueue(compiler) if compiler else None,
         adapters=adapters,
         rank=LocalRank(executor, rows, setup.mesh, compiler) if setup.mesh is not None else None,
         shared_kv=shared_kv,

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from penstock.core.errors import InvalidRequest, Overloaded
+from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
 from penstock.core.grammar_text import grammar_text, token_ids_by_number
 from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
+from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.grammar_tokenizer import with_unspellable_tokens
 
 log = logging.getLogger(__name__)
 
 Words = NDArray[np.int32]
+_IDLE_WAIT_S = 0.002  # for a grammar, when the engine has nothing else to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +176,75 @@ def _words_of(token_ids: Sequence[int], vocab_size: int) -> Words:
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    arrival: Arrival
+    compiled: Future[CompiledGrammar]
+    gives_up_s: float
+
+
+class GrammarQueue(Collaborator):
+    """The requests that wait for their grammar. Other requests do not wait with them, and a request that waits can be
+    aborted and has its deadline, like any other."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._waiting: dict[str, _Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def must_wait(self, arrival: Arrival) -> bool:
+        return arrival.request.sampling.grammar is not None
+
+    def enter(self, arrival: Arrival, now: float) -> None:
+        request = arrival.request
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        if request.id in self._waiting:
+            raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
+        compiled = self._compiler.compile(grammar)
+        gives_up_s = now + self._compiler.limits.compile_timeout_s
+        self._waiting[request.id] = _Waiting(arrival, compiled, gives_up_s)
+
+    def forget(self, request_id: str) -> None:
+        """The compilation goes on: another request may want the same grammar."""
+        self._waiting.pop(request_id, None)
+
+    def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
+        """In order of arrival."""
+        if is_idle and self._waiting:
+            wait([each.compiled for each in self._waiting.values()], _IDLE_WAIT_S, FIRST_COMPLETED)
+        for request_id, waiting in tuple(self._waiting.items()):
+            outcome = self._outcome(waiting, now)
+            if outcome is None:
+                continue
+            del self._waiting[request_id]
+            if isinstance(outcome, PenstockError):
+                yield waiting.arrival, outcome
+            else:
+                yield replace(waiting.arrival, grammar=outcome), None
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._compiler.close()
+
+    def _outcome(self, waiting: _Waiting, now: float) -> CompiledGrammar | PenstockError | None:
+        deadline_s = waiting.arrival.request.deadline_s
+        if deadline_s is not None and deadline_s <= now:
+            return DeadlineExceeded("The request's deadline passed while its grammar was compiled.")
+        if waiting.compiled.done():
+            error = waiting.compiled.exception()
+            if error is None:
+                return waiting.compiled.result()
+            if isinstance(error, PenstockError):
+                return error
+            return PenstockError(f"The grammar's compiler failed: {type(error).__name__}.")
+        if waiting.gives_up_s <= now and not waiting.compiled.running():
+            return Overloaded("Too many grammars are being compiled.", retry_after_s=1.0)
+        if waiting.gives_up_s <= now:
+            limit_s = self._compiler.limits.compile_timeout_s
+            return InvalidRequest(f"The grammar takes more than {limit_s:g} s to compile.")
+        return None

@@ -10,8 +10,8 @@ from penstock.core.messages import ModelCard
 from penstock.engine.loop import Executor
 
 if TYPE_CHECKING:
-    from penstock.engine.adapter_desk import AdapterDesk
-    from penstock.engine.grammar_desk import GrammarDesk
+    from penstock.engine.adapter_queue import AdapterQueue
+    from penstock.engine.grammar import GrammarQueue
     from penstock.engine.parallel.executor import FirstRank
     from penstock.engine.parallel.local_rank import LocalRank
     from penstock.engine.transfer.sharing import SharedKV
@@ -32,8 +32,8 @@ class Loaded:
     tile_tokens: int = 1
     halves_blocks: bool = False
     default_steps_in_flight: int = 1
-    grammars: GrammarDesk | None = None
-    adapters: AdapterDesk[LoRAWeights] | None = None
+    grammars: GrammarQueue | None = None
+    adapters: AdapterQueue[LoRAWeights] | None = None
     rank: LocalRank | None = None  # the executor's side of it, where this process is one rank of several
     ranks: FirstRank | None = None  # the executor again, where it also runs the other ranks
     shared_kv: SharedKV | None = None

@@ -1,16 +1,17 @@
-"""The engine's heart: plan, execute, commit. Knows no tensor, no socket and no model.
+"""The engine's loop: plan, execute, commit. Knows no tensor, no socket and no model.
 
 With `depth` 2 the plan of step N+1 is made and submitted before step N's result is collected, so that an
 asynchronous executor never waits for the host. With depth 1 (a CPU, which is busy with the step itself) the three
-verbs simply follow each other.
+verbs simply follow each other. Everything optional is a `Collaborator`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -20,22 +21,14 @@ from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats, RequestRejected
 from penstock.core.plan import Chunk, StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
+from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.faults import NOT_A_NUMBER, OUT_OF_MEMORY
-from penstock.engine.record import PlanRecorder
-from penstock.engine.transfer.borrowing import FetchCounters
 from penstock.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from penstock.engine.adapter_desk import AdapterDesk
     from penstock.engine.grammar import CompiledGrammar
-    from penstock.engine.grammar_desk import GrammarDesk
-    from penstock.engine.transfer.desk import TransferDesk
 
-NO_ADAPTERS = "This engine cannot apply LoRA adapters."
 log = logging.getLogger(__name__)
-
-NO_GRAMMARS = "This engine cannot constrain answers: it has no tokenizer that grammars could be matched with."
-_DESK_PAUSE_S = 0.002
 
 
 class Executor(Protocol):
@@ -55,13 +48,26 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
-        """Returns what could not be computed for want of memory: the first missing piece of each such request. Its
-        sample, if it has one, carries an error."""
+        """Start a plan. Returns what could not be computed for want of memory: the first missing piece of each such
+        request. The sample of such a request, if it has one, carries an error."""
         ...
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted plan."""
         ...
+
+
+@dataclass(slots=True)
+class _Counters:
+    """What the loop itself counts for `EngineStats`."""
+
+    num_steps: int = 0
+    tokens_computed: int = 0
+    step_tokens: int = 0  # of the latest step
+    step_s: float = 0.0  # what the executor needed for the latest step
+    plan_s: float = 0.0  # what planning and committing took in the latest step
+    num_nan_logits: int = 0
+    num_out_of_memory: int = 0
 
 
 class EngineLoop:
@@ -71,243 +77,210 @@ class EngineLoop:
         executor: Executor,
         clock: Clock,
         *,
+        vocab_size: int,
         depth: int = 1,
-        recorder: PlanRecorder | None = None,
-        grammars: GrammarDesk | None = None,
-        adapters: AdapterDesk[Any] | None = None,
-        watch: Callable[[], None] | None = None,
+        collaborators: Sequence[Collaborator] = (),
     ) -> None:
-        """`watch` is called before every step, and raises when the executor cannot go on."""
+        """Requests pass the waiting lists of `collaborators` in their order, before they reach the scheduler."""
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
+        self._vocab_size = vocab_size
         self._depth = depth
-        self._recorder = recorder
-        self._grammars = grammars
-        self._adapters = adapters
-        self._watch = watch
-        self._transfers: TransferDesk | None = None  # where KV is shared with other engines
+        self._collaborators = list(collaborators)
         self._rejections: list[RequestRejected] = []
         self._in_flight: deque[StepPlan] = deque()
         self._is_stuck = False
-        self._num_steps = 0
-        self._tokens_computed = 0
-        self._step_tokens = 0
-        self._step_s = 0.0
-        self._plan_s = 0.0
-        self._num_nan_logits = 0
-        self._num_out_of_memory = 0
+        self._counters = _Counters()
+
+    def step(self) -> list[TokenEvent]:
+        """Advance by at most one committed step; returns the events for clients."""
+        self._admit_ready()
+        began_s = self._clock.now()
+        executing_s = 0.0
+        while len(self._in_flight) < self._depth and (plan := self._plan()) is not None:
+            executing_s += self._execute(plan)
+        events = self.scheduler.take_events()
+        planning_s = self._clock.now() - began_s - executing_s
+        self._is_stuck = self._lacks_only_peers()
+        if self._in_flight:
+            result = self._executor.collect()
+            events += self._commit(self._in_flight.popleft(), result, planning_s)
+        return self._deliver(events)
+
+    def add(
+        self, request: Request, timeout_s: float | None = None, kv_source: KVSource | None = None
+    ) -> None:
+        """Raises what `Scheduler.add` and waiting lists raise; a refused request leaves no trace. A request that
+        waits for KV, an adapter or a grammar reaches the scheduler later; if it is refused then, `take_rejections`
+        says so."""
+        now = self._clock.now()
+        self._check_token_ids(request)
+        if timeout_s is not None:
+            request = msgspec.structs.replace(request, deadline_s=now + timeout_s)
+        self._advance(Arrival(request, kv_source), 0, now)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, wherever it is. No event follows. Unknown ids are ignored."""
+        now = self._clock.now()
+        for collaborator in self._collaborators:
+            collaborator.forget(request_id)
+        for collaborator in self._collaborators:
+            collaborator.aborting(request_id, now)
+        self.scheduler.abort(request_id, now)
+        self._executor.remove(request_id)
+
+    def take_rejections(self) -> list[RequestRejected]:
+        """Requests that `add` accepted, and that were refused later. Call it after `step`."""
+        rejections, self._rejections = self._rejections, []
+        for collaborator in self._collaborators:
+            rejections = collaborator.rejections_for_clients(rejections)
+        return rejections
+
+    def collaborate_first(self, collaborator: Collaborator) -> None:
+        """Add a collaborator whose waiting list comes before all others."""
+        self._collaborators.insert(0, collaborator)
 
     @property
     def has_work(self) -> bool:
-        return (
-            bool(self._in_flight)
-            or self.scheduler.has_work
-            or bool(self._grammars)
-            or bool(self._adapters)
-            or bool(self._transfers)
-        )
+        return bool(self._in_flight) or self.scheduler.has_work or any(map(len, self._collaborators))
 
     @property
     def is_stuck(self) -> bool:
-        """Whether only other engines can bring what there is to do any further."""
+        """Whether nothing can go on before another engine has sent KV, or has read what it asked for."""
         return self._is_stuck
 
     @property
     def step_s(self) -> float:
         """What the executor needed for the latest step."""
-        return self._step_s
+        return self._counters.step_s
 
-    def share_kv(self, transfers: TransferDesk) -> None:
-        """Let KV come from other engines, and go to them."""
-        self._transfers = transfers
+    def stats(self) -> EngineStats:
+        counters = self._counters
+        stats = self.scheduler.stats()
+        stats = msgspec.structs.replace(
+            stats,
+            num_waiting=stats.num_waiting + sum(map(len, self._collaborators)),
+            num_steps=counters.num_steps,
+            tokens_computed=counters.tokens_computed,
+            step_tokens=counters.step_tokens,
+            step_s=counters.step_s,
+            plan_s=counters.plan_s,
+            num_nan_logits=counters.num_nan_logits,
+            num_out_of_memory=counters.num_out_of_memory,
+        )
+        for collaborator in self._collaborators:
+            stats = collaborator.add_stats(stats)
+        return stats
 
-    def add(
-        self, request: Request, timeout_s: float | None = None, kv_source: KVSource | None = None
-    ) -> None:
-        """Raises what `Scheduler.add` raises; a refused request leaves no trace. One with an adapter or a grammar is
-        added once that is loaded or compiled, and one with a source of KV once that is there; what is wrong with it
-        shows in `take_rejections`."""
+    def close(self) -> None:
+        for collaborator in self._collaborators:
+            collaborator.close()
+
+    def _admit_ready(self) -> None:
+        """Let requests go on that have waited for a collaborator."""
+        for index, collaborator in enumerate(self._collaborators):
+            collaborator.before_step()
+            is_idle = not self._in_flight and not self.scheduler.has_work
+            now = self._clock.now()
+            for arrival, error in collaborator.ready(now, is_idle=is_idle):
+                try:
+                    if error is not None:
+                        raise error
+                    self._advance(arrival, index + 1, now)
+                except PenstockError as refusal:
+                    self._reject(arrival.request.id, refusal)
+
+    def _advance(self, arrival: Arrival, first: int, now: float) -> None:
+        """Put a request on the next waiting list that it has to pass, or hand it to the scheduler."""
+        for collaborator in self._collaborators[first:]:
+            if collaborator.must_wait(arrival):
+                collaborator.enter(arrival, now)
+                return
+        self.scheduler.add(arrival.request, now)
+        for collaborator in self._collaborators:
+            collaborator.added(arrival.request, now)
+        self._executor.add(arrival.request, arrival.grammar)
+
+    def _plan(self) -> StepPlan | None:
         now = self._clock.now()
-        if timeout_s is not None:
-            request = msgspec.structs.replace(request, deadline_s=now + timeout_s)
-        if kv_source is not None and self._transfers is not None and request.pooling is None:
-            self._transfers.enter(request, kv_source)
-        else:
-            self._begin(request, now)
+        plan = self.scheduler.plan(now)
+        for collaborator in self._collaborators:
+            collaborator.planned(plan, now)
+        return plan
 
-    def _begin(self, request: Request, now: float) -> None:
-        """Whatever can come from other engines is here."""
-        if request.adapter is None:
-            self._enter(request, now)
-        elif self._adapters is None:
-            raise InvalidRequest(NO_ADAPTERS)
-        else:
-            self._adapters.enter(request, now)
+    def _execute(self, plan: StepPlan) -> float:
+        """Submit a plan; returns the seconds that took."""
+        began_s = self._clock.now()
+        for collaborator in self._collaborators:
+            collaborator.executing(plan)
+        missing = self._executor.submit(plan)
+        for collaborator in self._collaborators:
+            collaborator.executed(missing)
+        self._in_flight.append(plan)
+        for chunk in missing:
+            self._fail(chunk)
+        return self._clock.now() - began_s
 
-    def take_rejections(self) -> list[RequestRejected]:
-        """Requests that `add` accepted, but whose adapter or grammar turned out to be no good. Ask after `step`."""
-        rejections, self._rejections = self._rejections, []
-        return rejections if self._transfers is None else self._transfers.take_rejections(rejections)
-
-    def abort(self, request_id: str) -> None:
+    def _fail(self, chunk: Chunk) -> None:
+        log.error("request %s ends: %s", chunk.request_id, OUT_OF_MEMORY)
         now = self._clock.now()
-        if self._transfers is not None:
-            self._transfers.leave(request_id)
-        if self._grammars is not None:
-            self._grammars.leave(request_id)
-        if self._adapters is not None:
-            self._adapters.leave(request_id)
-        if self._recorder is not None:
-            self._recorder.abort(request_id, now)
-        self.scheduler.abort(request_id, now)
-        self._executor.remove(request_id)
+        self._counters.num_out_of_memory += 1
+        for collaborator in self._collaborators:
+            collaborator.failing(chunk, OUT_OF_MEMORY, now)
+        self.scheduler.fail(chunk, OUT_OF_MEMORY, now)
 
-    def step(self) -> list[TokenEvent]:
-        """Advance by at most one committed step; returns the news for clients."""
-        if self._transfers is not None:
-            self._add_served(self._transfers)
-        if self._watch is not None:
-            self._watch()
-        if self._adapters:
-            self._add_adapted(self._adapters)
-        if self._grammars:
-            self._add_compiled(self._grammars)
-        planning_s = self._fill()
-        events = self.scheduler.take_events()
-        others = self._in_flight or self._grammars or self._adapters
-        self._is_stuck = self._transfers is not None and not others
-        if self._in_flight:
-            plan = self._in_flight.popleft()
-            result = self._executor.collect()
-            committing = self._clock.now()
-            events += self._commit(plan, result, committing)
-            self._plan_s = planning_s + self._clock.now() - committing
+    def _commit(self, plan: StepPlan, result: StepResult, planning_s: float) -> list[TokenEvent]:
+        now = self._clock.now()
+        events = self.scheduler.commit(plan, result, now)
+        for collaborator in self._collaborators:
+            collaborator.committed(result, now)
+        counters = self._counters
+        counters.num_steps += 1
+        counters.step_tokens = plan.num_tokens
+        counters.tokens_computed += plan.num_tokens
+        counters.step_s = result.elapsed_s
+        counters.num_nan_logits += sum(event.error == NOT_A_NUMBER for event in events)
+        counters.plan_s = planning_s + self._clock.now() - now
+        return events
+
+    def _deliver(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Tell the executor what became of its requests; returns the events for clients."""
         for event in events:
             if event.finish_reason is not None:
                 self._executor.remove(event.request_id)
-                if self._adapters is not None:
-                    self._adapters.leave(event.request_id)
             elif event.token_ids:
                 self._executor.append(event.request_id, event.token_ids)
-        return events if self._transfers is None else self._transfers.take_events(events)
+        for_clients = events
+        for collaborator in self._collaborators:
+            for_clients = collaborator.for_clients(for_clients)
+        for event in events:
+            if event.finish_reason is not None:
+                for collaborator in self._collaborators:
+                    collaborator.forget(event.request_id)
+        return for_clients
 
-    def stats(self) -> EngineStats:
-        fetches = self._transfers.borrowing.counters if self._transfers is not None else FetchCounters()
-        stats = self.scheduler.stats()
-        num_at_desks = sum(len(desk) for desk in (self._transfers, self._adapters) if desk is not None)
-        return msgspec.structs.replace(
-            stats,
-            num_waiting=stats.num_waiting + num_at_desks,
-            num_steps=self._num_steps,
-            tokens_computed=self._tokens_computed,
-            step_tokens=self._step_tokens,
-            step_s=self._step_s,
-            plan_s=self._plan_s,
-            kv_fetches=fetches.num_begun,
-            kv_fetches_failed=fetches.num_failed,
-            kv_fetched_tokens=fetches.num_tokens,
-            num_nan_logits=self._num_nan_logits,
-            num_out_of_memory=self._num_out_of_memory,
-        )
+    def _reject(self, request_id: str, error: PenstockError) -> None:
+        for collaborator in self._collaborators:
+            collaborator.forget(request_id)
+        self._rejections.append(RequestRejected(request_id, error.code, error.message, error.retry_after_s))
 
-    def close(self) -> None:
-        if self._grammars is not None:
-            self._grammars.close()
-        if self._adapters is not None:
-            self._adapters.close()
+    def _lacks_only_peers(self) -> bool:
+        if self._in_flight or any(len(each) for each in self._collaborators if not each.wakes_worker):
+            return False
+        return any(each.wakes_worker for each in self._collaborators)
 
-    def _enter(self, request: Request, now: float) -> None:
-        """Its adapter, if it has one, is loaded."""
-        if request.sampling.grammar is None:
-            self._add(request, None, now)
-        elif self._grammars is None:
-            raise InvalidRequest(NO_GRAMMARS)
-        else:
-            self._grammars.enter(request, now)
-
-    def _add(self, request: Request, grammar: CompiledGrammar | None, now: float) -> None:
-        self.scheduler.add(request, now)
-        if self._recorder is not None:
-            self._recorder.add(request, now)
-        self._executor.add(request, grammar)
-
-    def _add_served(self, transfers: TransferDesk) -> None:
-        now = self._clock.now()
-        for request, failure in transfers.served(now, may_wait=self.scheduler.has_work):
-            try:
-                if failure is not None:
-                    raise failure
-                self._begin(request, now)
-            except PenstockError as error:
-                self._reject(request, error)
-
-    def _add_compiled(self, grammars: GrammarDesk) -> None:
-        if not self._in_flight and not self.scheduler.has_work:
-            grammars.pause(_DESK_PAUSE_S)
-        now = self._clock.now()
-        for request, outcome in grammars.served(now):
-            try:
-                if isinstance(outcome, PenstockError):
-                    raise outcome
-                self._add(request, outcome, now)
-            except PenstockError as error:
-                self._reject(request, error)
-
-    def _add_adapted(self, adapters: AdapterDesk[Any]) -> None:
-        if not self._in_flight and not self.scheduler.has_work:
-            adapters.pause(_DESK_PAUSE_S)
-        now = self._clock.now()
-        for request, failure in adapters.served(now):
-            try:
-                if failure is not None:
-                    raise failure
-                self._enter(request, now)
-            except PenstockError as error:
-                self._reject(request, error)
-
-    def _reject(self, request: Request, error: PenstockError) -> None:
-        if self._transfers is not None:
-            self._transfers.leave(request.id)
-        if self._adapters is not None:
-            self._adapters.leave(request.id)
-        self._rejections.append(RequestRejected(request.id, error.code, error.message, error.retry_after_s))
-
-    def _fill(self) -> float:
-        """Submit plans until `depth` are in flight; returns the seconds spent planning."""
-        planning_s = 0.0
-        while len(self._in_flight) < self._depth:
-            now = self._clock.now()
-            plan = self.scheduler.plan(now)
-            planning_s += self._clock.now() - now
-            if self._recorder is not None:
-                self._recorder.plan(plan, now)
-            if plan is None:
-                break
-            if self._transfers is not None:
-                self._transfers.begin_step(plan)
-            missing = self._executor.submit(plan)
-            if self._transfers is not None:
-                self._transfers.end_step(missing)
-            self._in_flight.append(plan)
-            for chunk in missing:
-                self._give_up(chunk, now)
-        return planning_s
-
-    def _give_up(self, chunk: Chunk, now: float) -> None:
-        log.error("request %s ends: %s", chunk.request_id, OUT_OF_MEMORY)
-        self._num_out_of_memory += 1
-        if self._recorder is not None:
-            self._recorder.fail(chunk, OUT_OF_MEMORY, now)
-        self.scheduler.fail(chunk, OUT_OF_MEMORY, now)
-
-    def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        events = self.scheduler.commit(plan, result, now)
-        if self._recorder is not None:
-            self._recorder.commit(result, now)
-        self._num_steps += 1
-        self._step_tokens = plan.num_tokens
-        self._tokens_computed += plan.num_tokens
-        self._step_s = result.elapsed_s
-        self._num_nan_logits += sum(event.error == NOT_A_NUMBER for event in events)
-        return events
+    def _check_token_ids(self, request: Request) -> None:
+        """Raise InvalidRequest for a token that the model does not have: looking it up would end the engine."""
+        sampling = request.sampling
+        for param, token_ids in (
+            ("prompt", request.prompt_token_ids),
+            ("prompt", request.output_token_ids),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+                wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
+                raise InvalidRequest(
+                    f"The model has no token {wrong}: its vocabulary has {self._vocab_size}.", param=param
+                )

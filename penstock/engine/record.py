@@ -22,10 +22,11 @@ from penstock.core.plan_log import (
     TakeBackCall,
 )
 from penstock.core.request import Request
+from penstock.engine.collaborator import Collaborator
 from penstock.scheduler.exchange import BlockExchange, Landing, Loan
 
 
-class PlanRecorder:
+class PlanRecorder(Collaborator):
     def __init__(self, path: Path, header: LogHeader) -> None:
         try:
             self._file = path.open("wb")
@@ -34,19 +35,19 @@ class PlanRecorder:
         self._encoder = PlanLogEncoder()
         self._file.write(self._encoder.encode(header))
 
-    def add(self, request: Request, now: float) -> None:
+    def added(self, request: Request, now: float) -> None:
         self._file.write(self._encoder.encode(AddCall(now, request)))
 
-    def abort(self, request_id: str, now: float) -> None:
+    def aborting(self, request_id: str, now: float) -> None:
         self._file.write(self._encoder.encode(AbortCall(now, request_id)))
 
-    def fail(self, chunk: Chunk, error: str, now: float) -> None:
+    def failing(self, chunk: Chunk, error: str, now: float) -> None:
         self._file.write(self._encoder.encode(FailCall(now, chunk, error)))
 
-    def plan(self, plan: StepPlan | None, now: float) -> None:
+    def planned(self, plan: StepPlan | None, now: float) -> None:
         self._file.write(self._encoder.encode(PlanCall(now, plan)))
 
-    def commit(self, result: StepResult, now: float) -> None:
+    def committed(self, result: StepResult, now: float) -> None:
         self._file.write(self._encoder.encode(CommitCall(now, result)))
 
     def exchange(self, call: ExchangeCall) -> None:

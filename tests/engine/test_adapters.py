@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from penstock.core.engine_config import (
 from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Adapter, FinishReason, Request
-from penstock.engine.adapter_desk import AdapterDesk
+from penstock.engine.adapter_queue import AdapterQueue
 from penstock.engine.build import Engine, build_engine
-from penstock.engine.loop import NO_ADAPTERS
+from penstock.engine.collaborator import NO_ADAPTERS, Arrival
 from tests.engine.tiny import request, run, tokens
 from tests.models.adapters import write_adapter
 from tests.models.checkpoints import Reference, make_reference
@@ -178,13 +179,13 @@ class Shelf:
         self.loaded.append(digest)
 
 
-class DeskMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Requests come, are let in, leave and time out, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shelf = Shelf(room=2)
-        self.desk = AdapterDesk(self.shelf)
+        self.queue = AdapterQueue(self.shelf)
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, str] = {}
         self.num_asked = 0
@@ -198,14 +199,15 @@ class DeskMachine(RuleBasedStateMachine):
             deadline_s=None if patience_s is None else self.now + patience_s,
         )
         self.num_asked += 1
-        self.desk.enter(asked, self.now)
+        self.queue.enter(Arrival(asked), self.now)
         self.waiting[asked.id] = asked
 
     @rule()
     def serve(self) -> None:
-        self.desk.pause(5.0)
+        wait(self.queue._reading.values())
         self.now += 1.0
-        for asked, error in self.desk.served(self.now):
+        for arrival, error in self.queue.ready(self.now, is_idle=False):
+            asked = arrival.request
             assert asked.adapter is not None
             del self.waiting[asked.id]
             if error is None:
@@ -217,50 +219,50 @@ class DeskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         gone = data.draw(st.sampled_from(sorted([*self.waiting, *self.running], key=int)))
-        self.desk.leave(gone)
+        self.queue.forget(gone)
         self.waiting.pop(gone, None)
         self.running.pop(gone, None)
 
     @invariant()
-    def who_runs_has_its_adapter(self) -> None:
+    def a_request_that_runs_has_its_adapter(self) -> None:
         assert set(self.running.values()) <= set(self.shelf.loaded)
         assert len(self.shelf.loaded) <= self.shelf.room
-        assert len(self.desk) == len(self.waiting)
+        assert len(self.queue) == len(self.waiting)
 
     def teardown(self) -> None:
         """Everyone is served in the end, once those who run leave."""
         for _ in range(4 * self.num_asked + 4):
             for gone in tuple(self.running):
-                self.desk.leave(gone)
+                self.queue.forget(gone)
                 del self.running[gone]
             self.serve()
         assert not self.waiting
-        self.desk.close()
+        self.queue.close()
 
 
-TestDesk = DeskMachine.TestCase
-TestDesk.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 def test_an_id_is_let_in_once() -> None:
-    desk = AdapterDesk(Shelf(room=1))
+    queue = AdapterQueue(Shelf(room=1))
     asked = msgspec.structs.replace(request("a", [1]), adapter=Adapter("", "", "a"))
-    desk.enter(asked, 0.0)
+    queue.enter(Arrival(asked), 0.0)
     with pytest.raises(InvalidRequest, match="already being served"):
-        desk.enter(asked, 0.0)
-    desk.close()
+        queue.enter(Arrival(asked), 0.0)
+    queue.close()
 
 
-def test_the_line_is_bounded_in_length_and_time() -> None:
-    desk = AdapterDesk(Shelf(room=0), max_waiting=2, queue_timeout_s=10.0)
+def test_the_queue_is_bounded_in_length_and_time() -> None:
+    queue = AdapterQueue(Shelf(room=0), max_waiting=2, queue_timeout_s=10.0)
     asked = [msgspec.structs.replace(request(f"{n}", [1]), adapter=Adapter("", "", str(n))) for n in range(3)]
-    desk.enter(asked[0], 0.0)
-    desk.enter(asked[1], 5.0)
+    queue.enter(Arrival(asked[0]), 0.0)
+    queue.enter(Arrival(asked[1]), 5.0)
     with pytest.raises(Overloaded, match="Too many requests wait"):
-        desk.enter(asked[2], 5.0)
-    assert list(desk.served(9.0)) == []
-    ((gone, error),) = desk.served(10.0)
-    assert gone is asked[0]
+        queue.enter(Arrival(asked[2]), 5.0)
+    assert list(queue.ready(9.0, is_idle=False)) == []
+    ((gone, error),) = queue.ready(10.0, is_idle=False)
+    assert gone.request is asked[0]
     assert isinstance(error, Overloaded)
-    desk.enter(asked[2], 10.0)
-    desk.close()
+    queue.enter(Arrival(asked[2]), 10.0)
+    queue.close()

@@ -176,3 +176,22 @@ def test_bad_requests_leave_no_trace(model: Path) -> None:
         engine.loop.add(request("third", [5] * 20))
     assert caught.value.retry_after_s is not None
     assert msgspec.structs.asdict(engine.loop.stats())["num_waiting"] == 1
+
+
+@pytest.mark.parametrize("wrong", [VOCAB_SIZE, 10**9, -1])
+@pytest.mark.parametrize("place", ["prompt", "output", "logit_bias", "stop_token_ids"])
+def test_a_token_outside_the_vocabulary_is_refused_and_the_engine_goes_on(
+    model: Path, wrong: int, place: str
+) -> None:
+    engine = tiny_engine(model)
+    bad = request("bad", [3, 4], min_tokens=2)
+    changes: dict[str, Any] = {
+        "prompt": {"prompt_token_ids": (3, wrong)},
+        "output": {"output_token_ids": (wrong,)},
+        "logit_bias": {"sampling": msgspec.structs.replace(bad.sampling, logit_bias={wrong: 1.0})},
+        "stop_token_ids": {"sampling": msgspec.structs.replace(bad.sampling, stop_token_ids=(wrong,))},
+    }[place]
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        engine.loop.add(msgspec.structs.replace(bad, **changes))
+    assert not engine.loop.has_work
+    assert len(tokens(run(engine, [request("good", [3, 4])])["good"])) == 12

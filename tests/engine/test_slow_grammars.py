@@ -14,7 +14,7 @@ from penstock.core.messages import RequestRejected
 from penstock.core.request import FinishReason, Grammar
 from penstock.engine import grammar as grammar_module
 from penstock.engine.build import Engine
-from penstock.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarLimits, Mask
+from penstock.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarLimits, GrammarQueue, Mask
 
 from .byte_model import constrained, text_of, until, write_byte_model
 from .tiny import run, tiny_engine, tokens
@@ -216,7 +216,7 @@ def test_only_the_least_recently_used_grammars_are_forgotten(
     assert compiled(engine, QUICK) is first
     compiled(engine, Grammar("regex", "third"))
     assert compiled(engine, QUICK) is first
-    compiler = engine.loop._grammars._compiler  # type: ignore[union-attr]
+    compiler = grammar_compiler(engine)
     assert list(compiler._compiled) == [Grammar("regex", "third"), QUICK]
 
 
@@ -234,9 +234,12 @@ def test_a_grammar_that_explodes_ends_its_own_request_only(
 
 
 def compiled(engine: Engine, grammar: Grammar) -> CompiledGrammar:
-    desk = engine.loop._grammars
-    assert desk is not None
-    return desk._compiler.compile(grammar).result()
+    return grammar_compiler(engine).compile(grammar).result()
+
+
+def grammar_compiler(engine: Engine) -> GrammarCompiler:
+    (queue,) = (each for each in engine.loop._collaborators if isinstance(each, GrammarQueue))
+    return queue._compiler
 
 
 def rejections(engine: Engine) -> list[RequestRejected]:

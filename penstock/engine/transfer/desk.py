@@ -1,21 +1,26 @@
-"""What the engine's loop calls to let KV come and go: a borrowing and a lending desk behind one counter."""
+"""KV transfers between engines, as a collaborator of the engine's loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from penstock.core.errors import PenstockError
-from penstock.core.kv_transfer import KVSource
-from penstock.core.messages import RequestRejected
+from penstock.core.messages import EngineStats, RequestRejected
 from penstock.core.plan import Chunk, StepPlan, TokenEvent
-from penstock.core.request import Request
+from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.record import RecordedExchange
 from penstock.engine.transfer.borrowing import BorrowingDesk
 from penstock.engine.transfer.lending import LendingDesk
 from penstock.engine.transfer.port import Asked, Fetched, KVPort, LoopCalls
 
 
-class TransferDesk:
+class KVTransfers(Collaborator):
+    """Requests that wait for KV of other engines, and KV that other engines read here."""
+
+    wakes_worker = True
+
     def __init__(
         self,
         port: KVPort,
@@ -31,17 +36,19 @@ class TransferDesk:
         self.lending = LendingDesk(port, exchange, block_size, calls)
 
     def __len__(self) -> int:
-        """Requests that wait for KV."""
         return len(self.borrowing)
 
-    def enter(self, request: Request, source: KVSource) -> None:
-        self.borrowing.enter(request, source)
+    def must_wait(self, arrival: Arrival) -> bool:
+        return arrival.kv_source is not None and arrival.request.pooling is None
 
-    def leave(self, request_id: str) -> None:
+    def enter(self, arrival: Arrival, now: float) -> None:
+        assert arrival.kv_source is not None
+        self.borrowing.enter(arrival.request, arrival.kv_source)
+
+    def forget(self, request_id: str) -> None:
         self.borrowing.leave(request_id)
 
-    def served(self, now: float, *, may_wait: bool) -> Iterator[tuple[Request, PenstockError | None]]:
-        """Take in what the thread has to tell, and everyone whose wait is over."""
+    def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
         for news in self._port.news():
             if isinstance(news, Fetched):
                 self.borrowing.fetched(news)
@@ -49,18 +56,27 @@ class TransferDesk:
                 self.lending.asked(news)
             else:
                 self.lending.over(news.borrow)
-        return self.borrowing.served(now, may_wait=may_wait)
+        for request, error in self.borrowing.served(now, may_wait=not is_idle):
+            yield Arrival(request), error
 
-    def begin_step(self, plan: StepPlan) -> None:
+    def executing(self, plan: StepPlan) -> None:
         self.lending.begin_step(plan)
 
-    def end_step(self, missing: tuple[Chunk, ...]) -> None:
+    def executed(self, missing: tuple[Chunk, ...]) -> None:
         self.lending.end_step(missing)
 
-    def take_events(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Those for clients."""
+    def for_clients(self, events: list[TokenEvent]) -> list[TokenEvent]:
         corrected = self.borrowing.corrected
         return [corrected(event) for event in self.lending.take_events(events)]
 
-    def take_rejections(self, rejections: list[RequestRejected]) -> list[RequestRejected]:
+    def rejections_for_clients(self, rejections: list[RequestRejected]) -> list[RequestRejected]:
         return self.lending.take_rejections(rejections)
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        counters = self.borrowing.counters
+        return msgspec.structs.replace(
+            stats,
+            kv_fetches=counters.num_begun,
+            kv_fetches_failed=counters.num_failed,
+            kv_fetched_tokens=counters.num_tokens,
+        )

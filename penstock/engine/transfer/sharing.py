@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.kv_transfer import MemoryRegion
 from penstock.engine.loop import EngineLoop
 from penstock.engine.record import PlanRecorder, RecordedExchange
-from penstock.engine.transfer.desk import TransferDesk
+from penstock.engine.transfer.desk import KVTransfers
 from penstock.engine.transfer.nixl_memory import KVMemory
 from penstock.engine.transfer.port import LoopCalls, Marker, Wire
 from penstock.engine.transfer.thread import TransferThread
@@ -35,11 +35,11 @@ class SharedKV:
         opened = thread.start()
         exchange = RecordedExchange(loop.scheduler.exchange, self.clock, recorder)
         calls = LoopCalls(loop.add, loop.abort, self._mark)
-        desk = TransferDesk(
+        transfers = KVTransfers(
             thread, exchange, calls, block_size=self.store.block_size, max_waiting=self.max_waiting
         )
-        loop.share_kv(desk)
-        self.store.on_layer = desk.lending.layer_begins
+        loop.collaborate_first(transfers)
+        self.store.on_layer = transfers.lending.layer_begins
         return thread, opened
 
     def _mark(self) -> Marker | None:

@@ -23,7 +23,7 @@ from penstock.core.kv_transfer import (
 )
 from penstock.engine.build import Engine
 from penstock.engine.record import RecordedExchange
-from penstock.engine.transfer.desk import TransferDesk
+from penstock.engine.transfer.desk import KVTransfers
 from penstock.engine.transfer.lender import LOAN_TIMEOUT_S, Lender
 from penstock.engine.transfer.port import Asked, Lend, LoopCalls, News, Order, Over, Ready, Refuse
 
@@ -56,10 +56,10 @@ def lending_engine(model: Path, **settings: object) -> tuple[Engine, FakePort]:
     port = FakePort()
     exchange = RecordedExchange(engine.loop.scheduler.exchange, SystemClock(), None)
     calls = LoopCalls(engine.loop.add, engine.loop.abort, lambda: None)
-    desk = TransferDesk(port, exchange, calls, block_size=16, max_waiting=4)
-    engine.loop.share_kv(desk)
+    transfers = KVTransfers(port, exchange, calls, block_size=16, max_waiting=4)
+    engine.loop.collaborate_first(transfers)
     assert engine.shared_kv is not None
-    engine.shared_kv.store.on_layer = desk.lending.layer_begins
+    engine.shared_kv.store.on_layer = transfers.lending.layer_begins
     return engine, port
 
 
@@ -111,13 +111,12 @@ def test_cached_blocks_are_ready_at_once(model: Path) -> None:
 
 def test_a_step_that_is_done_in_parts_tells_only_what_is_certain(model: Path) -> None:
     engine, port = lending_engine(model)
-    desk = engine.loop._transfers
-    assert desk is not None
+    (transfers,) = (each for each in engine.loop._collaborators if isinstance(each, KVTransfers))
     port.pending.append(asked_for(100))
     forward = engine.loop._executor.submit
 
     def in_two_parts(plan: object) -> object:
-        desk.lending.layer_begins(0)  # a first attempt, which ends for want of memory
+        transfers.lending.layer_begins(0)  # a first attempt, which ends for want of memory
         return forward(plan)  # type: ignore[arg-type]
 
     engine.loop._executor.submit = in_two_parts  # type: ignore[method-assign, assignment]

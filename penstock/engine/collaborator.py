@@ -1,0 +1,129 @@
+"""The protocol of optional parts that follow requests through the engine's loop. Imports no torch.
+
+The collaborators of an engine are KV transfers between engines, LoRA adapters, grammars, the plan log and the watch
+over parallel ranks. The loop calls each of them at the same points, and does not know which of them there are.
+
+A collaborator may keep a waiting list in front of the scheduler: a request waits there until its KV has come, its
+adapter is loaded or its grammar is compiled. Requests pass the collaborators in the loop's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.kv_transfer import KVSource
+from penstock.core.messages import EngineStats, RequestRejected
+from penstock.core.plan import Chunk, StepPlan, StepResult, TokenEvent
+from penstock.core.request import Request
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar import CompiledGrammar
+
+NO_ADAPTERS = "This engine cannot apply LoRA adapters."
+NO_GRAMMARS = "This engine cannot constrain answers: it has no tokenizer that grammars could be matched with."
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request on its way to the scheduler, with what collaborators have found or made for it."""
+
+    request: Request
+    kv_source: KVSource | None = None
+    grammar: CompiledGrammar | None = None
+
+
+class Collaborator:
+    """Every method does nothing by default: a collaborator overrides those that it needs."""
+
+    # Whether a socket of the worker tells when a request that waits here can go on, so that nobody needs to poll.
+    wakes_worker = False
+
+    def __len__(self) -> int:
+        """The number of requests that wait here."""
+        return 0
+
+    def must_wait(self, arrival: Arrival) -> bool:
+        """Whether this request has to pass this collaborator's waiting list."""
+        return False
+
+    def enter(self, arrival: Arrival, now: float) -> None:
+        """Put a request on the waiting list. Raises InvalidRequest or Overloaded, and then leaves no trace."""
+
+    def ready(self, now: float, *, is_idle: bool) -> Iterable[tuple[Arrival, PenstockError | None]]:
+        """Take the requests off the waiting list that can go on, or must end with an error. `is_idle`: the engine has
+        nothing to compute, so this call may sleep for a moment."""
+        return ()
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended, was aborted or was rejected. Unknown ids are ignored."""
+
+    def before_step(self) -> None:
+        """Raise if the engine cannot go on."""
+
+    def added(self, request: Request, now: float) -> None:
+        """The scheduler has accepted a request."""
+
+    def aborting(self, request_id: str, now: float) -> None:
+        """The scheduler is about to be told that a request is aborted."""
+
+    def planned(self, plan: StepPlan | None, now: float) -> None:
+        """The scheduler has answered a call of `plan`."""
+
+    def executing(self, plan: StepPlan) -> None:
+        """The executor is about to run a plan."""
+
+    def executed(self, missing: tuple[Chunk, ...]) -> None:
+        """The executor has run or queued a plan, except for the chunks in `missing`."""
+
+    def failing(self, chunk: Chunk, error: str, now: float) -> None:
+        """The scheduler is about to be told that a chunk was not computed."""
+
+    def committed(self, result: StepResult, now: float) -> None:
+        """The scheduler has taken the result of a step."""
+
+    def for_clients(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """The events that clients should see, which may be changed."""
+        return events
+
+    def rejections_for_clients(self, rejections: list[RequestRejected]) -> list[RequestRejected]:
+        """The rejections that clients should see."""
+        return rejections
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        """The engine's figures, with those of this collaborator."""
+        return stats
+
+    def close(self) -> None:
+        """Let go of threads and files."""
+
+
+class Refusal(Collaborator):
+    """Stands in for a collaborator that this engine does not have: refuses the requests that need it."""
+
+    def __init__(self, message: str, is_needed: Callable[[Request], bool]) -> None:
+        self._message = message
+        self._is_needed = is_needed
+
+    def must_wait(self, arrival: Arrival) -> bool:
+        return self._is_needed(arrival.request)
+
+    def enter(self, arrival: Arrival, now: float) -> None:
+        raise InvalidRequest(self._message)
+
+
+class StepWatch(Collaborator):
+    """Calls a function before every step, which raises when the executor cannot go on."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self.before_step = check  # type: ignore[method-assign]
+
+
+def refuse_adapters() -> Refusal:
+    return Refusal(NO_ADAPTERS, lambda request: request.adapter is not None)
+
+
+def refuse_grammars() -> Refusal:
+    return Refusal(NO_GRAMMARS, lambda request: request.sampling.grammar is not None)
