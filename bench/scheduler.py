@@ -90,13 +90,12 @@ def measure(num_running: int, depth: int, num_waiting: int, num_steps: int) -> t
 def measure_waste(num_running: int, *, halves_blocks: bool, num_steps: int) -> tuple[float, float]:
     """Mean shares of slots that hold nothing: of those that requests hold, and of those in active blocks."""
     rng = random.Random(1)
-    cache = KVCache(num_running * 20)
+    cache = KVCache(num_running * 20, halves_blocks=halves_blocks)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=num_running),
         cache,
         max_model_len=256,
         eos_token_ids=frozenset(),
-        halves_blocks=halves_blocks,
     )
     context_lens: dict[str, int] = {}
     of_held, of_active = [], []
@@ -114,7 +113,7 @@ def measure_waste(num_running: int, *, halves_blocks: bool, num_steps: int) -> t
         context_lens |= {chunk.request_id: chunk.start + chunk.num_tokens for chunk in plan.chunks}
         if step > num_steps // 4 and len(plan.chunks) == num_running:
             of_held.append(scheduler.stats().kv_fragmentation)
-            of_active.append(1 - sum(context_lens.values()) / (cache.num_active * BLOCK_SIZE))
+            of_active.append(1 - sum(context_lens.values()) / (cache.pool.num_active * BLOCK_SIZE))
         for event in scheduler.commit(plan, execute(plan), now):
             if event.finish_reason is not None:
                 del context_lens[event.request_id]

@@ -63,20 +63,20 @@ class CommitCall(msgspec.Struct, frozen=True, tag_field="call", tag="commit"):
     result: StepResult
 
 
-class ReserveCall(msgspec.Struct, frozen=True, tag_field="call", tag="reserve"):
+class BeginImportCall(msgspec.Struct, frozen=True, tag_field="call", tag="begin_import"):
     """Room was asked for, for KV of a request that another engine has."""
 
     now: float
     request: Request
 
 
-class LandCall(msgspec.Struct, frozen=True, tag_field="call", tag="land"):
+class FinishImportCall(msgspec.Struct, frozen=True, tag_field="call", tag="finish_import"):
     now: float
     number: int
     num_filled: int
 
 
-class LendCall(msgspec.Struct, frozen=True, tag_field="call", tag="lend"):
+class BeginExportCall(msgspec.Struct, frozen=True, tag_field="call", tag="begin_export"):
     """Blocks of a running request, or else what is cached of a request, are kept for another engine."""
 
     now: float
@@ -84,12 +84,12 @@ class LendCall(msgspec.Struct, frozen=True, tag_field="call", tag="lend"):
     request: Request | None = None
 
 
-class TakeBackCall(msgspec.Struct, frozen=True, tag_field="call", tag="take_back"):
+class FinishExportCall(msgspec.Struct, frozen=True, tag_field="call", tag="finish_export"):
     now: float
     number: int
 
 
-ExchangeCall: TypeAlias = ReserveCall | LandCall | LendCall | TakeBackCall
+ExchangeCall: TypeAlias = BeginImportCall | FinishImportCall | BeginExportCall | FinishExportCall
 SchedulerCall: TypeAlias = AddCall | AbortCall | FailCall | PlanCall | CommitCall | ExchangeCall
 LogRecord: TypeAlias = LogHeader | SchedulerCall
 

@@ -98,6 +98,7 @@ def build_engine(
         enable_prefix_caching=reuses_prefixes,
         max_pinned_fraction=config.cache.max_pinned_fraction,
         num_host_blocks=loaded.num_host_blocks,
+        halves_blocks=loaded.halves_blocks,
     )
     eos_token_ids = frozenset(card.eos_token_ids)
     scheduler = Scheduler(
@@ -107,7 +108,6 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         block_copy_s=loaded.block_copy_s,
         tile_tokens=loaded.tile_tokens,
-        halves_blocks=loaded.halves_blocks,
     )
     recorder = None
     if config.record_plans is not None:

@@ -10,20 +10,20 @@ from penstock.core.plan import Chunk, StepPlan, StepResult
 from penstock.core.plan_log import (
     AbortCall,
     AddCall,
+    BeginExportCall,
+    BeginImportCall,
     CommitCall,
     ExchangeCall,
     FailCall,
-    LandCall,
-    LendCall,
+    FinishExportCall,
+    FinishImportCall,
     LogHeader,
     PlanCall,
     PlanLogEncoder,
-    ReserveCall,
-    TakeBackCall,
 )
 from penstock.core.request import Request
 from penstock.engine.collaborator import Collaborator
-from penstock.scheduler.exchange import BlockExchange, Landing, Loan
+from penstock.scheduler.exchange import BlockExchange, BlockExport, BlockImport
 
 
 class PlanRecorder(Collaborator):
@@ -68,28 +68,28 @@ class RecordedExchange:
     def num_missing(self, request: Request) -> int:
         return self._exchange.num_missing(request)
 
-    def reserve(self, request: Request) -> Landing | None:
-        landing = self._exchange.reserve(request)
-        self._record(ReserveCall(self._clock.now(), request))
+    def begin_import(self, request: Request) -> BlockImport | None:
+        landing = self._exchange.begin_import(request)
+        self._record(BeginImportCall(self._clock.now(), request))
         return landing
 
-    def land(self, landing: Landing, num_filled: int) -> None:
-        self._exchange.land(landing.number, num_filled)
-        self._record(LandCall(self._clock.now(), landing.number, num_filled))
+    def finish_import(self, landing: BlockImport, num_filled: int) -> None:
+        self._exchange.finish_import(landing.number, num_filled)
+        self._record(FinishImportCall(self._clock.now(), landing.number, num_filled))
 
-    def lend(self, block_ids: tuple[int, ...]) -> Loan:
-        loan = self._exchange.lend(block_ids)
-        self._record(LendCall(self._clock.now(), block_ids))
+    def begin_export(self, block_ids: tuple[int, ...]) -> BlockExport:
+        loan = self._exchange.begin_export(block_ids)
+        self._record(BeginExportCall(self._clock.now(), block_ids))
         return loan
 
-    def lend_prefix(self, request: Request) -> Loan:
-        loan = self._exchange.lend_prefix(request)
-        self._record(LendCall(self._clock.now(), request=request))
+    def export_prefix(self, request: Request) -> BlockExport:
+        loan = self._exchange.export_prefix(request)
+        self._record(BeginExportCall(self._clock.now(), request=request))
         return loan
 
-    def take_back(self, loan: Loan) -> None:
-        self._exchange.take_back(loan.number)
-        self._record(TakeBackCall(self._clock.now(), loan.number))
+    def finish_export(self, loan: BlockExport) -> None:
+        self._exchange.finish_export(loan.number)
+        self._record(FinishExportCall(self._clock.now(), loan.number))
 
     def _record(self, call: ExchangeCall) -> None:
         if self._recorder is not None:

@@ -3,17 +3,17 @@
 from penstock.core.hashing import BlockHash, chain_hash, chain_hashes, root_hash
 from penstock.kvcache.block import Block, BlockState, IntegrityError
 from penstock.kvcache.cache import KVCache
-from penstock.kvcache.metrics import SlotUse
-from penstock.kvcache.tails import TailHalves
+from penstock.kvcache.retention import Retention
+from penstock.kvcache.table import BlockTable
 
 __all__ = [
     "Block",
     "BlockHash",
     "BlockState",
+    "BlockTable",
     "IntegrityError",
     "KVCache",
-    "SlotUse",
-    "TailHalves",
+    "Retention",
     "chain_hash",
     "chain_hashes",
     "root_hash",

@@ -1,4 +1,4 @@
-"""One KV block's bookkeeping, and the state that follows from it."""
+"""The record of one KV block, and the state that follows from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.core.hashing import BlockHash
 
 
 class IntegrityError(AssertionError):
-    """The cache contradicts itself, or was asked for what no correct caller asks: always a bug, never
+    """The records of the cache contradict each other, or a caller broke a rule. Always a bug, never a matter of
     load."""
 
 
@@ -21,21 +21,21 @@ class BlockState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """A block's contents are to be kept until a time. It goes where they go, to host memory and back; a pin is
-    how a pool of blocks honours it, and may have to be given up before."""
+class RetentionTerm:
+    """A block's contents are retained until a time. The record moves with the contents, to host memory and back. A
+    pin is how the device's pool honours it, and may be given up before that time."""
 
     until: float
     depth: int  # from the root of the chain
-    entry_ttl_s: float | None = None  # where a kept prefix ends: for how long each use prolongs it
-    is_kept: bool = True  # because somebody asked for it; what a preempted request left is a mere hope
+    entry_ttl_s: float | None = None  # set where a retained prefix ends: how long each use prolongs it
+    was_asked_for: bool = True  # by a client; False for blocks of a preempted request
 
 
 class Block:
-    """A record, of a device block or a slot of host memory, that lives as long as the cache. Only this room
-    writes to it; `state` is derived, never stored."""
+    """The record of a device block or of a slot of host memory. It lives as long as the cache. Only this room writes
+    to it; `state` is derived, never stored."""
 
-    __slots__ = ("block_hash", "block_id", "last_use", "parent", "pinned_until", "promise", "references")
+    __slots__ = ("block_hash", "block_id", "last_use", "parent", "pinned_until", "references", "term")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -43,7 +43,7 @@ class Block:
         self.block_hash: BlockHash | None = None  # set exactly while the index leads to this block
         self.parent: BlockHash | None = None  # set together with block_hash; it need not be indexed itself
         self.pinned_until: float | None = None  # only indexed blocks carry a pin, active ones too
-        self.promise: Promise | None = None  # of indexed blocks; there while pinned, and may outlast the pin
+        self.term: RetentionTerm | None = None  # of indexed blocks; set while pinned, and may outlast the pin
         self.last_use = 0  # a counter, not a time: the order of last releases
 
     @property

@@ -1,8 +1,8 @@
 """Slots of host memory for blocks that leave the device before their time. Knows ids and hashes, no bytes.
 
-Only blocks that somebody was promised come here, so every slot in use carries a pin until its promise ends. When all
-slots are in use, the promise with the least time left is broken, deepest block first, so that what is left of a chain
-can still be matched.
+Only retained blocks come here, so every slot in use carries a pin until its retention ends. When all slots are in
+use, the block with the least time left is dropped, deepest block first, so that what is left of a chain can still be
+matched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from penstock.core.hashing import BlockHash
 from penstock.kvcache.block import Block, IntegrityError
-from penstock.kvcache.pins import PinBook
+from penstock.kvcache.pins import PinHeap
 
 
 class HostTier:
@@ -20,8 +20,8 @@ class HostTier:
         self._slots = [Block(slot) for slot in range(num_slots)]
         self._free = list(range(num_slots - 1, -1, -1))
         self.index: dict[BlockHash, Block] = {}  # hash to slot; only this class changes it
-        self._pins = PinBook(self._slots)
-        self.num_kept_lost = 0  # dropped before their time, though somebody had asked for them
+        self._pins = PinHeap(self._slots)
+        self.num_lost = 0  # dropped before their time, though somebody had asked for them
 
     def __len__(self) -> int:
         return len(self.index)
@@ -31,35 +31,35 @@ class HostTier:
         return len(self._free)
 
     def store(self, block: Block) -> BlockHash | None:
-        """Take in a promised block, or not, if every block held here has more time left. Returns the hash that is
+        """Take in a retained block, or not, if every block held here has more time left. Returns the hash that is
         lost by that, of the block itself or of the one that made room; None while there are free slots."""
         assert block.block_hash is not None
-        assert block.promise is not None
+        assert block.term is not None
         lost: BlockHash | None = None
         if not self._free:
             weakest = self._weakest(block)
-            assert weakest.promise is not None
-            self.num_kept_lost += weakest.promise.is_kept
+            assert weakest.term is not None
+            self.num_lost += weakest.term.was_asked_for
             lost = weakest.block_hash
             assert lost is not None
             if weakest is block:
                 return lost
             self.free(self.take(lost))
         slot = self._slots[self._free.pop()]
-        slot.block_hash, slot.parent, slot.promise = block.block_hash, block.parent, block.promise
+        slot.block_hash, slot.parent, slot.term = block.block_hash, block.parent, block.term
         self.index[block.block_hash] = slot
         self._pins.extend(slot)
         return lost
 
     def _weakest(self, block: Block) -> Block:
-        """Of this one and those held here, the one whose promise is to be broken."""
+        """Of this block and those held here, the block that is to be dropped."""
         if not self.index:  # there are no slots, or all hold what is on its way back
             return block
         held = self._pins.first_to_end()
-        assert held.promise is not None
-        assert block.promise is not None
-        promise, other = block.promise, held.promise
-        return block if (promise.until, -promise.depth) <= (other.until, -other.depth) else held
+        assert held.term is not None
+        assert block.term is not None
+        ours, other = block.term, held.term
+        return block if (ours.until, -ours.depth) <= (other.until, -other.depth) else held
 
     def take(self, block_hash: BlockHash) -> Block:
         """Remove a block. Its slot keeps the contents, and is not used again before `free`."""
@@ -68,17 +68,19 @@ class HostTier:
         return slot
 
     def free(self, slot: Block) -> None:
-        slot.block_hash = slot.parent = slot.promise = None
+        slot.block_hash = slot.parent = slot.term = None
         self._free.append(slot.block_id)
 
-    def prolong(self, block_hash: BlockHash, until: float, *, is_kept: bool) -> bool:
+    def prolong(self, block_hash: BlockHash, until: float, *, was_asked_for: bool) -> bool:
         """Keep a block at least until then. False when it is not here."""
         slot = self.index.get(block_hash)
         if slot is None:
             return False
-        assert slot.promise is not None
-        promise = slot.promise
-        slot.promise = replace(promise, until=max(promise.until, until), is_kept=promise.is_kept or is_kept)
+        assert slot.term is not None
+        term = slot.term
+        slot.term = replace(
+            term, until=max(term.until, until), was_asked_for=term.was_asked_for or was_asked_for
+        )
         self._pins.extend(slot)
         return True
 
@@ -104,8 +106,8 @@ class HostTier:
         for block_hash, slot in self.index.items():
             if slot.block_hash != block_hash or slot is not self._slots[slot.block_id]:
                 raise IntegrityError(f"a hash leads to host slot {slot.block_id}, which holds something else")
-            if slot.promise is None or slot.pinned_until != slot.promise.until:
-                raise IntegrityError(f"host slot {slot.block_id} is not pinned as promised")
+            if slot.term is None or slot.pinned_until != slot.term.until:
+                raise IntegrityError(f"host slot {slot.block_id} is not pinned for as long as it is retained")
         for slot_id in self._free:
             if self._slots[slot_id].block_hash is not None or self._slots[slot_id].pinned_until is not None:
                 raise IntegrityError(f"host slot {slot_id} is free but holds something")

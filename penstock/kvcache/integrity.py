@@ -46,12 +46,10 @@ def _check_index(blocks: Sequence[Block], index: Mapping[BlockHash, Block]) -> N
             raise IntegrityError(
                 f"block {block.block_id} counts as indexed, but its hash does not lead to it"
             )
-        if block.block_hash is None and (block.pinned_until is not None or block.promise is not None):
-            raise IntegrityError(f"block {block.block_id} is pinned or promised but not indexed")
-        if block.pinned_until is not None and (
-            block.promise is None or block.promise.until != block.pinned_until
-        ):
-            raise IntegrityError(f"block {block.block_id} is not pinned as promised")
+        if block.block_hash is None and (block.pinned_until is not None or block.term is not None):
+            raise IntegrityError(f"block {block.block_id} is pinned or retained but not indexed")
+        if block.pinned_until is not None and (block.term is None or block.term.until != block.pinned_until):
+            raise IntegrityError(f"block {block.block_id} is not pinned for as long as it is retained")
 
 
 def _check_references(blocks: Sequence[Block], tables: Iterable[Sequence[int]]) -> None:

@@ -12,7 +12,7 @@ import heapq
 from penstock.kvcache.block import Block, IntegrityError
 
 
-class PinBook:
+class PinHeap:
     """Every pin, on active blocks too: such a pin takes effect when the block's last reference goes."""
 
     def __init__(self, blocks: list[Block]) -> None:
@@ -27,17 +27,17 @@ class PinBook:
         return self._count
 
     def extend(self, block: Block) -> None:
-        """Pin a block for as long as it is promised, or let its pin end later; never earlier."""
-        promise = block.promise
-        assert promise is not None
+        """Pin a block for as long as it is retained, or let its pin end later; never earlier."""
+        term = block.term
+        assert term is not None
         if block.pinned_until is None:
             self._count += 1
-        elif block.pinned_until >= promise.until:
+        elif block.pinned_until >= term.until:
             return
-        block.pinned_until = promise.until
+        block.pinned_until = term.until
         if len(self._expiries) >= self._max_entries:
             self._expiries = sorted({entry for entry in self._expiries if self._is_current(entry)})
-        heapq.heappush(self._expiries, (promise.until, -promise.depth, block.block_id))
+        heapq.heappush(self._expiries, (term.until, -term.depth, block.block_id))
 
     def pop_expired(self, now: float) -> Block | None:
         """Take away one pin that ended, the earliest; None when every pin has time left."""
@@ -74,18 +74,14 @@ class PinBook:
         current = {entry[2] for entry in self._expiries if self._is_current(entry)}
         if len(pinned) != self._count or pinned != current:
             raise IntegrityError(
-                f"blocks {sorted(pinned ^ current)} are pinned but not booked, or the reverse"
+                f"blocks {sorted(pinned ^ current)} are pinned but not in the heap, or the reverse"
             )
 
     def _is_current(self, entry: tuple[float, int, int]) -> bool:
         until, negative_depth, block_id = entry
         block = self._blocks[block_id]
         # The depth too: a block may have been used anew, and pinned until the same time.
-        return (
-            block.pinned_until == until
-            and block.promise is not None
-            and block.promise.depth == -negative_depth
-        )
+        return block.pinned_until == until and block.term is not None and block.term.depth == -negative_depth
 
     def _first(self) -> tuple[float, int, int] | None:
         while self._expiries and not self._is_current(self._expiries[0]):

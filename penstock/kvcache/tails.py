@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.kvcache.block import IntegrityError
-from penstock.kvcache.cache import KVCache
+from penstock.kvcache.pool import BlockPool
 
 
 class TailHalves:
-    def __init__(self, cache: KVCache, *, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, *, enabled: bool) -> None:
         """Unless enabled, every tail is a whole block."""
-        if enabled and cache.block_size % 2:
-            raise ValueError(f"a block of {cache.block_size} tokens has no halves")
-        self._cache = cache
+        if enabled and pool.block_size % 2:
+            raise ValueError(f"a block of {pool.block_size} tokens has no halves")
+        self._pool = pool
         self._enabled = enabled
-        self.num_slots = cache.block_size // 2 if enabled else cache.block_size  # of a tail
+        self.num_slots = pool.block_size // 2 if enabled else pool.block_size  # of a tail
         self._spare: dict[int, int] = {}  # by block, the first slot of the half that nobody has
 
     @property
@@ -42,7 +42,7 @@ class TailHalves:
         an available block."""
         if self._spare:
             block_id, offset = self._spare.popitem()
-            self._cache.hold((block_id,))
+            self._pool.share((block_id,))
             return block_id, offset
         block_id = self._take_block()
         if not self._enabled:
@@ -57,13 +57,13 @@ class TailHalves:
     def widen(self, block_id: int, offset: int) -> int:
         """Exchange a half for a whole block, which holds at its start what the half did. If the half's block is
         shared, a block must be available."""
-        cache = self._cache
+        pool = self._pool
         if self._spare.pop(block_id, None) is not None:
             if offset:
-                cache.copy_half(block_id, offset, block_id)
+                pool.copy_half(block_id, offset, block_id)
             return block_id
         whole_id = self._take_block()
-        cache.copy_half(block_id, offset, whole_id)
+        pool.copy_half(block_id, offset, whole_id)
         self.give_back(block_id, offset)
         return whole_id
 
@@ -71,7 +71,7 @@ class TailHalves:
         """A half is no longer needed."""
         if self._spare.pop(block_id, None) is None:
             self._spare[block_id] = offset
-        self._cache.release((block_id,))
+        self._pool.release((block_id,))
 
     def check_integrity(self, tails: Iterable[tuple[int, int]]) -> None:
         """Raise unless the halves that are taken, given as (block, offset), and the spare ones make whole blocks."""
@@ -83,6 +83,6 @@ class TailHalves:
             )
 
     def _take_block(self) -> int:
-        block_ids = self._cache.allocate(1)
+        block_ids = self._pool.allocate(1)
         assert block_ids is not None, "room is made before requests grow"
         return block_ids[0]

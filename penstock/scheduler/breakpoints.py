@@ -43,6 +43,7 @@ class Marks:
 class Breakpoints:
     def __init__(self, cache: KVCache, min_tokens: int) -> None:
         self._cache = cache
+        self._retention = cache.retention
         self._min_tokens = min_tokens
 
         # Counters since construction.
@@ -64,7 +65,7 @@ class Breakpoints:
         end at one of its positions, as far as it was really reused."""
         marks = sequence.marks
         assert marks is not None
-        num_reused = sequence.num_reused_blocks
+        num_reused = sequence.blocks.num_reused_blocks
         # The last token of a prompt is always computed, and its block with it.
         limit = (
             num_reused + 1 if (num_reused + 1) * self._cache.block_size == sequence.num_prompt else num_reused
@@ -85,7 +86,7 @@ class Breakpoints:
             marks.num_kept += 1
             end = marks.ends[index]
             if end:
-                num_kept_blocks = self._cache.keep(
+                num_kept_blocks = self._retention.retain_entry(
                     sequence.hashes[:end], marks.breakpoints[index].ttl_s, sequence.arrival_s, now
                 )
                 known = max((marks.num_kept_before, *marks.ends[:index]))
@@ -102,8 +103,8 @@ class Breakpoints:
         return CacheUse(marks.num_read_blocks * self._cache.block_size, tuple(marks.written_tokens))
 
     def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        wished = sequence.request.min_cacheable_tokens
-        min_tokens = self._min_tokens if wished is None else wished
+        asked = sequence.request.min_cacheable_tokens
+        min_tokens = self._min_tokens if asked is None else asked
         if not min_tokens <= num_tokens <= sequence.num_prompt:
             return 0
         return num_tokens // self._cache.block_size
@@ -118,11 +119,13 @@ class Breakpoints:
         if not positions:
             return []
         hashes = sequence.hash_blocks(max(positions), self._cache.block_size)
-        return sorted(end for end in positions if self._cache.kept_for_s(hashes[end - 1], now) is not None)
+        return sorted(
+            end for end in positions if self._retention.entry_ttl_s(hashes[end - 1], now) is not None
+        )
 
     def _refresh(self, sequence: Sequence, ends: Iterable[int], now: float) -> None:
         """Being read prolongs a kept prefix by its own time to live."""
         for end in ends:
-            ttl_s = self._cache.kept_for_s(sequence.hashes[end - 1], now)
+            ttl_s = self._retention.entry_ttl_s(sequence.hashes[end - 1], now)
             if ttl_s is not None:
-                self._cache.pin(sequence.hashes[:end], sequence.arrival_s + ttl_s, now)
+                self._retention.retain(sequence.hashes[:end], sequence.arrival_s + ttl_s, now)

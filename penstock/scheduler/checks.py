@@ -1,4 +1,4 @@
-"""What no request may be, and what must hold between the records of all. Changes nothing."""
+"""Checks on single requests, and invariants over all records of a scheduler. Changes nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_records(sequences: Mapping[str, Sequence], running: RunningSet, queue:
     assert all(sequences[s.request_id] is s and s.state is State.RUNNING for s in running.sequences)
     for sequence in queue.members:
         assert sequences[sequence.request_id] is sequence
-        assert not sequence.block_ids
+        assert sequence.table is None
         assert not sequence.num_computed
         assert not sequence.followers
-        assert (sequence.state is State.LANDING) == (sequence.num_in_flight > 0)
+        assert (sequence.state is State.SETTLING) == (sequence.num_in_flight > 0)
         assert (sequence.state is State.HELD) == (sequence.leader is not None)

@@ -63,12 +63,12 @@ class Headroom:
 
     def enter(self, sequence: Sequence) -> None:
         """A request starts to run, with its table as of now."""
-        sequence.growth_blocks = self._growth(sequence, len(sequence.block_ids))
-        self._group(sequence).add(sequence.growth_blocks, sequence.num_own_blocks)
+        sequence.growth_blocks = self._growth(sequence, len(sequence.blocks.block_ids))
+        self._group(sequence).add(sequence.growth_blocks, sequence.blocks.num_own_blocks)
 
     def leave(self, sequence: Sequence) -> None:
         """It stops running; its table is still as when it entered."""
-        self._group(sequence).add(sequence.growth_blocks, sequence.num_own_blocks, count=-1)
+        self._group(sequence).add(sequence.growth_blocks, sequence.blocks.num_own_blocks, count=-1)
 
     def allows(self, candidate: Sequence, num_blocks: int, num_spare: int) -> bool:
         """Whether a request may start with a table of `num_blocks`, after which `num_spare` blocks are left."""
@@ -89,7 +89,7 @@ class Headroom:
             expected = _Group()
             for sequence in running:
                 if self._group(sequence) is group:
-                    expected.add(sequence.growth_blocks, sequence.num_own_blocks)
+                    expected.add(sequence.growth_blocks, sequence.blocks.num_own_blocks)
             assert all(getattr(group, name) == getattr(expected, name) for name in _Group.__slots__)
 
     def _group(self, sequence: Sequence) -> _Group:

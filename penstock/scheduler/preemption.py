@@ -1,44 +1,131 @@
-"""Whom to preempt. Knows running requests, and not what the room is for.
+"""Preemption: which running requests lose their blocks, and whether their KV is worth moving to host memory.
 
-A preempted request loses its blocks, keeps its tokens, and computes again what the cache has lost meanwhile.
+A preempted request keeps its tokens, and computes again what the cache has lost when it resumes. Retained blocks go
+to host memory when they are evicted (see `kvcache`), so swapping a request out means to retain its blocks for a while.
+That is done when moving them there and back is predicted to take less time than computing them again. Blocks that no
+other request needed in the meantime are moved nowhere, and cost nothing either way.
 
 Why this always ends. Order requests by seniority: rank, then arrival. The most senior running request is never a
 victim of growth while all others may be, and `Scheduler.add` refuses what does not fit the cache alone: so it gets
 every block it asks for, and ends. Seniority never falls, because arrival is fixed and aging only makes more urgent.
-So whoever has not ended yet becomes the most senior some day. Displacement takes only requests that still rank as
-batch, for one of a more urgent tier: aging lifts a batch request out of its reach.
+So each request becomes the most senior at some time, unless it ends before. Displacement takes only requests that
+still rank as batch, for one of a more urgent tier: aging lifts a batch request out of its reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from penstock.scheduler.sequence import BATCH_RANK, Sequence
+from penstock.kvcache.cache import KVCache
+from penstock.scheduler.admission import Admission
+from penstock.scheduler.predictor import StepLoad, StepTimePredictor
+from penstock.scheduler.running import RunningSet
+from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, seniority
+
+# Preempted requests are the first of their queue: they resume when a few others have ended.
+_RETAINED_FOR_S = 120.0
 
 
-def seniority(sequence: Sequence) -> tuple[int, int]:
-    """Smaller is more senior."""
-    return sequence.rank, sequence.number
+class Preemption:
+    def __init__(
+        self,
+        cache: KVCache,
+        running: RunningSet,
+        admission: Admission,
+        max_num_seqs: int,
+        preempt: Callable[[Sequence, float], None],
+    ) -> None:
+        """`preempt` stops a running request and puts it back into the queue."""
+        self._cache = cache
+        self._running = running
+        self._admission = admission
+        self._max_num_seqs = max_num_seqs
+        self._preempt = preempt
+
+    def for_growth(self, growing: list[Sequence], now: float) -> None:
+        """Preempt until there is a block for each request that still runs and needs one."""
+        cache, running = self._cache, self._running
+        in_need = {sequence.number: sequence for sequence in growing}
+        for victim in victims_for_growth(running.sequences, cache.block_size):
+            if running.num_blocks_to_grow(in_need.values()) <= cache.num_available:
+                return
+            self._preempt(victim, now)
+            in_need.pop(victim.number, None)
+        num_blocks = running.num_blocks_to_grow(in_need.values())
+        cache.retention.give_way(num_blocks)  # the most senior request runs alone, and comes before pins
+        if num_blocks > cache.num_available:  # it must wait for blocks that other engines read or fill
+            for sequence in tuple(running.sequences):
+                self._preempt(sequence, now)
+
+    def for_urgency(self, waiting: Sequence | None, now: float) -> bool:
+        """Preempt batch requests when the next waiting request is more urgent and lacks a seat or blocks."""
+        if waiting is None or TIER_RANK[waiting.request.tier] == BATCH_RANK:
+            return False
+        running, cache = self._running, self._cache
+        num_missing = self._admission.num_missing_blocks(waiting)
+        if not num_missing and len(running) < self._max_num_seqs:
+            return False
+        victims = victims_for_displacement(running.sequences, cache.block_size)
+        if not victims or sum(victim.blocks.num_own_blocks for victim in victims) < num_missing:
+            return False
+        enough_available = cache.num_available + num_missing
+        for victim in victims:
+            if len(running) < self._max_num_seqs and cache.num_available >= enough_available:
+                break
+            self._preempt(victim, now)
+        return True
 
 
 def victims_for_growth(running: Iterable[Sequence], block_size: int) -> list[Sequence]:
-    """Who may be preempted so that others can grow, cheapest first: all but the most senior."""
+    """Requests that may be preempted so that others can grow, cheapest first: all but the most senior."""
     by_seniority = sorted(running, key=seniority)
     return _cheapest_first(by_seniority[1:], block_size)
 
 
 def victims_for_displacement(running: Iterable[Sequence], block_size: int) -> list[Sequence]:
-    """Who may be preempted so that a more urgent request can start, cheapest first."""
+    """Requests that may be preempted so that a more urgent one can start, cheapest first."""
     return _cheapest_first([sequence for sequence in running if sequence.rank == BATCH_RANK], block_size)
 
 
 def _cheapest_first(candidates: list[Sequence], block_size: int) -> list[Sequence]:
-    """The least urgent rank first; then who has the least to compute again, where blocks that were found in the
-    cache are expected to be found again; then who has the most left to do; then the latest to arrive."""
+    """The least urgent rank first; then the request with the least to compute again, where blocks that were found in
+    the cache are expected to be found again; then the one with the most left to do; then the latest to arrive."""
 
     def cost(sequence: Sequence) -> tuple[int, int, int, int]:
-        recompute_tokens = sequence.num_computed - sequence.num_reused_blocks * block_size
+        recompute_tokens = sequence.num_computed - sequence.blocks.num_reused_blocks * block_size
         remaining_tokens = sequence.predicted_length - sequence.num_known
         return -sequence.rank, recompute_tokens, -remaining_tokens, -sequence.number
 
     return sorted(candidates, key=cost)
+
+
+def swap_is_cheaper(
+    num_blocks: int, block_size: int, block_copy_s: float, predictor: StepTimePredictor
+) -> bool:
+    """Whether copying blocks to host memory and back takes less time than computing them. `block_copy_s`: one block,
+    one way."""
+    load = StepLoad()
+    load.add_prefill(0, num_blocks * block_size)
+    compute_s = predictor.predict(load) - predictor.predict(StepLoad())
+    return 2 * num_blocks * block_copy_s < compute_s
+
+
+class Swapping:
+    def __init__(
+        self, cache: KVCache, predictor: StepTimePredictor, block_copy_s: float | None = None
+    ) -> None:
+        """Without `block_copy_s`, no request is swapped."""
+        self._cache = cache
+        self._predictor = predictor
+        self._block_copy_s = block_copy_s
+        self.num_swapped = 0  # requests, so far
+
+    def preempted(self, sequence: Sequence, now: float) -> None:
+        """Called while the request still holds its blocks."""
+        cache, copy_s = self._cache, self._block_copy_s
+        num_blocks = sequence.num_published
+        if copy_s is None or not num_blocks or not cache.num_host_blocks:
+            return
+        if swap_is_cheaper(num_blocks, cache.block_size, copy_s, self._predictor):
+            cache.retention.swap_out(sequence.hashes[:num_blocks], now + _RETAINED_FOR_S, now)
+            self.num_swapped += 1

@@ -68,7 +68,7 @@ class PrefixSharing:
     def start(self, sequence: Sequence) -> None:
         """A request was admitted, with its reused blocks in front of its table."""
         if self._enabled:
-            sequence.num_published = sequence.num_reused_blocks
+            sequence.num_published = sequence.blocks.num_reused_blocks
             sequence.publish_at = (sequence.num_published + 1) * self._block_size
 
     def publish(self, sequence: Sequence) -> list[Sequence]:
@@ -80,8 +80,9 @@ class PrefixSharing:
         end = min(sequence.num_known, sequence.num_computed) // block_size
         hashes = sequence.hash_blocks(end, block_size)
         parent = hashes[first - 1] if first else sequence.root_hash
+        block_ids = sequence.blocks.block_ids
         for index in range(first, end):
-            self._cache.publish(sequence.block_ids[index], hashes[index], parent)
+            self._cache.publish(block_ids[index], hashes[index], parent)
             parent = hashes[index]
         sequence.num_published = end
         sequence.publish_at = (end + 1) * block_size

@@ -130,7 +130,7 @@ class WaitingQueue:
                 assert sequence.rank == rank
         for number, sequence in self._members.items():
             assert (number in self._promotions) == (sequence.rank > 0)
-            assert (number in self._parked) == (sequence.state in (State.HELD, State.LANDING))
+            assert (number in self._parked) == (sequence.state in (State.HELD, State.SETTLING))
 
     def _position(self, sequence: Sequence) -> None:
         length = sequence.predicted_length - sequence.num_prompt

@@ -1,4 +1,4 @@
-"""The running requests: who holds blocks and a row in the executor, and what each could do next. Knows no queue.
+"""The running requests, which have blocks and a row in the executor, and what each could do next. Knows no queue.
 
 A request is in here from the plan that admits it until it ends or is preempted, and never without its blocks.
 """
@@ -9,12 +9,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from penstock.kvcache.cache import KVCache
-from penstock.kvcache.metrics import SlotUse
-from penstock.kvcache.tails import TailHalves
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.lengths import OutputLengthEstimator
-from penstock.scheduler.preemption import seniority
-from penstock.scheduler.sequence import Sequence
+from penstock.scheduler.sequence import Sequence, seniority
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +23,30 @@ class Work:
     prefills: list[Sequence]  # most senior first
 
 
+@dataclass(slots=True)
+class SlotUse:
+    """Token slots in the tables of running requests. A block that several requests share counts for each of them. A
+    spare half of a block counts for none."""
+
+    num_slots: int = 0
+    num_filled: int = 0  # slots that hold a token, or are meant for one that is known
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of slots that hold nothing."""
+        return 1.0 - self.num_filled / self.num_slots if self.num_slots else 0.0
+
+
 def _turn_to_grow(sequence: Sequence) -> int:
-    """Who must leave a second half comes first: who has the first half of the same block can then stay. Who has no
-    half comes last, and finds those that others left."""
-    return 1 if sequence.half_offset is None else -sequence.half_offset
+    """Requests that must leave a second half grow first: the request in the first half of the same block can then
+    stay. Requests without a half grow last, and find the halves that others left."""
+    offset = sequence.blocks.half_offset
+    return 1 if offset is None else -offset
 
 
 class RunningSet:
-    def __init__(
-        self, cache: KVCache, tails: TailHalves, lengths: OutputLengthEstimator, headroom: Headroom
-    ) -> None:
+    def __init__(self, cache: KVCache, lengths: OutputLengthEstimator, headroom: Headroom) -> None:
         self._cache = cache
-        self._tails = tails
         self._lengths = lengths
         self._headroom = headroom
         self._sequences: dict[int, Sequence] = {}  # by number, in order of admission
@@ -60,7 +69,7 @@ class RunningSet:
         sequence.is_prefilling = True
         self._sequences[sequence.number] = sequence
         self._headroom.enter(sequence)
-        self._slots.num_slots += sequence.num_slots
+        self._slots.num_slots += sequence.blocks.num_slots
         self._slots.num_filled += sequence.num_filled_slots
 
     def stop(self, sequence: Sequence) -> None:
@@ -68,14 +77,10 @@ class RunningSet:
         del self._sequences[sequence.number]
         self._released.append(sequence.request_id)
         self._headroom.leave(sequence)
-        self._slots.num_slots -= sequence.num_slots
+        self._slots.num_slots -= sequence.blocks.num_slots
         self._slots.num_filled -= sequence.num_filled_slots
-        if sequence.tail is not None:
-            self._tails.give_back(*sequence.tail)
-        self._cache.release(sequence.whole_block_ids)
-        sequence.block_ids = []
-        sequence.half_offset = None
-        sequence.num_slots = 0
+        sequence.blocks.close()
+        sequence.table = None
         sequence.num_computed = 0
         sequence.is_prefilling = False
 
@@ -89,53 +94,30 @@ class RunningSet:
                 prefills.append(sequence)
             elif sequence.is_constrained and sequence.num_in_flight:
                 continue
-            elif (
-                sequence.num_expected < sequence.length_limit  # else its last token is in flight
-                and len(decodes) < max_decodes
-            ):
+            elif sequence.num_expected < sequence.length_limit:  # else its last token is in flight
                 decodes.append(sequence)
+        del decodes[max_decodes:]
         prefills.sort(key=seniority)
-        growing = [sequence for sequence in decodes if sequence.num_computed == sequence.num_slots]
+        growing = [sequence for sequence in decodes if sequence.num_computed == sequence.table.num_slots]  # type: ignore[union-attr]
         return Work(decodes, growing, prefills)
 
     def num_blocks_to_grow(self, growing: Iterable[Sequence]) -> int:
-        """Blocks that must be available for these to grow together."""
-        num_tails = num_blocks = 0
-        num_spare = self._tails.num_spare
-        for sequence in growing:
-            if sequence.tail is None:
-                num_tails += 1
-            elif self._tails.is_shared(sequence.block_ids[-1]):
-                num_blocks += 1
-            else:  # it takes the other half of its block
-                num_spare -= 1
-        return num_blocks + max(0, num_tails - num_spare)
+        """Blocks that must be available for these requests to grow together."""
+        return self._cache.num_blocks_to_grow(sequence.blocks for sequence in growing)
 
     def grow(self, growing: list[Sequence]) -> set[int]:
-        """More slots for each, for which the cache must have the blocks; returns, by number, whose last tokens belong
-        elsewhere now."""
+        """Give each request more slots, for which the cache must have the blocks; returns the numbers of the requests
+        whose last tokens belong elsewhere now."""
         moved: set[int] = set()
         for sequence in sorted(growing, key=_turn_to_grow):
             self._headroom.leave(sequence)
-            if self._grow_one(sequence):
+            self._slots.num_slots += self._cache.tail_slots
+            if sequence.blocks.grow():
                 moved.add(sequence.number)
             if sequence.predicted_length <= sequence.num_expected:
                 sequence.predict_length(self._lengths)
             self._headroom.enter(sequence)
         return moved
-
-    def _grow_one(self, sequence: Sequence) -> bool:
-        tails = self._tails
-        sequence.num_slots += tails.num_slots
-        self._slots.num_slots += tails.num_slots
-        before = sequence.tail
-        if before is None:
-            block_id, sequence.half_offset = tails.take()
-            sequence.block_ids.append(block_id)
-            return True
-        block_id = sequence.block_ids[-1] = tails.widen(*before)
-        sequence.half_offset = None
-        return (block_id, 0) != before
 
     def decoded(self, num_tokens: int) -> None:
         """So many requests got one more slot filled by a plan."""
@@ -147,7 +129,7 @@ class RunningSet:
         self._slots.num_filled -= 1
 
     def take_released(self) -> tuple[str, ...]:
-        """Who stopped since the last call."""
+        """The ids of the requests that stopped since the last call."""
         released, self._released = tuple(self._released), []
         return released
 
@@ -155,13 +137,13 @@ class RunningSet:
         sequences = self._sequences.values()
         block_size = self._cache.block_size
         for sequence in sequences:
-            num_tail_slots = 0 if sequence.tail is None else self._tails.num_slots
-            num_slots = len(sequence.whole_block_ids) * block_size + num_tail_slots
-            assert sequence.num_slots == num_slots, sequence.request_id
-            assert sequence.num_computed <= sequence.num_slots, sequence.request_id
+            table = sequence.blocks
+            num_tail_slots = 0 if table.tail is None else self._cache.tail_slots
+            num_slots = len(table.whole_block_ids) * block_size + num_tail_slots
+            assert table.num_slots == num_slots, sequence.request_id
+            assert sequence.num_computed <= num_slots, sequence.request_id
             assert sequence.num_known <= sequence.num_expected <= sequence.length_limit, sequence.request_id
             assert sequence.num_computed < sequence.num_expected, sequence.request_id
-        assert self._slots.num_slots == sum(sequence.num_slots for sequence in sequences)
+        assert self._slots.num_slots == sum(sequence.blocks.num_slots for sequence in sequences)
         assert self._slots.num_filled == sum(sequence.num_filled_slots for sequence in sequences)
         self._headroom.check_integrity(sequences)
-        self._tails.check_integrity(sequence.tail for sequence in sequences if sequence.tail is not None)

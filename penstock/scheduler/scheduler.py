@@ -22,23 +22,21 @@ from penstock.core.messages import EngineStats
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
-from penstock.kvcache.tails import TailHalves
-from penstock.scheduler.admission import Admission, AdmissionDesk
+from penstock.scheduler.admission import Admission, Outcome
 from penstock.scheduler.breakpoints import Breakpoints
 from penstock.scheduler.checks import check_records, check_request
-from penstock.scheduler.draft import StepDraft, share_of_room
 from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
 from penstock.scheduler.exchange import BlockExchange
 from penstock.scheduler.fairness import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT, TenantLedger
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.lengths import OutputLengthEstimator
 from penstock.scheduler.predictor import StepLoad, StepTimePredictor
-from penstock.scheduler.preemption import victims_for_displacement, victims_for_growth
+from penstock.scheduler.preemption import Preemption, Swapping
 from penstock.scheduler.prefix import PrefixSharing
 from penstock.scheduler.queue import WaitingQueue
 from penstock.scheduler.running import RunningSet
-from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State
-from penstock.scheduler.swapping import Swapping
+from penstock.scheduler.sequence import BATCH_RANK, Sequence, State
+from penstock.scheduler.step_builder import StepBuilder, share_of_room
 
 _NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -62,11 +60,9 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         block_copy_s: float | None = None,
         tile_tokens: int = 1,
-        halves_blocks: bool = False,
     ) -> None:
         """`block_copy_s`: what one block takes to host memory, or back; None: preempted requests compute again.
-        `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them. `halves_blocks`: it
-        can have the last tokens of two requests in one block."""
+        `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them."""
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
@@ -82,16 +78,18 @@ class Scheduler:
         self._ledger = TenantLedger()
         self._sharing = PrefixSharing(cache)
         self._breakpoints = Breakpoints(cache, config.min_cacheable_tokens)
-        tails = TailHalves(cache, enabled=halves_blocks)
-        self._desk = AdmissionDesk(cache, tails, self._sharing, headroom)
+        self._admission = Admission(cache, self._sharing, headroom)
         self._deadlines = Deadlines(config.queue_timeout_s)
         # For whoever moves KV between engines: blocks on loan, and blocks to be filled.
-        self.exchange = BlockExchange(cache, headroom, self._desk.room_changed)
+        self.exchange = BlockExchange(cache, headroom, self._admission.room_changed)
 
         # Until it ends, a request is in `_sequences`, and either in `_running` or a member of `_queue`.
         self._sequences: dict[str, Sequence] = {}
-        self._running = RunningSet(cache, tails, self._lengths, headroom)
+        self._running = RunningSet(cache, self._lengths, headroom)
         self._queue = WaitingQueue(config)
+        self._preemption = Preemption(
+            cache, self._running, self._admission, config.max_num_seqs, self._preempt
+        )
         self._steps: deque[_StepInFlight] = deque()  # planned, not yet committed
         self._events: list[TokenEvent] = []  # of requests that ended outside of a commit
         self._num_arrivals = 0
@@ -146,17 +144,17 @@ class Scheduler:
         failed = self._sequences.get(chunk.request_id)
         if failed is None or failed.state is not State.RUNNING:
             return
-        lost = set(failed.whole_block_ids[chunk.start // self._cache.block_size :])
+        lost = set(failed.blocks.whole_block_ids[chunk.start // self._cache.block_size :])
         self._cache.withdraw(lost)
         for sequence in list(self._running.sequences):
-            if sequence is failed or not lost.isdisjoint(sequence.block_ids):
+            if sequence is failed or not lost.isdisjoint(sequence.blocks.block_ids):
                 event = last_event(sequence, FinishReason.ERROR, error)
                 self._end(sequence, now)
                 self._events.append(event)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None when there is nothing to compute before a commit or an arrival."""
-        self._cache.expire_pins(now)
+        self._cache.retention.expire(now)
         self._end_overdue(now)
         self._queue.promote(now)
 
@@ -165,22 +163,22 @@ class Scheduler:
         work = self._running.find_work(max_tokens)
         lacks_blocks = self._running.num_blocks_to_grow(work.growing) > self._cache.num_available
         if lacks_blocks:
-            self._preempt_for_growth(work.growing, now)
+            self._preemption.for_growth(work.growing, now)
             work = self._running.find_work(max_tokens)
-        elif self._displace(now):
+        elif self._preemption.for_urgency(self._queue.first(), now):
             work = self._running.find_work(max_tokens)
 
-        draft = StepDraft(max_tokens, self._predictor, self._itl_target_s, self._tile_tokens)
-        draft.add_decodes(work.decodes, self._running.grow(work.growing))
+        step = StepBuilder(max_tokens, self._predictor, self._itl_target_s, self._tile_tokens)
+        step.add_decodes(work.decodes, self._running.grow(work.growing))
         self._running.decoded(len(work.decodes))
         # After a preemption nobody is admitted: the victims would come straight back.
-        self._add_prefills(draft, work.prefills, now, may_admit=not lacks_blocks)
-        if not draft.chunks:
+        self._add_prefills(step, work.prefills, now, may_admit=not lacks_blocks)
+        if not step.chunks:
             return None
         self._num_steps += 1
-        self._steps.append(_StepInFlight(self._num_steps, draft.sampling, draft.load))
+        self._steps.append(_StepInFlight(self._num_steps, step.sampling, step.load))
         return StepPlan(
-            self._num_steps, tuple(draft.chunks), self._running.take_released(), self._cache.take_copies()
+            self._num_steps, tuple(step.chunks), self._running.take_released(), self._cache.take_copies()
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
@@ -240,20 +238,20 @@ class Scheduler:
             prefix_cache_hits=cache.hit_tokens,
             num_preemptions=self._num_preemptions,
             num_swapped=self._swapping.num_swapped,
-            num_pinned_blocks=cache.num_pins,
-            num_pins_demoted=cache.pins_demoted,
+            num_pinned_blocks=cache.retention.num_pins,
+            num_pins_demoted=cache.retention.pins_given_up,
             num_host_blocks=cache.num_host_blocks,
-            num_host_blocks_used=cache.num_host_blocks_used,
-            num_blocks_to_host=cache.copies_to_host,
-            num_blocks_from_host=cache.copies_from_host,
-            num_kept_blocks_lost=cache.promises_lost,
+            num_host_blocks_used=len(cache.pool.host),
+            num_blocks_to_host=cache.pool.copies_to_host,
+            num_blocks_from_host=cache.pool.copies_from_host,
+            num_kept_blocks_lost=cache.retention.num_lost,
             cache_read_tokens=self._breakpoints.read_tokens,
             cache_write_tokens=self._breakpoints.written_tokens,
         )
 
     def check_integrity(self) -> None:
         """Raise unless every record agrees with every other. For tests: slow."""
-        running = (sequence.block_ids for sequence in self._running.sequences)
+        running = (sequence.blocks for sequence in self._running.sequences)
         self._cache.check_integrity([*running, *self.exchange.tables()])
         check_records(self._sequences, self._running, self._queue)
 
@@ -268,74 +266,40 @@ class Scheduler:
             self._end(sequence, now)
             self._events.append(event)
 
-    def _preempt_for_growth(self, growing: list[Sequence], now: float) -> None:
-        """Preempt until there is a block for everyone who still runs and needs one."""
-        cache, running = self._cache, self._running
-        needy = {sequence.number: sequence for sequence in growing}
-        for victim in victims_for_growth(running.sequences, cache.block_size):
-            if running.num_blocks_to_grow(needy.values()) <= cache.num_available:
-                return
-            self._preempt(victim, now)
-            needy.pop(victim.number, None)
-        num_blocks = running.num_blocks_to_grow(needy.values())
-        cache.make_pins_yield(num_blocks)  # the most senior request runs alone, and comes before pins
-        if num_blocks > cache.num_available:  # it must wait for blocks that other engines read or fill
-            for sequence in tuple(running.sequences):
-                self._preempt(sequence, now)
-
-    def _displace(self, now: float) -> bool:
-        """Preempt batch requests when the next waiting request is more urgent and lacks a seat or blocks."""
-        waiting = self._queue.first()
-        if waiting is None or TIER_RANK[waiting.request.tier] == BATCH_RANK:
-            return False
-        running, cache = self._running, self._cache
-        num_missing = self._desk.num_missing_blocks(waiting)
-        if not num_missing and len(running) < self._config.max_num_seqs:
-            return False
-        victims = victims_for_displacement(running.sequences, cache.block_size)
-        if not victims or sum(victim.num_own_blocks for victim in victims) < num_missing:
-            return False
-        enough_available = cache.num_available + num_missing
-        for victim in victims:
-            if len(running) < self._config.max_num_seqs and cache.num_available >= enough_available:
-                break
-            self._preempt(victim, now)
-        return True
-
     def _add_prefills(
-        self, draft: StepDraft, prefills: list[Sequence], now: float, *, may_admit: bool
+        self, step: StepBuilder, prefills: list[Sequence], now: float, *, may_admit: bool
     ) -> None:
         """Go on with running prefills, and admit who waits. Someone more urgent goes before a prefill that already
         runs, unless that one has been running for long enough to count as urgent too."""
         for index, sequence in enumerate(prefills):
             if may_admit:
                 aged = int((now - sequence.admitted_s) / self._config.aging_s)
-                self._admit_waiting(draft, now, max_rank=sequence.rank - aged - 1)
-            room = draft.prefill_room(sequence.num_computed)
+                self._admit_waiting(step, now, max_rank=sequence.rank - aged - 1)
+            room = step.prefill_room(sequence.num_computed)
             if not room:
                 return
             if index + 1 < len(prefills) or (may_admit and self._queue.first() is not None):
                 room = share_of_room(room)
-            draft.add_prefill(sequence, room, begins=False)
+            step.add_prefill(sequence, room, begins=False)
             self._publish(sequence, now)
         if may_admit:
-            self._admit_waiting(draft, now, max_rank=BATCH_RANK)
+            self._admit_waiting(step, now, max_rank=BATCH_RANK)
 
-    def _admit_waiting(self, draft: StepDraft, now: float, *, max_rank: int) -> None:
+    def _admit_waiting(self, step: StepBuilder, now: float, *, max_rank: int) -> None:
         """Admit requests of this rank or a more urgent one while there are seats, tokens and blocks."""
         while len(self._running) < self._config.max_num_seqs:
             sequence = self._queue.first()
-            if sequence is None or sequence.rank > max_rank or not draft.prefill_room(0):
+            if sequence is None or sequence.rank > max_rank or not step.prefill_room(0):
                 return
-            outcome = self._desk.admit(sequence, is_alone=not self._running)
-            if outcome is Admission.BLOCKED:
+            outcome = self._admission.admit(sequence, is_alone=not self._running)
+            if outcome is Outcome.BLOCKED:
                 return
-            if outcome is Admission.HELD:
+            if outcome is Outcome.HELD:
                 sequence.state = State.HELD
                 self._queue.park(sequence)
                 continue
             self._start(sequence, now)
-            draft.add_prefill(sequence, max(1, draft.prefill_room(sequence.num_computed)), begins=True)
+            step.add_prefill(sequence, max(1, step.prefill_room(sequence.num_computed)), begins=True)
             self._publish(sequence, now)
 
     def _start(self, sequence: Sequence, now: float) -> None:
@@ -387,7 +351,7 @@ class Scheduler:
             if finish_reason in _NATURAL_ENDS:
                 self._lengths.observe(sequence.request.tenant, num_output)
             self._end(sequence, now)
-        elif sequence.state is State.LANDING and sequence.num_known == sequence.num_expected:
+        elif sequence.state is State.SETTLING and sequence.num_known == sequence.num_expected:
             self._requeue(sequence)
 
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
@@ -418,7 +382,7 @@ class Scheduler:
         self._stop(sequence)
         self._num_preemptions += 1
         is_landing = sequence.num_in_flight > 0
-        sequence.state = State.LANDING if is_landing else State.WAITING
+        sequence.state = State.SETTLING if is_landing else State.WAITING
         self._queue.enter(sequence, now, parked=is_landing)
 
     def _end(self, sequence: Sequence, now: float) -> None:
@@ -436,6 +400,6 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """A request stops running, for now or for good."""
         self._running.stop(sequence)
-        self._desk.room_changed()
+        self._admission.room_changed()
         for follower in self._sharing.stop(sequence):
             self._requeue(follower)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.hashing import BlockHash, chain_hashes, root_hash
 from penstock.core.request import Request, Tier
+from penstock.kvcache.table import BlockTable
 from penstock.scheduler.fairness import TenantAccount
 from penstock.scheduler.lengths import OutputLengthEstimator
 
@@ -23,10 +24,8 @@ BATCH_RANK = TIER_RANK[Tier.BATCH]
 
 class State(enum.Enum):
     WAITING = enum.auto()  # in the queue
-    HELD = (
-        enum.auto()
-    )  # in the queue, but waits until another request has computed the prefix that they share
-    LANDING = enum.auto()  # preempted, while tokens sampled before that are still in flight
+    HELD = enum.auto()  # in the queue, until another request has computed the prefix that they share
+    SETTLING = enum.auto()  # preempted, while tokens sampled before that are still in flight
     RUNNING = enum.auto()  # holds blocks, and a row in the executor
     ENDED = enum.auto()
 
@@ -43,12 +42,10 @@ class Sequence:
         "account",
         "admitted_s",
         "arrival_s",
-        "block_ids",
         "first_planned_s",
         "followers",
         "frontier",
         "growth_blocks",
-        "half_offset",
         "hashes",
         "is_constrained",
         "is_prefilling",
@@ -62,8 +59,6 @@ class Sequence:
         "num_known",
         "num_prompt",
         "num_published",
-        "num_reused_blocks",
-        "num_slots",
         "number",
         "output_token_ids",
         "predicted_length",
@@ -76,6 +71,7 @@ class Sequence:
         "root_hash",
         "state",
         "stop_token_ids",
+        "table",
         "waited_s",
         "was_held",
     )
@@ -112,11 +108,8 @@ class Sequence:
         self.is_prefilling = False  # running, and tokens known at admission are not all computed
         self.num_cached_tokens: int | None = None  # found in the cache at first admission
 
-        self.block_ids: list[int] = []
-        self.num_slots = 0  # tokens that block_ids have room for
-        self.half_offset: int | None = None  # first slot of its half, where it has half of the last block
-        self.num_reused_blocks = 0  # leading blocks that were found in the cache at admission
-        self.growth_blocks = 0  # predicted, beyond block_ids, while running; kept by Headroom
+        self.table: BlockTable | None = None  # set exactly while running
+        self.growth_blocks = 0  # predicted, beyond the table, while running; written by Headroom
 
         self.marks: Marks | None = None  # of a request with cache breakpoints; kept by Breakpoints
 
@@ -144,18 +137,10 @@ class Sequence:
         return self.num_expected - self.num_known
 
     @property
-    def num_own_blocks(self) -> int:
-        """What comes free for certain when it ends."""
-        return len(self.block_ids) - self.num_reused_blocks - (self.half_offset is not None)
-
-    @property
-    def whole_block_ids(self) -> list[int]:
-        return self.block_ids if self.half_offset is None else self.block_ids[:-1]
-
-    @property
-    def tail(self) -> tuple[int, int] | None:
-        """The block that it has only half of, and the first slot of that half."""
-        return None if self.half_offset is None else (self.block_ids[-1], self.half_offset)
+    def blocks(self) -> BlockTable:
+        """The block table of a running request."""
+        assert self.table is not None, "only running requests have blocks"
+        return self.table
 
     @property
     def num_filled_slots(self) -> int:
@@ -182,3 +167,8 @@ class Sequence:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         return (*self.request.prompt_token_ids[start:], *self.output_token_ids[: stop - num_prompt])
+
+
+def seniority(sequence: Sequence) -> tuple[int, int]:
+    """Smaller is more senior."""
+    return sequence.rank, sequence.number

@@ -11,14 +11,14 @@ from penstock.core.plan import StepPlan
 from penstock.core.plan_log import (
     AbortCall,
     AddCall,
+    BeginExportCall,
+    BeginImportCall,
     CommitCall,
     ExchangeCall,
     FailCall,
-    LandCall,
-    LendCall,
+    FinishImportCall,
     LogHeader,
     PlanCall,
-    ReserveCall,
     SchedulerCall,
     read_plan_log,
 )
@@ -59,6 +59,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         enable_prefix_caching=header.enable_prefix_caching,
         max_pinned_fraction=header.max_pinned_fraction,
         num_host_blocks=header.num_host_blocks,
+        halves_blocks=header.halves_blocks,
     )
     return Scheduler(
         header.config,
@@ -67,7 +68,6 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         eos_token_ids=frozenset(header.eos_token_ids),
         block_copy_s=header.block_copy_s,
         tile_tokens=header.tile_tokens,
-        halves_blocks=header.halves_blocks,
     )
 
 
@@ -104,14 +104,14 @@ def replay_calls(scheduler: Scheduler, calls: Iterable[SchedulerCall]) -> Replay
 
 def _replay_exchange(exchange: BlockExchange, call: ExchangeCall) -> None:
     match call:
-        case ReserveCall():
-            exchange.reserve(call.request)
-        case LandCall():
-            exchange.land(call.number, call.num_filled)
-        case LendCall():
+        case BeginImportCall():
+            exchange.begin_import(call.request)
+        case FinishImportCall():
+            exchange.finish_import(call.number, call.num_filled)
+        case BeginExportCall():
             if call.request is not None:
-                exchange.lend_prefix(call.request)
+                exchange.export_prefix(call.request)
             else:
-                exchange.lend(call.block_ids)
+                exchange.begin_export(call.block_ids)
         case _:
-            exchange.take_back(call.number)
+            exchange.finish_export(call.number)

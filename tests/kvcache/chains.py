@@ -20,8 +20,8 @@ def compute(cache: KVCache, names: str, salt: str = "") -> list[int]:
     """What a request does: reuse what is there, compute and publish the rest. Returns its block table."""
     chain = hashes(names, salt)
     num_matched = cache.match(chain)
-    table = cache.acquire(chain[:num_matched])
-    fresh = cache.allocate(len(chain) - num_matched)
+    table = cache.pool.acquire(chain[:num_matched])
+    fresh = cache.pool.allocate(len(chain) - num_matched)
     assert fresh is not None, "the cache is too small for this test"
     table += fresh
     for position in range(num_matched, len(chain)):
@@ -32,12 +32,17 @@ def compute(cache: KVCache, names: str, salt: str = "") -> list[int]:
 
 def remember(cache: KVCache, names: str, salt: str = "") -> None:
     """Compute a chain and let it go, so that it is cached."""
-    cache.release(compute(cache, names, salt))
+    cache.pool.release(compute(cache, names, salt))
 
 
 def matched(cache: KVCache, names: str, salt: str = "") -> str:
     """The part of a chain that can be reused."""
     return names[: cache.match(hashes(names, salt))]
+
+
+def in_host_memory(cache: KVCache, chain: list[BlockHash]) -> list[BlockHash]:
+    """The hashes of a matched prefix that must be restored before they can be used."""
+    return [block_hash for block_hash in chain if block_hash in cache.pool.host.index]
 
 
 class Mirror:

@@ -18,7 +18,7 @@ def main() -> None:
     tables: list[list[int]] = []
 
     def allocate(_: int) -> None:
-        tables.append(cache.allocate(NUM_BLOCKS) or [])
+        tables.append(cache.pool.allocate(NUM_BLOCKS) or [])
 
     def publish(number: int) -> None:
         parent = root_hash(str(number))
@@ -27,13 +27,13 @@ def main() -> None:
             parent = block_hash
 
     def release(_: int) -> None:
-        cache.release(tables.pop())
+        cache.pool.release(tables.pop())
 
     def match(number: int) -> None:
         cache.match(chains[number])
 
     def acquire(number: int) -> None:
-        tables.append(cache.acquire(chains[number]))
+        tables.append(cache.pool.acquire(chains[number]))
 
     report("hash", lambda number: hash_again(tokens, number))
     report("allocate, all free, and release", allocate, release)

@@ -10,7 +10,7 @@ from tests.kvcache.chains import Mirror, compute, hashes, matched, remember
 def test_a_chain_is_stored_as_one_event_and_removed_from_its_tail() -> None:
     cache = KVCache(4)
     remember(cache, "abc")
-    assert cache.allocate(4) is not None
+    assert cache.pool.allocate(4) is not None
     a, b, c = hashes("abc")
     assert cache.take_events() == [KVStored(0, (a, b, c), root_hash("")), KVRemoved(1, (c, b, a))]
     assert cache.take_events() == []
@@ -29,7 +29,7 @@ def test_sequence_numbers_go_on_from_call_to_call() -> None:
     cache = KVCache(4)
     remember(cache, "ab")
     first = cache.take_events()
-    cache.clear()
+    cache.pool.clear()
     second = cache.take_events()
     assert [event.sequence for event in first + second] == [0, 1]
     assert second == [KVCleared(1)]
@@ -47,19 +47,19 @@ def test_a_reader_that_comes_late_gets_the_whole_index_instead_of_its_history() 
     assert isinstance(events[0], KVCleared)
     assert len(events) <= 1 + cache.num_blocks
     mirror.apply(events)
-    assert mirror.hashes == set(cache._index)
+    assert mirror.hashes == set(cache.pool.index)
     assert matched(cache, "k") == "k"
-    cache.release(table)
+    cache.pool.release(table)
     remember(cache, "q")
     mirror.apply(cache.take_events())
-    assert mirror.hashes == set(cache._index)
+    assert mirror.hashes == set(cache.pool.index)
 
 
 def test_clearing_makes_dropped_news_irrelevant() -> None:
     cache = KVCache(4)
     for round_number in range(1000):
         remember(cache, chr(1000 + round_number) + "yz")
-    cache.clear()
+    cache.pool.clear()
     remember(cache, "a")
     assert cache.take_events() == [KVCleared(0), KVStored(1, tuple(hashes("a")), root_hash(""))]
 
@@ -68,7 +68,7 @@ def test_events_survive_the_wire() -> None:
     cache = KVCache(2)
     remember(cache, "a")
     remember(cache, "xy")
-    cache.clear()
+    cache.pool.clear()
     remember(cache, "ab")
     remember(cache, "x")
     events = cache.take_events()

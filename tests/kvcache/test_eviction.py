@@ -6,7 +6,7 @@ from tests.kvcache.chains import compute, hashes, matched, remember
 
 def squeeze(cache: KVCache, num_blocks: int) -> None:
     """Take every free block and this many cached ones."""
-    assert cache.allocate(cache.num_free + num_blocks) is not None
+    assert cache.pool.allocate(cache.pool.num_free + num_blocks) is not None
 
 
 def test_a_chain_is_evicted_from_its_tail() -> None:
@@ -16,14 +16,14 @@ def test_a_chain_is_evicted_from_its_tail() -> None:
         squeeze(cache, 1)
         assert matched(cache, "abcd") == left
         cache.check_integrity()
-    assert cache.evictions == 4
+    assert cache.pool.evictions == 4
 
 
 def test_the_least_recently_used_chain_goes_first_and_entirely() -> None:
     cache = KVCache(6)
     remember(cache, "abc")
     remember(cache, "xyz")
-    cache.release(cache.acquire(hashes("abc")))
+    cache.pool.release(cache.pool.acquire(hashes("abc")))
     squeeze(cache, 3)
     assert (matched(cache, "xyz"), matched(cache, "abc")) == ("", "abc")
 
@@ -32,7 +32,7 @@ def test_using_a_prefix_keeps_it_longer_than_what_hangs_on_it() -> None:
     cache = KVCache(6)
     remember(cache, "abcd")
     remember(cache, "xy")
-    cache.release(cache.acquire(hashes("ab")))
+    cache.pool.release(cache.pool.acquire(hashes("ab")))
     squeeze(cache, 2)
     assert (matched(cache, "abcd"), matched(cache, "xy")) == ("ab", "xy")
     squeeze(cache, 2)
@@ -53,7 +53,7 @@ def test_a_parent_released_before_its_child_still_outlives_it() -> None:
     """Blocks may also come back head first, as when a window slides over a sequence."""
     cache = KVCache(4)
     for block_id in compute(cache, "abcd"):
-        cache.release([block_id])
+        cache.pool.release([block_id])
     for left in ("abc", "ab", "a", ""):
         squeeze(cache, 1)
         assert matched(cache, "abcd") == left
@@ -63,12 +63,12 @@ def test_a_child_whose_holder_has_a_private_parent_goes_before_the_indexed_paren
     """Two requests computed "a" at once; the second one's is private, but its "b" hangs on the first one's "a"."""
     cache = KVCache(4)
     a, b = hashes("ab")
-    indexed, private, child = cache.allocate(3) or []
+    indexed, private, child = cache.pool.allocate(3) or []
     cache.publish(indexed, a, root_hash(""))
     cache.publish(private, a, root_hash(""))
     cache.publish(child, b, a)
-    cache.release([indexed])
-    cache.release([private, child])
+    cache.pool.release([indexed])
+    cache.pool.release([private, child])
     squeeze(cache, 1)
     assert matched(cache, "ab") == "a"
 
@@ -76,26 +76,26 @@ def test_a_child_whose_holder_has_a_private_parent_goes_before_the_indexed_paren
 def test_a_cached_parent_of_an_active_child_can_be_evicted_if_nothing_else_is_left() -> None:
     cache = KVCache(3)
     a, b = hashes("ab")
-    indexed, private, child = cache.allocate(3) or []
+    indexed, private, child = cache.pool.allocate(3) or []
     cache.publish(indexed, a, root_hash(""))
     cache.publish(child, b, a)
-    cache.release([indexed])
+    cache.pool.release([indexed])
     assert cache.num_available == 1
-    assert cache.allocate(1) == [indexed]
+    assert cache.pool.allocate(1) == [indexed]
     assert matched(cache, "ab") == ""
     cache.publish(private, a, root_hash(""))
     assert matched(cache, "ab") == "ab"
-    cache.check_integrity([[private, child], [indexed]])
+    cache.pool.check_integrity([[private, child], [indexed]])
 
 
 def test_active_blocks_are_never_evicted() -> None:
     cache = KVCache(4)
     table = compute(cache, "ab")
     remember(cache, "xy")
-    assert cache.allocate(3) is None
+    assert cache.pool.allocate(3) is None
     squeeze(cache, 2)
     assert matched(cache, "ab") == "ab"
-    cache.release(table)
+    cache.pool.release(table)
 
 
 def test_old_entries_do_not_pile_up() -> None:
@@ -103,8 +103,8 @@ def test_old_entries_do_not_pile_up() -> None:
     cache = KVCache(4)
     remember(cache, "abcd")
     for _ in range(1000):
-        cache.release(cache.acquire(hashes("abcd")))
-    assert len(cache._cached._tails) <= 2 * 4 + 64
+        cache.pool.release(cache.pool.acquire(hashes("abcd")))
+    assert len(cache.pool.cached._tails) <= 2 * 4 + 64
     cache.check_integrity()
     squeeze(cache, 1)
     assert matched(cache, "abcd") == "abc"
@@ -114,7 +114,7 @@ def test_evicted_blocks_are_handed_out_once() -> None:
     cache = KVCache(8)
     remember(cache, "abcd")
     remember(cache, "wxyz")
-    taken = cache.allocate(8)
+    taken = cache.pool.allocate(8)
     assert taken is not None
     assert sorted(taken) == list(range(8))
-    cache.check_integrity([taken])
+    cache.pool.check_integrity([taken])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.kvcache import BlockHash, KVCache, chain_hash, root_hash
-from tests.kvcache.chains import Mirror
+from tests.kvcache.chains import Mirror, in_host_memory
 
 LETTERS = st.text("ab", min_size=1, max_size=5)
 SALTS = st.sampled_from(["x", "y"])
@@ -157,7 +157,9 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def make(self, num_blocks: int, pinned_fraction: float, num_host_blocks: int) -> None:
         self.cache = KVCache(num_blocks, max_pinned_fraction=pinned_fraction, num_host_blocks=num_host_blocks)
-        self.model = Model(num_blocks, self.cache.max_pinned_blocks, list(range(num_host_blocks))[::-1])
+        self.model = Model(
+            num_blocks, self.cache.retention.max_pinned_blocks, list(range(num_host_blocks))[::-1]
+        )
         self.kv: list[BlockHash | None] = [None] * num_blocks  # what the memory of each block holds
         self.host_kv: list[BlockHash | None] = [None] * num_host_blocks
         self.mirror = Mirror()
@@ -215,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
         holder = self.holders[position % len(self.holders)]
         leaving = holder.table[keep:]
         for part in [[block_id] for block_id in leaving] if head_first else [leaving]:
-            self.cache.release(part)
+            self.cache.pool.release(part)
             self.model.release(part)
         holder.table = holder.table[:keep]
         holder.chain = holder.chain[:keep]
@@ -231,13 +233,13 @@ class CacheMachine(RuleBasedStateMachine):
         """Somebody needs many blocks for a moment."""
         available = self.model.num_free() + len(self.model.cached())
         assert self.cache.num_available == available
-        taken = self.cache.allocate(count)
+        taken = self.cache.pool.allocate(count)
         assert (taken is not None) == (count <= available)
         if taken is not None:
             assert len(set(taken)) == count
             self.model.evict_for(count)
             self._overwrite(taken)
-            self.cache.release(taken)
+            self.cache.pool.release(taken)
 
     @rule(letters=LETTERS, salt=SALTS, seconds=st.integers(-1, 5))
     def pin(self, letters: str, salt: str, seconds: int) -> None:
@@ -252,11 +254,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _pin(self, chain: list[BlockHash], seconds: int) -> None:
         self.model.expire(self.now)
-        overflows = self.cache.pins_demoted
-        num_pinned = self.cache.pin(chain, until=self.now + seconds, now=self.now)
+        overflows = self.cache.retention.pins_given_up
+        num_pinned = self.cache.retention.retain(chain, until=self.now + seconds, now=self.now)
         if seconds > 0:
             self.model.pin(chain, self.now + seconds)
-            self._adopt_overflow(self.cache.pins_demoted - overflows)
+            self._adopt_overflow(self.cache.retention.pins_given_up - overflows)
             known = chain[: self.model.match(chain)]
             on_device = [self.model.index[key] for key in known if key in self.model.index]
             num_stored = len(known) - len(on_device)
@@ -269,14 +271,14 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 3))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        assert self.cache.expire_pins(self.now) == self.model.expire(self.now)
+        assert self.cache.retention.expire(self.now) == self.model.expire(self.now)
 
     @rule(num_available=st.integers(0, 12))
     def make_pins_yield(self, num_available: int) -> None:
-        demoted = self.cache.pins_demoted
-        self.cache.make_pins_yield(num_available)
+        demoted = self.cache.retention.pins_given_up
+        self.cache.retention.give_way(num_available)
         with_pin = sum(entry.pinned_until is not None for entry in self.model.index.values())
-        num_given_up = self.cache.pins_demoted - demoted
+        num_given_up = self.cache.retention.pins_given_up - demoted
         assert self.cache.num_available >= num_available or num_given_up == with_pin
         self._adopt_overflow(num_given_up, expected=num_given_up)
 
@@ -289,7 +291,7 @@ class CacheMachine(RuleBasedStateMachine):
     def clear(self, rarely: int) -> None:
         if rarely:
             return
-        self.cache.clear()
+        self.cache.pool.clear()
         self.model.index.clear()
         self.model.free_slots += [stored.slot for stored in self.model.host.values()]
         self.model.host.clear()
@@ -298,22 +300,25 @@ class CacheMachine(RuleBasedStateMachine):
     def everything_agrees(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache.check_integrity([holder.table for holder in self.holders])
+        self.cache.pool.check_integrity([holder.table for holder in self.holders])
         cache, model = self.cache, self.model
-        assert {key: block.block_id for key, block in cache._index.items()} == {
+        assert {key: block.block_id for key, block in cache.pool.index.items()} == {
             key: entry.block_id for key, entry in model.index.items()
         }
-        assert {key: slot.block_id for key, slot in cache._host.index.items()} == {
+        assert {key: slot.block_id for key, slot in cache.pool.host.index.items()} == {
             key: stored.slot for key, stored in model.host.items()
         }
-        assert cache.num_free == model.num_free()
-        assert cache.num_cached == len(model.cached())
-        assert cache.num_pinned == len(model.pinned())
-        assert cache.num_active == sum(count > 0 for count in model.references.values())
-        assert cache.num_free + cache.num_cached + cache.num_pinned + cache.num_active == cache.num_blocks
+        assert cache.pool.num_free == model.num_free()
+        assert cache.pool.num_cached == len(model.cached())
+        assert cache.pool.num_pinned == len(model.pinned())
+        assert cache.pool.num_active == sum(count > 0 for count in model.references.values())
+        assert (
+            cache.pool.num_free + cache.pool.num_cached + cache.pool.num_pinned + cache.pool.num_active
+            == cache.num_blocks
+        )
 
     def _grow(self, holder: Holder, block_hash: BlockHash | None) -> None:
-        fresh = self.cache.allocate(1)
+        fresh = self.cache.pool.allocate(1)
         if fresh is None:
             assert self.model.num_free() + len(self.model.cached()) == 0
             return
@@ -336,17 +341,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _take(self, chain: list[BlockHash]) -> list[int] | None:
         """Take a reference on every block of a matched prefix, wherever it is; None if there is no room for that."""
-        away = self.cache.in_host_memory(chain)
+        away = in_host_memory(self.cache, chain)
         assert away == [block_hash for block_hash in chain if block_hash in self.model.host]
         here = [block_hash for block_hash in chain if block_hash not in away]
-        acquired = self.cache.acquire(here)
+        acquired = self.cache.pool.acquire(here)
         assert acquired == [self.model.index[block_hash].block_id for block_hash in here]
         self.model.references.update(acquired)
         if len(away) > self.cache.num_available:
-            self.cache.release(acquired)
+            self.cache.pool.release(acquired)
             self.model.release(acquired)
             return None
-        restored = self.cache.restore(away)
+        restored = self.cache.pool.restore(away)
         self.model.restore(away)
         for block_hash, block_id in zip(away, restored, strict=True):
             self.model.index[block_hash].block_id = block_id
@@ -361,9 +366,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.host_kv[copy.host_slot] = self.kv[copy.block_id]
             else:
                 self.kv[copy.block_id] = self.host_kv[copy.host_slot]
-        for block_hash, block in self.cache._index.items():
+        for block_hash, block in self.cache.pool.index.items():
             assert self.kv[block.block_id] == block_hash, "a block holds what it should not"
-        for block_hash, slot in self.cache._host.index.items():
+        for block_hash, slot in self.cache.pool.host.index.items():
             assert self.host_kv[slot.block_id] == block_hash, "a slot holds what it should not"
 
     def _overwrite(self, block_ids: list[int]) -> None:
@@ -377,7 +382,7 @@ class CacheMachine(RuleBasedStateMachine):
         if expected is None:
             expected = max(0, len(with_pin) - self.model.max_pinned)
         assert num_overflows == expected
-        given_up = [key for key in with_pin if self.cache._index[key].pinned_until is None]
+        given_up = [key for key in with_pin if self.cache.pool.index[key].pinned_until is None]
         assert len(given_up) == num_overflows
         expiry = {key: self.model.index[key].pinned_until or 0.0 for key in with_pin}
         for key in given_up:

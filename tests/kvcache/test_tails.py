@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.plan import HalfCopy
-from penstock.kvcache import IntegrityError, KVCache, TailHalves
+from penstock.kvcache import IntegrityError, KVCache
+from penstock.kvcache.tails import TailHalves
 
 HALF = 8
 
 
 def make(num_blocks: int = 4) -> tuple[KVCache, TailHalves]:
     cache = KVCache(num_blocks)
-    return cache, TailHalves(cache, enabled=True)
+    return cache, TailHalves(cache.pool, enabled=True)
 
 
 def take_half(tails: TailHalves) -> tuple[int, int]:
@@ -28,22 +29,22 @@ def test_two_tails_take_one_block() -> None:
     first, second = take_half(tails), take_half(tails)
     assert first[0] == second[0]
     assert [first[1], second[1]] == [0, HALF]
-    assert cache.num_active == 1
+    assert cache.pool.num_active == 1
     third = take_half(tails)
     assert third[0] != first[0]
     tails.check_integrity([first, second, third])
-    cache.check_integrity([[block_id] for block_id, _ in (first, second, third)])
+    cache.pool.check_integrity([[block_id] for block_id, _ in (first, second, third)])
 
 
 def test_a_half_that_was_given_back_is_taken_first() -> None:
     cache, tails = make()
     first, second = take_half(tails), take_half(tails)
     tails.give_back(*first)
-    assert cache.num_active == 1
+    assert cache.pool.num_active == 1
     assert take_half(tails) == first
     tails.give_back(*first)
     tails.give_back(*second)
-    assert (cache.num_active, cache.num_free, tails.num_spare) == (0, 4, 0)
+    assert (cache.pool.num_active, cache.pool.num_free, tails.num_spare) == (0, 4, 0)
 
 
 def test_who_is_alone_in_a_block_gets_all_of_it() -> None:
@@ -52,10 +53,10 @@ def test_who_is_alone_in_a_block_gets_all_of_it() -> None:
     assert not tails.is_shared(block_id)
     assert tails.widen(block_id, offset) == block_id
     assert cache.take_copies() == ()
-    cache.check_integrity([[block_id]])
+    cache.pool.check_integrity([[block_id]])
     assert tails.num_spare == 0
 
-    cache.release([block_id])
+    cache.pool.release([block_id])
     first, second = take_half(tails), take_half(tails)
     tails.give_back(*first)
     assert tails.widen(*second) == block_id, "no other block is needed"
@@ -70,13 +71,13 @@ def test_who_shares_a_block_moves_to_another() -> None:
     assert whole_id != first[0]
     assert cache.take_copies() == (HalfCopy(first[0], 0, whole_id),)
     tails.check_integrity([second])
-    cache.check_integrity([[whole_id], [second[0]]])
+    cache.pool.check_integrity([[whole_id], [second[0]]])
     assert take_half(tails) == first
 
 
 def test_without_halves_every_tail_is_a_block() -> None:
     cache = KVCache(2)
-    tails = TailHalves(cache, enabled=False)
+    tails = TailHalves(cache.pool, enabled=False)
     assert not any(tails.suffices(count) for count in range(17))
     assert {tails.take(), tails.take()} == {(0, None), (1, None)}
     assert tails.num_slots == 16
@@ -84,7 +85,7 @@ def test_without_halves_every_tail_is_a_block() -> None:
 
 def test_blocks_of_an_odd_size_have_no_halves() -> None:
     with pytest.raises(ValueError, match="5 tokens has no halves"):
-        TailHalves(KVCache(2, block_size=5), enabled=True)
+        TailHalves(KVCache(2, block_size=5).pool, enabled=True)
 
 
 def test_what_half_a_block_holds() -> None:
@@ -126,6 +127,6 @@ def test_any_order_of_calls_loses_nothing(script: list[tuple[str, int]]) -> None
             else:
                 halves.append((half, owner))
         tails.check_integrity(half for half, _ in halves)
-        cache.check_integrity([*([half[0]] for half, _ in halves), *([block] for block, _ in blocks)])
+        cache.pool.check_integrity([*([half[0]] for half, _ in halves), *([block] for block, _ in blocks)])
         assert all(contents[half] == owner for half, owner in halves)
         assert all(contents[block_id, 0] == owner for block_id, owner in blocks)

@@ -72,13 +72,13 @@ def use_cache(cache: KVCache, rng: Random) -> Iterator[list[bytes]]:
             parent = chain_hash(parent, (rng.randint(0, 2),))
             chain.append(parent)
         found = cache.match(chain)
-        block_ids = cache.acquire(chain[:found])
-        fresh = cache.allocate(len(chain) - found)
+        block_ids = cache.pool.acquire(chain[:found])
+        fresh = cache.pool.allocate(len(chain) - found)
         assert fresh is not None
         block_ids += fresh
         for position, (block_id, block_hash) in enumerate(zip(block_ids, chain, strict=True)):
             cache.publish(block_id, block_hash, chain[position - 1] if position else ROOT)
-        cache.release(block_ids)
+        cache.pool.release(block_ids)
         yield chain
 
 

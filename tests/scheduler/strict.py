@@ -18,7 +18,7 @@ from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, 
 from penstock.core.request import CacheBreakpoint, FinishReason, Request, SamplingParams, Tier
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler import Scheduler
-from penstock.scheduler.exchange import Landing, Loan
+from penstock.scheduler.exchange import BlockExport, BlockImport
 
 VOCABULARY = 50
 EOS = VOCABULARY  # never drawn unless a test wants it
@@ -269,6 +269,7 @@ class Driver:
             enable_prefix_caching=prefix_caching,
             max_pinned_fraction=max_pinned_fraction,
             num_host_blocks=num_host_blocks,
+            halves_blocks=halves_blocks,
         )
         self.scheduler = Scheduler(
             self.config,
@@ -276,7 +277,6 @@ class Driver:
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             block_copy_s=block_copy_s,
-            halves_blocks=halves_blocks,
         )
         self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks)
         self.depth = depth
@@ -289,8 +289,8 @@ class Driver:
         self.plans: list[StepPlan] = []
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.aborted: set[str] = set()
-        self.landings: deque[tuple[Landing, Request]] = deque()
-        self.loans: deque[tuple[Loan, Request]] = deque()
+        self.imports: deque[tuple[BlockImport, Request]] = deque()
+        self.exports: deque[tuple[BlockExport, Request]] = deque()
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now)
@@ -322,41 +322,41 @@ class Driver:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def reserve(self, request: Request) -> None:
+    def begin_import(self, request: Request) -> None:
         """Room for KV of a request from another engine."""
-        landing = self.scheduler.exchange.reserve(request)
+        landing = self.scheduler.exchange.begin_import(request)
         self.scheduler.check_integrity()
         if landing is not None:
-            self.landings.append((landing, request))
+            self.imports.append((landing, request))
 
-    def land(self, num_filled: int) -> None:
+    def finish_import(self, num_filled: int) -> None:
         """The oldest landing ends: some of its blocks are filled, and rubbish is written to the others."""
-        landing, request = self.landings.popleft()
+        landing, request = self.imports.popleft()
         num_filled = min(num_filled, len(landing.block_ids))
-        first = len(landing.found_block_ids)
+        first = landing.num_found
         contents = self.executor.contents_of(request, first + num_filled)[first:]
         rubbish: list[list[int]] = [[-1] * self.cache.block_size] * (len(landing.block_ids) - num_filled)
         for block_id, content in zip(landing.block_ids, [*contents, *rubbish], strict=True):
             self.executor.overwrite(block_id, content)
-        self.scheduler.exchange.land(landing.number, num_filled)
+        self.scheduler.exchange.finish_import(landing.number, num_filled)
         self.scheduler.check_integrity()
 
-    def lend(self, request: Request) -> None:
+    def export(self, request: Request) -> None:
         """Another engine reads what is cached of a request."""
-        loan = self.scheduler.exchange.lend_prefix(request)
-        self.loans.append((loan, request))
+        loan = self.scheduler.exchange.export_prefix(request)
+        self.exports.append((loan, request))
         self.scheduler.check_integrity()
 
-    def take_back(self) -> None:
+    def finish_export(self) -> None:
         """The oldest loan ends: what was lent is still what it was."""
-        loan, request = self.loans.popleft()
+        loan, request = self.exports.popleft()
         assert self.executor.read(loan.block_ids) == self.executor.contents_of(request, len(loan.block_ids))
-        self.scheduler.exchange.take_back(loan.number)
+        self.scheduler.exchange.finish_export(loan.number)
         self.scheduler.check_integrity()
 
     def pin(self, prompt: tuple[int, ...], seconds: float = 1.0) -> None:
         hashes = chain_hashes(root_hash(""), prompt, self.cache.block_size)
-        self.cache.pin(hashes, self.now + seconds, self.now)
+        self.cache.retention.retain(hashes, self.now + seconds, self.now)
 
     def expect_short_answers(self) -> None:
         """Teach the forecast wrongly, so that more is admitted than will fit."""
@@ -409,7 +409,7 @@ class Driver:
             self.step()
         else:
             raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.stats()}")
-        assert self.cache.num_active == 0
+        assert self.cache.pool.num_active == 0
         assert self.scheduler.stats().num_running == self.scheduler.stats().num_waiting == 0
         for request_id in self.requests:
             assert request_id in self.finished or request_id in self.aborted

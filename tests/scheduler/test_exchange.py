@@ -11,8 +11,8 @@ def test_what_has_landed_is_reused() -> None:
     driver = Driver()
     request = make_request("r", PROMPT)
     assert driver.scheduler.exchange.num_missing(request) == 7
-    driver.reserve(request)
-    driver.land(7)
+    driver.begin_import(request)
+    driver.finish_import(7)
     assert driver.scheduler.exchange.num_missing(request) == 0
     driver.add(request)
     driver.run()
@@ -22,8 +22,8 @@ def test_what_has_landed_is_reused() -> None:
 def test_what_did_not_come_is_computed() -> None:
     driver = Driver()
     request = make_request("r", PROMPT)
-    driver.reserve(request)
-    driver.land(3)
+    driver.begin_import(request)
+    driver.finish_import(3)
     driver.add(request)
     driver.run()
     assert driver.first_events["r"].num_cached_tokens == 12
@@ -33,12 +33,12 @@ def test_room_is_left_for_those_that_run() -> None:
     driver = Driver(num_blocks=16)
     driver.add(make_request("running", 20, max_tokens=40))
     driver.step()
-    driver.reserve(make_request("r", PROMPT))
-    assert not driver.landings, "the running request is expected to need it"
+    driver.begin_import(make_request("r", PROMPT))
+    assert not driver.imports, "the running request is expected to need it"
     driver.run()
-    driver.reserve(make_request("r", PROMPT))
-    assert driver.landings
-    driver.land(0)
+    driver.begin_import(make_request("r", PROMPT))
+    assert driver.imports
+    driver.finish_import(0)
 
 
 def test_a_request_that_would_need_lent_blocks_waits_for_them() -> None:
@@ -47,13 +47,13 @@ def test_a_request_that_would_need_lent_blocks_waits_for_them() -> None:
     kept = make_request("kept", PROMPT, max_tokens=1)
     driver.add(kept)
     driver.run()
-    driver.lend(kept)
+    driver.export(kept)
     driver.add(make_request("grows", 9, max_tokens=20))
     for _ in range(40):
         driver.step()
     assert "grows" not in driver.finished
     assert driver.scheduler.stats().num_running == 0
-    driver.take_back()
+    driver.finish_export()
     driver.run()
     assert len(driver.answers["grows"]) == 20
 
@@ -62,8 +62,8 @@ def test_only_what_is_cached_is_lent() -> None:
     driver = Driver()
     driver.add(make_request("first", PROMPT[:17], max_tokens=1))
     driver.run()
-    loan = driver.scheduler.exchange.lend_prefix(make_request("r", PROMPT))
+    loan = driver.scheduler.exchange.export_prefix(make_request("r", PROMPT))
     assert len(loan.block_ids) == 4
     driver.scheduler.check_integrity()
-    driver.scheduler.exchange.take_back(loan.number)
+    driver.scheduler.exchange.finish_export(loan.number)
     driver.scheduler.check_integrity()

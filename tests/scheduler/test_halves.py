@@ -24,7 +24,7 @@ def test_short_tails_share_a_block() -> None:
     for name in ("a", "b", "c"):
         driver.add(make_request(name, BLOCK + 3, 40))
     driver.step()
-    assert driver.cache.num_active == 3 + 2
+    assert driver.cache.pool.num_active == 3 + 2
     slots = 3 * (BLOCK + BLOCK // 2)
     assert driver.scheduler.stats().kv_fragmentation == pytest.approx(1 - 3 * (BLOCK + 3) / slots)
     driver.run()
@@ -36,7 +36,7 @@ def test_a_long_tail_takes_a_whole_block() -> None:
     driver.add(make_request("a", BLOCK + 9, 3))
     driver.add(make_request("b", BLOCK, 3))
     driver.step()
-    assert driver.cache.num_active == 3
+    assert driver.cache.pool.num_active == 3
     driver.run()
     assert driver.executor.num_halves_copied == 0
 

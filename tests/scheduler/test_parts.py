@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.request import Tier
-from penstock.scheduler.draft import MIN_PREFILL_TOKENS, StepDraft
+from penstock.kvcache import KVCache
 from penstock.scheduler.fairness import TenantLedger
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.lengths import NUM_LENGTH_BINS, OutputLengthEstimator, length_bin
 from penstock.scheduler.predictor import StepLoad, StepTimePredictor
 from penstock.scheduler.sequence import Sequence
+from penstock.scheduler.step_builder import MIN_PREFILL_TOKENS, StepBuilder
 from tests.scheduler.strict import make_request
 
 
@@ -94,7 +95,8 @@ def sequence_of(
         length_limit=10_000,
         account=ledger.enter(""),
     )
-    sequence.block_ids = list(range(blocks_held))
+    sequence.table = KVCache(blocks_held).open_table()
+    sequence.table.fill(blocks_held * 16)
     sequence.predicted_length = (blocks_held + blocks_to_grow) * 16
     return sequence
 
@@ -133,7 +135,7 @@ def test_a_step_that_time_cuts_short_ends_with_a_whole_tile(num_decodes: int, ta
     for _ in range(200):
         predictor.observe(StepLoad(decode_sequences=1), 0.005)
         predictor.observe(StepLoad(prefill_tokens=1000, decode_sequences=1), 0.105)
-    draft = StepDraft(8192, predictor, target_s, tile_tokens=128)
+    draft = StepBuilder(8192, predictor, target_s, tile_tokens=128)
     draft.load.decode_sequences = num_decodes
     draft.num_tokens_left -= num_decodes
     in_time = predictor.prefill_tokens_within(target_s, draft.load, 0)

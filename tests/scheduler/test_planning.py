@@ -128,9 +128,9 @@ def test_abort_frees_blocks_at_once_and_names_the_request_released_once(depth: i
     driver.add(make_request("a", 20, 9))
     driver.add(make_request("b", 20, 9))
     driver.step()
-    used = driver.cache.num_active
+    used = driver.cache.pool.num_active
     driver.abort("a")
-    assert driver.cache.num_active < used
+    assert driver.cache.pool.num_active < used
     driver.abort("a")
     driver.abort("never seen")
     driver.run()
@@ -186,7 +186,7 @@ def test_a_position_that_cannot_be_sampled_ends_its_request_alone() -> None:
     assert driver.finished["a"].finish_reason is FinishReason.ERROR
     assert driver.finished["a"].error == "The logits are not numbers."
     assert driver.finished["a"].num_cached_tokens == 0
-    assert driver.cache.num_active == 0
+    assert driver.cache.pool.num_active == 0
 
 
 @pytest.mark.parametrize(

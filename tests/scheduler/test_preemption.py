@@ -130,11 +130,11 @@ def test_a_pinned_prefix_makes_way_when_nothing_else_can() -> None:
     driver.add(pinned)
     driver.run()
     driver.pin(pinned.prompt_token_ids, seconds=1e6)
-    assert driver.cache.num_pinned == 4
+    assert driver.cache.pool.num_pinned == 4
     driver.add(make_request("at admission", 24, 2))
     driver.run()
     driver.pin(make_request("at admission", 24).prompt_token_ids, seconds=1e6)
-    assert driver.cache.num_pinned == 4
+    assert driver.cache.pool.num_pinned == 4
     driver.add(make_request("while growing", 8, 20))
     driver.run()
     assert len(driver.answers["while growing"]) == 20

@@ -53,10 +53,10 @@ operations = st.lists(
         st.tuples(st.just("wait"), st.floats(0.0, 2.0)),
         st.tuples(st.just("pin"), st.sampled_from(PREFIXES)),
         st.tuples(st.just("expect short answers"), st.none()),
-        st.tuples(st.just("reserve"), prefixes),
-        st.tuples(st.just("land"), st.integers(0, 30)),
-        st.tuples(st.just("lend"), prefixes),
-        st.tuples(st.just("take back"), st.none()),
+        st.tuples(st.just("begin import"), prefixes),
+        st.tuples(st.just("finish import"), st.integers(0, 30)),
+        st.tuples(st.just("export"), prefixes),
+        st.tuples(st.just("finish export"), st.none()),
     ),
     min_size=15,
     max_size=60,
@@ -123,23 +123,23 @@ def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
         driver.pin(argument)
     elif operation == "expect short answers":
         driver.expect_short_answers()
-    elif operation == "reserve":
-        driver.reserve(argument)
-    elif operation == "land":
-        if driver.landings:
-            driver.land(argument)
-    elif operation == "lend":
+    elif operation == "begin import":
+        driver.begin_import(argument)
+    elif operation == "finish import":
+        if driver.imports:
+            driver.finish_import(argument)
+    elif operation == "export":
         if not driver.num_in_flight:  # else blocks may be found whose contents are still being computed
-            driver.lend(argument)
-    elif operation == "take back" and driver.loans:
-        driver.take_back()
+            driver.export(argument)
+    elif operation == "finish export" and driver.exports:
+        driver.finish_export()
 
 
 def end_transfers(driver: Driver) -> None:
-    while driver.landings:
-        driver.land(0)
-    while driver.loans:
-        driver.take_back()
+    while driver.imports:
+        driver.finish_import(0)
+    while driver.exports:
+        driver.finish_export()
 
 
 def begun_elsewhere(driver: Driver, request: Request, num_tokens: int) -> Request:

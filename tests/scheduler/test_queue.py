@@ -160,7 +160,7 @@ def test_a_deadline_ends_a_prompt_that_is_still_being_computed() -> None:
     driver.add(make_request("a", 100, 5, deadline_s=0.05))
     driver.run()
     assert driver.finished["a"].finish_reason is FinishReason.DEADLINE
-    assert driver.cache.num_active == 0
+    assert driver.cache.pool.num_active == 0
 
 
 def test_a_commit_after_the_deadline_delivers_its_token_and_ends() -> None:

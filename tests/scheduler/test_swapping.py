@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.messages import EngineStats
 from penstock.scheduler.predictor import StepLoad, StepTimePredictor
-from penstock.scheduler.swapping import swap_is_cheaper
+from penstock.scheduler.preemption import swap_is_cheaper
 from tests.scheduler.strict import Driver, make_request
 
 
@@ -59,10 +59,10 @@ def test_the_rule_weighs_copies_against_a_learned_prefill() -> None:
     assert not swap_is_cheaper(100, 16, 1.1 * even_s, predictor)
 
 
-def test_a_promise_ends_by_itself() -> None:
+def test_a_swapped_block_is_dropped_in_time() -> None:
     """Swapped blocks of a request that never comes back do not occupy host memory for ever."""
     driver, stats = run_short_of_blocks(0.0, 20)
     driver.now += 1000.0
-    driver.cache.expire_pins(driver.now)
+    driver.cache.retention.expire(driver.now)
     assert stats.num_swapped > 0
-    assert driver.cache.num_host_blocks_used == 0
+    assert len(driver.cache.pool.host) == 0

@@ -18,7 +18,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 from penstock.engine.record import RecordedExchange
 from penstock.engine.transfer.port import CancelFetch, Fetch, Fetched, KVPort, Marker
-from penstock.scheduler.exchange import Landing
+from penstock.scheduler.exchange import BlockImport
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class FetchCounters:
 class _Waiting:
     request: Request
     source: KVSource
-    landing: Landing | None = None  # None while there is no room
+    landing: BlockImport | None = None  # None while there is no room
 
 
 class BorrowingDesk:
@@ -55,7 +55,7 @@ class BorrowingDesk:
         self._max_waiting = max_waiting
         self._mark = mark
         self._waiting: dict[str, _Waiting] = {}  # in order of arrival
-        self._landings: dict[int, tuple[Landing, str]] = {}  # being filled, and for which request
+        self._landings: dict[int, tuple[BlockImport, str]] = {}  # being filled, and for which request
         self._served: list[Request] = []
         self._computed_elsewhere: dict[str, int] = {}  # tokens, of requests that have no output yet
         self.counters = FetchCounters()
@@ -82,7 +82,7 @@ class BorrowingDesk:
 
     def fetched(self, news: Fetched) -> None:
         landing, request_id = self._landings.pop(news.number)
-        self._exchange.land(landing, news.num_filled)
+        self._exchange.finish_import(landing, news.num_filled)
         if news.trouble is not None:
             self.counters.num_failed += 1
             log.warning("KV of %s did not all come from another engine: %s", request_id, news.trouble)
@@ -92,7 +92,7 @@ class BorrowingDesk:
             return
         del self._waiting[request_id]
         self._served.append(waiting.request)
-        first_token = len(landing.found_block_ids) * self._block_size
+        first_token = landing.num_found * self._block_size
         num_fetched = news.num_filled * self._block_size
         num_cached_there = min(max(0, news.num_cached_tokens - first_token), num_fetched)
         self._computed_elsewhere[request_id] = num_fetched - num_cached_there
@@ -129,7 +129,7 @@ class BorrowingDesk:
         request = waiting.request
         if not self._exchange.num_missing(request):
             return False
-        landing = self._exchange.reserve(request)
+        landing = self._exchange.begin_import(request)
         if landing is None:
             return may_wait or bool(self._landings)
         waiting.landing = landing
@@ -140,7 +140,7 @@ class BorrowingDesk:
                 landing.number,
                 waiting.source,
                 request,
-                len(landing.found_block_ids),
+                landing.num_found,
                 landing.block_ids,
                 self._mark(),
             )

@@ -14,7 +14,7 @@ from penstock.core.plan import Chunk, StepPlan, TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.engine.record import RecordedExchange
 from penstock.engine.transfer.port import Asked, BorrowKey, KVPort, Lend, LoopCalls, Ready, Refuse
-from penstock.scheduler.exchange import Loan
+from penstock.scheduler.exchange import BlockExport
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Prefill:
     borrow: BorrowKey
     request_id: str
     num_blocks: int
-    loan: Loan | None = None
+    loan: BlockExport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class LendingDesk:
         self._block_size = block_size
         self._calls = calls
         self._prefills: dict[str, _Prefill] = {}  # that are not done, by request id
-        self._loans: dict[BorrowKey, Loan] = {}
+        self._loans: dict[BorrowKey, BlockExport] = {}
         self._running: list[_Running] = []
         self._num_layers_begun = 0  # of the step that runs
         self._preempted: list[str] = []  # of the step that runs: requests that had begun before
@@ -66,7 +66,7 @@ class LendingDesk:
             self._calls.abort(request_id)
         loan = self._loans.pop(borrow, None)
         if loan is not None:
-            self._exchange.take_back(loan)
+            self._exchange.finish_export(loan)
 
     def begin_step(self, plan: StepPlan) -> None:
         """A plan is about to be executed."""
@@ -146,7 +146,7 @@ class LendingDesk:
         self._running.append(_Running(prefill.borrow, whole, begun))
 
     def _lend_table(self, prefill: _Prefill, chunk: Chunk) -> None:
-        loan = self._exchange.lend(chunk.new_block_ids[: prefill.num_blocks])
+        loan = self._exchange.begin_export(chunk.new_block_ids[: prefill.num_blocks])
         prefill.loan = self._loans[prefill.borrow] = loan
         self._port.order(Lend(prefill.borrow, loan.block_ids, chunk.start))
         num_cached = min(chunk.start // self._block_size, prefill.num_blocks)
@@ -154,7 +154,7 @@ class LendingDesk:
             self._port.order(Ready(prefill.borrow, num_cached, num_cached, 0, self._calls.mark()))
 
     def _lend_cached(self, news: Asked) -> None:
-        loan = self._exchange.lend_prefix(self._prefill_request(news))
+        loan = self._exchange.export_prefix(self._prefill_request(news))
         self._loans[news.borrow] = loan
         num_blocks = len(loan.block_ids)
         self._port.order(Lend(news.borrow, loan.block_ids, num_blocks * self._block_size))

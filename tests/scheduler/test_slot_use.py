@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.kvcache import SlotUse
+from penstock.scheduler.running import SlotUse
 
 
 def test_fragmentation_is_the_unfilled_share_of_slots() -> None:

@@ -1,4 +1,4 @@
-"""One step in the making: its chunks, and what is left of its budgets. Knows no queue and no blocks.
+"""Builds one step: its chunks, and what is left of its budgets. Knows no queue and no free blocks.
 
 Two budgets bound a step: tokens, and, while any request is decoding, predicted time. The second limits prefill
 only; the first prefill of a step always gets a minimum chunk, so that a long prompt advances whatever the target.
@@ -14,7 +14,7 @@ MIN_PREFILL_TOKENS = 16
 WORTHWHILE_TILES = 4  # below this, what is left out to end with a whole one weighs more
 
 
-class StepDraft:
+class StepBuilder:
     __slots__ = ("_predictor", "_target_s", "_tile_tokens", "chunks", "load", "num_tokens_left", "sampling")
 
     def __init__(
@@ -38,8 +38,9 @@ class StepDraft:
             new_blocks: tuple[int, ...] = ()
             tail_offset = 0
             if moved and sequence.number in moved:
-                new_blocks = (sequence.block_ids[-1],)
-                tail_offset = sequence.half_offset or 0
+                table = sequence.blocks
+                new_blocks = (table.block_ids[-1],)
+                tail_offset = table.half_offset or 0
             in_flight = 1 if start >= sequence.num_known else 0
             chunks.append(Chunk(request_id, start, 1, True, new_blocks, False, in_flight, tail_offset))
             sampling[request_id] = sequence
@@ -73,8 +74,8 @@ class StepDraft:
         start = sequence.num_computed
         num_tokens = min(num_tokens, sequence.num_known - start)
         samples = start + num_tokens == sequence.num_known
-        new_blocks = tuple(sequence.block_ids) if begins else ()
-        tail_offset = (sequence.half_offset or 0) if begins else 0
+        new_blocks = tuple(sequence.blocks.block_ids) if begins else ()
+        tail_offset = (sequence.blocks.half_offset or 0) if begins else 0
         self.chunks.append(
             Chunk(
                 sequence.request_id, start, num_tokens, samples, new_blocks, begins, tail_offset=tail_offset

@@ -1,0 +1,285 @@
+"""The pool of KV blocks and its prefix index. Knows ids, hashes and reference counts; no tensor, token, request or
+clock. Used by this room only: other rooms use `KVCache`, `BlockTable` and `Retention`.
+
+Every block is in exactly one state, which follows from three facts about it:
+
+    state    references  indexed  pinned   becomes
+    free     0           no       no       active by allocate
+    active   1 or more   either   either   on last release: free if not indexed, pinned if pinned, else cached
+    cached   0           yes      no       active by acquire; pinned by retention; free when evicted or cleared
+    pinned   0           yes      yes      active by acquire; cached when the pin ends; free when cleared
+
+"Indexed" means that the block is full, and its hash leads to it: any request with the same prefix may take a
+reference, also while other requests hold one, and nothing is copied. A hash leads to one block. A request that
+computes the same prefix at the same time gets a private block, which becomes free on release.
+
+An evicted block that is still retained goes to a slot of host memory, if there is one, and `restore` brings it back.
+A hash leads to a block or to a slot, never to both. `take_copies` returns the copies that this means for bytes.
+
+Methods that take hashes expect them in chain order from the start of the chain. All work is O(1) per block, except
+for an eviction, which is O(log) of the number of chain tails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+
+from penstock.core.hashing import BlockHash
+from penstock.core.plan import BlockCopy, HalfCopy, KVCopy
+from penstock.kvcache.block import Block, IntegrityError
+from penstock.kvcache.events import EventLog
+from penstock.kvcache.eviction import EvictionOrder
+from penstock.kvcache.host import HostTier
+from penstock.kvcache.integrity import check_cache
+from penstock.kvcache.pins import PinHeap
+
+
+class BlockPool:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, num_host_blocks: int
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a cache needs blocks and tokens in them, not {num_blocks} of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.index: dict[BlockHash, Block] = {}  # only this class changes it
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is reused first
+        self.cached = EvictionOrder(self._blocks, self.index)
+        self.pins = PinHeap(self._blocks)  # shared with Retention, which decides what is pinned
+        self.host = HostTier(num_host_blocks)
+        self.events = EventLog(max_pending_hashes=2 * num_blocks + 1024)
+        self.now = -inf  # the latest time that a caller mentioned
+        self._copies: list[KVCopy] = []  # in the order of the decisions that need them
+        self._num_active = 0
+        self._num_releases = 0
+
+        # Counters since construction.
+        self.evictions = 0  # blocks
+        self.copies_to_host = 0
+        self.copies_from_host = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now."""
+        return len(self._free) + len(self.cached)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.cached)
+
+    @property
+    def num_active(self) -> int:
+        return self._num_active
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks held by a pin alone. A pinned block that requests use counts as active."""
+        return self.num_blocks - len(self._free) - len(self.cached) - self._num_active
+
+    def match(self, hashes: Sequence[BlockHash]) -> int:
+        """How many leading hashes are indexed, here or in host memory. Changes nothing."""
+        index, host = self.index, self.host.index
+        for position, block_hash in enumerate(hashes):
+            if block_hash not in index and block_hash not in host:
+                return position
+        return len(hashes)
+
+    def match_on_device(self, hashes: Sequence[BlockHash]) -> int:
+        """How many leading hashes are indexed here. Changes nothing."""
+        index = self.index
+        for position, block_hash in enumerate(hashes):
+            if block_hash not in index:
+                return position
+        return len(hashes)
+
+    def acquire(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Take a reference on each of these blocks. Raises, and changes nothing, if one is not on the device."""
+        try:
+            blocks = [self.index[block_hash] for block_hash in hashes]
+        except KeyError as missing:
+            raise IntegrityError(f"block {missing} is not indexed: match before acquiring") from None
+        for block in blocks:
+            block.references += 1
+            if block.references == 1:
+                self._num_active += 1
+                if block.pinned_until is None:
+                    self.cached.remove(block)
+        return [block.block_id for block in blocks]
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Blocks with unknown contents and one reference each, evicting cached ones as needed. None, and no
+        change, when there are not that many."""
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} blocks")
+        free = self._free
+        if count > len(free) + len(self.cached):
+            return None
+        while len(free) < count:
+            self._evict(self.cached.oldest_tail())
+        blocks = self._blocks
+        taken = [free.pop() for _ in range(count)]
+        for block_id in taken:
+            blocks[block_id].references = 1
+        self._num_active += count
+        return taken
+
+    def restore(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Bring blocks back from host memory, with one reference each. There must be as many available."""
+        # Their slots stay out of use meanwhile: making room may send other blocks to host memory.
+        slots = [self.host.take(block_hash) for block_hash in hashes]
+        block_ids = self.allocate(len(slots))
+        if block_ids is None:
+            raise IntegrityError(f"{len(slots)} blocks are restored, and {self.num_available} are available")
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            self._move_in(slot, self._blocks[block_id])
+            self._copies.append(BlockCopy(block_id, slot.block_id, to_host=False))
+        self.copies_from_host += len(slots)
+        return block_ids
+
+    def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
+        """Half a block goes to the start of another block, or of its own."""
+        self._copies.append(HalfCopy(block_id, offset, to_block_id))
+
+    def take_copies(self) -> tuple[KVCopy, ...]:
+        """The copies that what was decided since the last call needs, in the order to make them: after all
+        steps planned before, and before anything is written that is planned from now on."""
+        if not self._copies:
+            return ()
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks that were given away still hold what is to be copied out of them."""
+        return bool(self._copies)
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Take another reference on each of these active blocks, whether or not they can be found."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if not block.references:
+                raise IntegrityError(f"block {block_id} is held but nobody else holds it")
+            block.references += 1
+
+    def publish(self, block_id: int, block_hash: BlockHash, parent: BlockHash) -> None:
+        """Index an active block that is now full of known tokens. If another block already holds that hash,
+        the index keeps the older one, and this block stays private."""
+        block = self._blocks[block_id]
+        if not block.references:
+            raise IntegrityError(f"block {block_id} is published but nobody holds it")
+        if block.block_hash is not None and block.block_hash != block_hash:
+            raise IntegrityError(f"block {block_id} is published twice, with different contents")
+        if not self.enable_prefix_caching or block_hash in self.index:
+            return
+        if block_hash in self.host.index:  # computed anew, though it was there: the older copy is of no use
+            self._move_in(self.host.take(block_hash), block)
+            return
+        block.block_hash = block_hash
+        block.parent = parent
+        self.index[block_hash] = block
+        self.events.stored(block_hash, parent)
+
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """Active blocks whose contents were never written: whoever holds them keeps them, and nobody else finds
+        them."""
+        for block in (self._blocks[block_id] for block_id in block_ids):
+            if block.block_hash is None:
+                continue
+            if not block.references:
+                raise IntegrityError(f"block {block.block_id} is withdrawn but nobody holds it")
+            del self.index[block.block_hash]
+            if block.pinned_until is not None:
+                self.pins.end(block)
+            self.events.removed(block.block_hash)
+            block.block_hash = block.parent = block.term = None
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give back one reference each; ids in chain order. A block that nobody holds any more stays reusable
+        if indexed, and is free at once if not."""
+        blocks = self._blocks
+        for block_id in reversed(block_ids):
+            block = blocks[block_id]
+            if block.references > 1:
+                block.references -= 1
+                continue
+            if not block.references:
+                raise IntegrityError(f"block {block_id} is released but nobody holds it")
+            block.references = 0
+            self._num_active -= 1
+            if block.block_hash is None:
+                self._free.append(block_id)
+                continue
+            self._num_releases += 1
+            block.last_use = self._num_releases
+            if block.pinned_until is None:
+                self.cached.add(block)
+
+    def clear(self) -> None:
+        """Forget every prefix, pins included. Active blocks stay with their holders but can no longer be
+        found, and are free once released."""
+        self.pins.clear()
+        self.cached.clear()
+        self.host.clear()
+        for block in self.index.values():
+            block.block_hash = block.parent = block.term = None
+            if not block.references:
+                self._free.append(block.block_id)
+        self.index.clear()
+        self.events.cleared()
+
+    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Raise IntegrityError unless every block is in exactly one state and all records agree. With the block
+        tables of every holder of references, also check that the reference counts are exactly those."""
+        check_cache(self._blocks, self._free, self.index, tables)
+        self.cached.check()
+        self.pins.check()
+        self.host.check()
+        if not self.index.keys().isdisjoint(self.host.index):
+            raise IntegrityError("a hash leads to a block and to a slot of host memory")
+        if self._num_active != sum(block.references > 0 for block in self._blocks):
+            raise IntegrityError(f"the count of active blocks, {self._num_active}, is wrong")
+
+    def indexed(self) -> Iterator[tuple[BlockHash, BlockHash]]:
+        """(hash, parent) of every block and slot that a hash leads to."""
+        for index in (self.index.items(), self.host.index.items()):
+            for block_hash, block in index:
+                if block.parent is not None:
+                    yield block_hash, block.parent
+
+    def _evict(self, block: Block) -> None:
+        block_hash = block.block_hash
+        assert block_hash is not None
+        del self.index[block_hash]
+        self.cached.remove(block)
+        lost: BlockHash | None = block_hash
+        if block.term is not None and block.term.until > self.now:
+            lost = self._move_out(block)
+        if lost is not None:
+            self.events.removed(lost)
+        block.block_hash = block.parent = block.term = None
+        self._free.append(block.block_id)
+        self.evictions += 1
+
+    def _move_out(self, block: Block) -> BlockHash | None:
+        """A retained block leaves the device; returns the hash that is now in neither tier, if there is one."""
+        lost = self.host.store(block)
+        if lost != block.block_hash:
+            assert block.block_hash is not None
+            slot = self.host.index[block.block_hash]
+            self._copies.append(BlockCopy(block.block_id, slot.block_id, to_host=True))
+            self.copies_to_host += 1
+        return lost
+
+    def _move_in(self, slot: Block, block: Block) -> None:
+        """An active block takes over what a slot of host memory held."""
+        assert slot.block_hash is not None
+        block.block_hash, block.parent, block.term = slot.block_hash, slot.parent, slot.term
+        self.index[slot.block_hash] = block
+        self.host.free(slot)
