@@ -1,7 +1,7 @@
 """Preemption: which running requests lose their blocks, and whether their KV is worth moving to host memory.
 
 A preempted request keeps its tokens, and computes again what the cache has lost when it resumes. Retained blocks go
-to host memory when they are evicted (see `kvcache`), so swapping a request out means to retain its blocks for a while.
+to host memory when they are evicted (see `kvcache`), so swapping a request out means retaining its blocks for a time.
 That is done when moving them there and back is predicted to take less time than computing them again. Blocks that no
 other request needed in the meantime are moved nowhere, and cost nothing either way.
 
