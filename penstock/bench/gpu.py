@@ -1,8 +1,8 @@
-"""The workloads that GPU engines are held against each other with, and one table of the outcome.
+"""The workloads of `penstock bench gpu`, and the figures that they give.
 
 Decode: milliseconds per step of a batch, at 512 tokens of context and more. Prefill: milliseconds until prompts of
 512 tokens have a first token. Offline: 256 prompts of 100–1024 tokens with answers of 100–1024, all at once. Served:
-over HTTP, with streams that come and go. The engine and the server come in from outside; this room imports neither.
+over HTTP, with streams that come and go. The caller passes the engine and the server in; this module imports neither.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.bench.gpu_peers import PeerFigures
 from penstock.bench.load import Target, run_load
 from penstock.bench.summary import Summary, summarize
 from penstock.bench.workload import ClosedLoop, IntRange, Workload
@@ -34,9 +33,7 @@ OFFLINE_WORKLOAD = Workload(
     input_len=IntRange(100, 1024),
     output_len=IntRange(100, 1024),
 )
-# Six of them, two at a time, with answers that hardly count: what the peer's own figures for this load imply. Its
-# median between tokens is that of 32 streams alone, and its throughput and p99 are those of one wave of them in which
-# twelve steps hold a chunk of 8,192 tokens.
+# Six prompts, two at a time, with answers so short that their tokens hardly count.
 LONG_PROMPTS = Workload(
     arrivals=ClosedLoop(2),
     num_requests=6,
@@ -44,10 +41,13 @@ LONG_PROMPTS = Workload(
     output_len=IntRange(8, 8),
 )
 BESIDE_DELAY_S = 0.5  # until the streams have begun
+_THROUGHPUT = "output tokens/s"
 BESIDE_LONG_PROMPTS = "32 streams beside 16,000-token prompts"
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement. `peer` is the same measurement of another server, made in the same run."""
+
     what: str
     value: float
     peer: float | None = None
@@ -62,7 +62,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLoop(Protocol):
-    """What is driven here of an engine: its loop."""
+    """The part of an engine's loop that the decode workload drives."""
 
     @property
     def has_work(self) -> bool: ...
@@ -72,7 +72,7 @@ class StepLoop(Protocol):
 
 
 def begin_decoding(loop: StepLoop, batch: int, vocabulary: IntRange, seed: int) -> list[Request]:
-    """So many requests, until each has had its first tokens; all of them run for DECODE_STEPS more."""
+    """Add `batch` requests and step until each has its first tokens. All of them run for DECODE_STEPS more."""
     rng = random.Random(seed)
     sampling = SamplingParams(
         max_tokens=SETTLING_TOKENS + DECODE_STEPS + 32, temperature=0.6, ignore_eos=True
@@ -170,17 +170,20 @@ async def measure_served(target: Target, name: str, workload: Workload) -> Summa
         arriving.cancel()
 
 
-def served_figures(name: str, summary: Summary, peer: PeerFigures | None) -> list[Figure]:
-    theirs = peer.served.get(name) if peer else None
-    ttft, itl = summary.ttft_ms, summary.itl_ms
-    rows = [
-        ("output tokens/s", summary.output_tokens_per_s, theirs.output_tokens_per_s if theirs else None),
-        ("first token p50, ms", ttft.p50 if ttft else None, theirs.ttft_p50_ms if theirs else None),
-        ("between tokens p50, ms", itl.p50 if itl else None, theirs.itl_p50_ms if theirs else None),
-        ("between tokens p99, ms", itl.p99 if itl else None, theirs.itl_p99_ms if theirs else None),
-    ]
+def served_figures(name: str, summary: Summary, peer: Summary | None) -> list[Figure]:
+    theirs = _rows(peer) if peer is not None else {}
     return [
-        Figure(what=f"{name}: {what}", value=value, peer=peer_value, more_is_better=what == "output tokens/s")
-        for what, value, peer_value in rows
+        Figure(what=f"{name}: {what}", value=value, peer=theirs.get(what), more_is_better=what == _THROUGHPUT)
+        for what, value in _rows(summary).items()
         if value is not None
     ]
+
+
+def _rows(summary: Summary) -> dict[str, float | None]:
+    ttft, itl = summary.ttft_ms, summary.itl_ms
+    return {
+        _THROUGHPUT: summary.output_tokens_per_s,
+        "first token p50, ms": ttft.p50 if ttft else None,
+        "between tokens p50, ms": itl.p50 if itl else None,
+        "between tokens p99, ms": itl.p99 if itl else None,
+    }

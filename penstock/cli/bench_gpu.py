@@ -1,4 +1,4 @@
-"""`penstock bench gpu`: an engine and a server with random weights, held against published figures of a peer."""
+"""`penstock bench gpu`: measure an engine and a server with random weights, and a peer beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 import msgspec
 
-from penstock.bench.gpu_peers import PEER_FIGURES, PEER_NAME, PeerFigures, Shape
 from penstock.bench.workload import IntRange
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import spinner, stderr_console, stdout_console
@@ -33,6 +32,7 @@ from penstock.core.errors import EngineUnavailable, UsageError
 
 if TYPE_CHECKING:
     from penstock.bench.gpu import Figure
+    from penstock.bench.load import Target
     from penstock.engine.offline import OfflineEngine
 
 KVType = Literal["auto", "fp8", "int8"]
@@ -47,14 +47,16 @@ _PORT = 8801
 _WARM_UPS, _SHORT_ROUNDS = 2, 5  # of prefills
 
 
-@click.command("gpu", cls=PenstockCommand, short_help="One table: this GPU against a peer's figures.")
+@click.command("gpu", cls=PenstockCommand, short_help="Measure a model shape on this GPU.")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS),
               help="What to measure; may be given several times. Default: everything.")  # fmt: skip
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1),
               help="Sizes of decode batches; may be given several times. Default: 1, 8, 32, 128, 256.")  # fmt: skip
 @click.option("--load", "loads", multiple=True, metavar="TEXT",
-              help="Of the served loads, only those whose names hold this; may be given several times.")  # fmt: skip
+              help="Run only the served loads whose names contain TEXT; may be given several times.")  # fmt: skip
+@click.option("--peer", metavar="[NAME=]URL",
+              help="Another OpenAI-compatible server on this machine, measured with the same loads.")  # fmt: skip
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=_BATCHED_TOKENS, show_default=True,
               help="Most tokens in one step.")  # fmt: skip
 @click.option(
@@ -72,6 +74,7 @@ def bench_gpu(
     parts: tuple[str, ...],
     batches: tuple[int, ...],
     loads: tuple[str, ...],
+    peer: str | None,
     max_num_batched_tokens: int,
     quantization: Quantization | None,
     kv_cache_dtype: KVType,
@@ -80,11 +83,12 @@ def bench_gpu(
 ) -> None:
     """Measure a model of which only the config.json in FOLDER is needed: weights are random.
 
-    For the shapes that the peer was measured with (Qwen3-0.6B, Llama-3.1-8B and Qwen3-30B-A3B on an H200) the table
-    holds its figures too. They mean something on the same GPU only.
+    With --peer, the served loads run against that server too, each right after ours, and the table says how many
+    times better ours is. Give each server its share of the GPU's memory.
 
     \b
       penstock bench gpu models/llama-8b --part decode --part offline
+      penstock bench gpu models/llama-8b --part served --peer vllm=http://127.0.0.1:8000
     """
     config = EngineConfig(
         model=ModelConfig(
@@ -98,16 +102,14 @@ def bench_gpu(
         scheduler=SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, itl_target_ms=None),
     )
     chosen = parts or PARTS
-    if loads and "served" not in chosen:
-        raise UsageError("--load chooses among the served loads.", hint="Add --part served.")
-    settings = read_settings(folder)
-    peer = PEER_FIGURES.get(shape_of(settings))
-    vocabulary = IntRange(min(1000, settings["vocab_size"] - 1), min(39_999, settings["vocab_size"] - 1))
+    if (loads or peer) and "served" not in chosen:
+        raise UsageError("--load and --peer are about the served loads.", hint="Add --part served.")
+    vocabulary = read_vocabulary(folder)
     check_loads(loads, vocabulary)
     figures: list[Figure] = []
 
     def found(more: Sequence[Figure]) -> None:
-        """Kept at once: the whole takes minutes, and may be cut short."""
+        """Show and store figures at once: the whole takes minutes, and the user may end it."""
         figures.extend(more)
         for figure in more:
             stderr_console().print(f"{figure.what}: {_shown(figure.value)}", highlight=False)
@@ -117,8 +119,8 @@ def bench_gpu(
     if "served" in chosen:  # first: an engine in this process would not give all of the GPU's memory back
         _measure_server(config, folder, loads, vocabulary, peer, found)
     if set(chosen) - {"served"}:
-        _measure_engine(config, folder, chosen, batches, vocabulary, peer, found)
-    _print(folder.name, figures)
+        _measure_engine(config, folder, chosen, batches, vocabulary, found)
+    _print(folder.name, figures, peer_name(peer) if peer else None)
 
 
 def check_loads(loads: Sequence[str], vocabulary: IntRange) -> None:
@@ -130,21 +132,18 @@ def check_loads(loads: Sequence[str], vocabulary: IntRange) -> None:
             raise UsageError(f"No served load is called '{part}'.", hint=f"There are: {'; '.join(names)}.")
 
 
-def read_settings(folder: Path) -> dict[str, int]:
+def read_vocabulary(folder: Path) -> IntRange:
+    """The token ids that prompts are drawn from, for the model that the folder's config.json describes."""
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return {
-            "hidden_size": int(settings["hidden_size"]),
-            "num_layers": int(settings["num_hidden_layers"]),
-            "num_experts": int(settings.get("num_experts") or settings.get("num_local_experts") or 0),
-            "vocab_size": int(settings["vocab_size"]),
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        last = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]) - 1
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{folder}/config.json does not describe a model: {error}.") from error
+    return IntRange(min(1000, last), min(39_999, last))
 
 
-def shape_of(settings: dict[str, int]) -> Shape:
-    return Shape(settings["hidden_size"], settings["num_layers"], settings["num_experts"])
+def peer_name(peer: str) -> str:
+    name, _, url = peer.rpartition("=")
+    return name or url
 
 
 def _measure_engine(
@@ -153,7 +152,6 @@ def _measure_engine(
     parts: Sequence[str],
     batches: Sequence[int],
     vocabulary: IntRange,
-    peer: PeerFigures | None,
     found: Found,
 ) -> None:
     from penstock.bench.gpu import DECODE_BATCHES, PREFILL_COUNTS, Figure, decode_step_ms
@@ -168,24 +166,21 @@ def _measure_engine(
         engine = OfflineEngine(config, folder)
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
     start_s = clock.now() - started_s
-    found([Figure(what="load to first token, s", value=start_s, peer=peer.start_s if peer else None)])
+    found([Figure(what="load to first token, s", value=start_s)])
     try:
         for batch in batches or DECODE_BATCHES if "decode" in parts else ():
             with spinner(f"Decoding, batch {batch}"):
                 decode_step_ms(engine.loop, batch, vocabulary, 2 * batch, clock)
                 taken_ms = decode_step_ms(engine.loop, batch, vocabulary, 2 * batch + 1, clock)
-            theirs = peer.decode_ms.get(batch) if peer else None
-            found([Figure(what=f"decode, batch {batch}, ms", value=taken_ms, peer=theirs)])
+            found([Figure(what=f"decode, batch {batch}, ms", value=taken_ms)])
         for count in PREFILL_COUNTS if "prefill" in parts else ():
             with spinner(f"Prefilling {count} prompts"):
                 taken_ms = _prefill(engine, count, vocabulary)
-            theirs = peer.prefill_ms.get(count) if peer else None
-            found([Figure(what=f"prefill {count} × 512 tokens, ms", value=taken_ms, peer=theirs)])
+            found([Figure(what=f"prefill {count} × 512 tokens, ms", value=taken_ms)])
         if "offline" in parts:
             with spinner("Answering 256 prompts"):
                 rate = _offline(engine, vocabulary)
-            theirs = peer.offline_tokens_per_s if peer else None
-            found([Figure(what="offline, output tokens/s", value=rate, peer=theirs, more_is_better=True)])
+            found([Figure(what="offline, output tokens/s", value=rate, more_is_better=True)])
     finally:
         engine.close()
 
@@ -236,7 +231,7 @@ def _measure_server(
     folder: Path,
     loads: Sequence[str],
     vocabulary: IntRange,
-    peer: PeerFigures | None,
+    peer: str | None,
     found: Found,
 ) -> None:
     started_s = time.monotonic()
@@ -250,7 +245,7 @@ async def _load(
     url: str,
     loads: Sequence[str],
     vocabulary: IntRange,
-    peer: PeerFigures | None,
+    peer: str | None,
     started_s: float,
     found: Found,
 ) -> None:
@@ -260,16 +255,20 @@ async def _load(
     from penstock.bench.load import find_target, run_load
 
     target = await find_target("penstock", url, None, None)
+    other: Target | None = None
+    if peer is not None:
+        other = await find_target(peer_name(peer), peer.rpartition("=")[2], None, None)
     workloads = served_workloads(vocabulary)
     await run_load(target, replace(workloads["1 stream"].warm_up(1), output_len=IntRange(1, 1)))
     start_s = time.monotonic() - started_s
-    found([Figure(what="serve to first token, s", value=start_s, peer=peer.start_s if peer else None)])
+    found([Figure(what="serve to first token, s", value=start_s)])
     for name, workload in workloads.items():
         if loads and not any(part in name for part in loads):
             continue
         with spinner(f"Serving {name}"):
             summary = await measure_served(target, name, workload)
-        found(served_figures(name, summary, peer))
+            theirs = await measure_served(other, name, workload) if other is not None else None
+        found(served_figures(name, summary, theirs))
 
 
 @contextlib.contextmanager
@@ -302,17 +301,17 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     raise EngineUnavailable(f"The server was not ready after {_START_TIMEOUT_S:.0f} s.")
 
 
-def _print(name: str, figures: Sequence[Figure]) -> None:
+def _print(name: str, figures: Sequence[Figure], peer: str | None) -> None:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
     table.add_column(name)
-    for heading in ("Penstock", PEER_NAME, "times better"):
+    for heading in ("Penstock", *((peer, "times better") if peer else ())):
         table.add_column(heading, justify="right")
     for figure in figures:
         ratio = "" if figure.ratio is None else f"{figure.ratio:.2f} ×"
-        table.add_row(figure.what, _shown(figure.value), _shown(figure.peer), ratio)
+        table.add_row(figure.what, _shown(figure.value), *((_shown(figure.peer), ratio) if peer else ()))
     stdout_console().print(table)
 
 

@@ -8,7 +8,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -123,7 +123,7 @@ def test_gpu_measures_a_folder_of_settings(tmp_path: Path) -> None:
         *("--json", str(out)),
     )
     assert result.exit_code == 0, result.output
-    assert "vLLM 0.26" in result.stdout
+    assert "times better" not in result.stdout  # no peer was measured
     figures = json.loads(out.read_text())
     assert [figure["what"] for figure in figures] == [
         "load to first token, s",
@@ -172,3 +172,25 @@ def test_gpu_says_which_loads_there_are(tmp_path: Path) -> None:
     elsewhere = run("gpu", str(folder), "--part", "decode", "--load", "256")
     assert elsewhere.exit_code != 0
     assert "--part served" in elsewhere.output
+
+
+def test_gpu_measures_a_peer_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", max_position_embeddings=4096)
+    with serving(FakeServer()) as ours, serving(FakeServer()) as theirs:
+        monkeypatch.setattr(bench_gpu, "_server", lambda *_: nullcontext((None, ours.url)))
+        monkeypatch.setattr(bench_gpu, "wait_until_ready", lambda *_: None)
+        result = run(
+            *("gpu", str(folder), "--part", "served", "--load", "1 stream"),
+            *("--peer", f"theirs={theirs.url}", "--json", str(tmp_path / "figures.json")),
+        )
+    assert result.exit_code == 0, result.output
+    assert "theirs" in result.stdout
+    assert "times better" in result.stdout
+    served = [
+        figure for figure in json.loads((tmp_path / "figures.json").read_text()) if ":" in figure["what"]
+    ]
+    assert len(served) == 4
+    assert all(figure["peer"] is not None for figure in served)
+    assert [body["prompt"] for body in theirs.bodies] == [body["prompt"] for body in ours.bodies][1:], (
+        "the same"
+    )

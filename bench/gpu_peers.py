@@ -1,10 +1,17 @@
-"""What vLLM 0.26.0 does on one H200 (bf16, random weights, CUDA graphs, torch.compile), measured on 2026-11-15 with
-the workloads of `gpu`."""
+"""Recorded figures of vLLM 0.26.0 on one H200: bf16, random weights, CUDA graphs, torch.compile, on 2026-11-15.
+
+    python -m bench.gpu_peers
+
+prints them. They were measured with the workloads of `penstock bench gpu`, but in another run and on another host, so
+no command shows them beside its own. `penstock bench gpu FOLDER --part served --peer vllm=URL` measures a server in
+the same run.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 PEER_NAME = "vLLM 0.26"
 
@@ -28,7 +35,7 @@ class PeerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What tells models apart whose config.json has no name."""
+    """The sizes that tell models apart whose config.json has no name."""
 
     hidden_size: int
     num_layers: int
@@ -63,3 +70,9 @@ PEER_FIGURES: dict[Shape, PeerFigures] = {
         offline_tokens_per_s=6_053,
     ),
 }
+
+
+if __name__ == "__main__":
+    print(PEER_NAME)
+    for shape, figures in PEER_FIGURES.items():
+        print(json.dumps({**asdict(shape), **asdict(figures)}, indent=2))
