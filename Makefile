@@ -10,6 +10,9 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 # Servers of other projects, each in an environment of its own. Name others' paths to use those instead.
 PEER_LLAMA_SERVER ?= .peers/llama-server
 PEER_VLLM_PYTHON ?= .peers/vllm/bin/python
+# Where torch comes from, if not from pip's own index. Without an NVIDIA GPU, the CPU build is enough and far smaller:
+# make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 
 .PHONY: serve check test test-gpu test-ray test-peers lint format clean help
@@ -31,11 +34,22 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/install: $(STAMPS)/venv pyproject.toml setup.py constraints.txt $(NATIVE)
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@echo "Installing Penstock and its dependencies into $(VENV), and compiling the CPU kernels: some minutes, once."
+ifneq ($(TORCH_INDEX),)
+	$(BIN)/python -m pip install --index-url $(TORCH_INDEX) -c constraints.txt torch
+else
+	@if [ "$$(uname)" = Linux ] && [ ! -e /dev/nvidiactl ]; then \
+		echo "This machine has no NVIDIA GPU, and torch from PyPI may bring CUDA libraries: 5.6 GB on disk."; \
+		echo "To fetch the CPU build of torch instead, about 200 MB, stop this and run:"; \
+		echo "  make $(MAKECMDGOALS) TORCH_INDEX=https://download.pytorch.org/whl/cpu"; \
+	fi
+endif
+	$(BIN)/python -m pip install -c constraints.txt -e .
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/install
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@echo "Installing the tools for tests and linters into $(VENV)"
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
 serve: $(STAMPS)/install
