@@ -1,8 +1,9 @@
-"""What a request may use and what it did use: reserved before it runs, settled exactly once when it ends.
+"""What a request may use and what it did use: taken from its limits in two halves, settled exactly once at its end.
 
-Limits and the ledger are protocols with defaults that allow everything and write nothing, so that a gateway on a
-laptop needs neither. Settling is synchronous and happens before the reader sees the end of an answer: whoever got an
-answer is in the books.
+`Accounts.admit` takes one request and one place among the running ones, before anything costly happens;
+`Admission.open` reserves tokens and money once the prompts are tokenized. Limits and the ledger are protocols with
+defaults that allow everything and write nothing, so that a gateway on a laptop needs neither. Settling is synchronous
+and happens before the reader sees the end of an answer, so that every answer given is in the ledger.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from penstock.gateway.prompts import Usage
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that a request can use, known once its prompts are tokenized."""
+    """Who asks for what, and the most that the request can use, which is known once its prompts are tokenized."""
 
     request_id: str
     principal: Principal
     model: str
     endpoint: str
     tier: Tier
-    input_tokens: int  # of all prompts, each counted once
-    max_output_tokens: int  # of all answers
+    input_tokens: int = 0  # of all prompts, each counted once
+    max_output_tokens: int = 0  # of all answers
     user: str | None = None
+
+
+NOTHING_USED = Usage(0, 0, 0)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +51,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(Protocol):
-    """A reservation in all the limits that apply to a request."""
+    """One request's share of all the limits that apply to the request, taken in two halves."""
 
     @property
     def rate_limits(self) -> RateLimits: ...
+
+    async def reserve(self, claim: Claim) -> Lease:
+        """Take the second half: tokens and money. The lease that comes back takes the place of this one. Raises
+        RateLimited or QuotaExceeded; then this lease still holds the first half, and the caller settles it."""
+        ...
 
     def give_back_cached(self, num_tokens: int) -> None:
         """So many input tokens of a running request came from the cache. `settle` counts them again. Must not block
@@ -61,19 +70,25 @@ class Lease(Protocol):
         """Give back what was not used. Called once; must not block or raise."""
         ...
 
+    def undo(self) -> None:
+        """Settle a lease that has only its first half, and do not count its request: another lease takes over."""
+        ...
+
 
 class Limiter(Protocol):
-    async def reserve(self, claim: Claim) -> Lease:
-        """Raises RateLimited, with the seconds to wait, or QuotaExceeded; then nothing is reserved."""
+    async def admit(self, claim: Claim) -> Lease:
+        """Take the first half of a request's limits: one request and one place among the running ones. The tokens of
+        the claim do not count yet. Raises RateLimited, with the seconds to wait, or QuotaExceeded; then nothing is
+        taken."""
         ...
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
-        """What is left now, of which nothing is used. Without a model, of the limits that hold for all models."""
+        """What is left now; nothing is taken. Without a model, only limits that hold for all models count."""
         ...
 
 
 class Ledger(Protocol):
-    """The book of what everyone used."""
+    """The record of what every request used."""
 
     def begin(self, claim: Claim) -> None:
         """Note that a request runs, so that a crash leaves a trace of it. Must not block. Raises PenstockError when
@@ -94,7 +109,7 @@ class Observer(Protocol):
 
 
 class Account:
-    """One request's reservation and its page in the ledger."""
+    """One request's reservation and its row in the ledger."""
 
     __slots__ = ("_is_settled", "_lease", "_ledger", "_on_settled", "claim")
 
@@ -131,9 +146,12 @@ class Account:
 
 
 class NoLimits:
-    """Allows everything. Its own lease, because there is nothing to remember."""
+    """Allows everything. The limiter is its own lease, because there is nothing to remember."""
 
     rate_limits = RateLimits()
+
+    async def admit(self, claim: Claim) -> Lease:
+        return self
 
     async def reserve(self, claim: Claim) -> Lease:
         return self
@@ -147,6 +165,9 @@ class NoLimits:
     def settle(self, outcome: Outcome) -> None:
         pass
 
+    def undo(self) -> None:
+        pass
+
 
 class NoLedger:
     def begin(self, claim: Claim) -> None:
@@ -156,8 +177,43 @@ class NoLedger:
         pass
 
 
+class Admission:
+    """A request that its request-rate and concurrency limits let in. `open` or `release` ends the admission."""
+
+    __slots__ = ("_accounts", "_lease", "claim")
+
+    def __init__(self, accounts: Accounts, claim: Claim, lease: Lease) -> None:
+        self._accounts = accounts
+        self.claim = claim
+        self._lease: Lease | None = lease
+
+    async def open(self, claim: Claim) -> Account:
+        """Reserve the tokens of `claim`, and begin the request's row in the ledger. A refusal leaves the admission
+        to be released."""
+        lease = self._lease
+        assert lease is not None, "an admission is opened once"
+        lease = self._lease = await lease.reserve(claim)
+        account = self._accounts.begin(claim, lease)
+        self._lease = None  # the account settles the lease from now on
+        return account
+
+    async def move_to(self, claim: Claim) -> None:
+        """Another model takes the request: its limits count instead of the first model's."""
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        lease.undo()
+        self._lease = await self._accounts.admit_lease(claim)
+        self.claim = claim
+
+    def release(self, error_code: str | None = None) -> None:
+        """The request ends without an account. Does nothing once an account was opened."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.settle(Outcome(usage=NOTHING_USED, status="failed", error_code=error_code))
+
+
 class Accounts:
-    """Opens an account for each request: its limits are reserved, then its page in the ledger is begun."""
+    """Admits requests to their limits, and opens an account for each one that is to run."""
 
     def __init__(
         self,
@@ -169,35 +225,45 @@ class Accounts:
         self._ledger = ledger or NoLedger()
         self._observer = observer
 
+    async def admit(self, claim: Claim, *, is_limited: bool = True) -> Admission:
+        """Work that belongs to an admitted request, such as a judge's, is in the ledger but not limited again."""
+        lease = await self._limiter.admit(claim) if is_limited else _UNLIMITED
+        return Admission(self, claim, lease)
+
+    async def admit_lease(self, claim: Claim) -> Lease:
+        return await self._limiter.admit(claim)
+
     async def open(self, claim: Claim) -> Account:
-        lease = await self._limiter.reserve(claim)
+        """Both halves at once, for a request whose tokens are known from the start."""
+        admission = await self.admit(claim)
         try:
-            self._ledger.begin(claim)
-        except PenstockError as error:
-            lease.settle(Outcome(usage=Usage(0, 0, 0), status="failed", error_code=error.code))
+            return await admission.open(claim)
+        except BaseException as error:
+            admission.release(error.code if isinstance(error, PenstockError) else None)
             raise
+
+    def begin(self, claim: Claim, lease: Lease) -> Account:
+        """An account with everything reserved. Raises what the ledger raises."""
+        self._ledger.begin(claim)
         on_settled = self._observer.begin(claim) if self._observer is not None else None
         return Account(claim, lease, self._ledger, on_settled)
 
     @asynccontextmanager
     async def errand(self, principal: Principal, model: str, endpoint: str) -> AsyncIterator[None]:
-        """Work for which no engine is needed, such as counting tokens: a request like any other to the limits, but
-        nothing that a ledger would have to know."""
+        """Work for which no engine is needed, such as counting tokens. The limits count the work as a request; the
+        ledger does not record it."""
         claim = Claim(
-            request_id="",
-            principal=principal,
-            model=model,
-            endpoint=endpoint,
-            tier=principal.best_tier,
-            input_tokens=0,
-            max_output_tokens=0,
+            request_id="", principal=principal, model=model, endpoint=endpoint, tier=principal.best_tier
         )
-        lease = await self._limiter.reserve(claim)
+        lease = await self._limiter.admit(claim)
         try:
             yield
         finally:
-            lease.settle(Outcome(usage=Usage(0, 0, 0), status="completed"))
+            lease.settle(Outcome(usage=NOTHING_USED, status="completed"))
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
         """A caller's limits as they stand, for answers that opened no account."""
         return await self._limiter.peek(principal, model)
+
+
+_UNLIMITED = NoLimits()

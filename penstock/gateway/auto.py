@@ -27,29 +27,29 @@ from penstock.gateway.wrapped_answer import WrappedAnswer
 
 log = logging.getLogger(__name__)
 
-Submit = Callable[[GenerationRequest], Awaitable[AnswerStream]]
+Ask = Callable[[GenerationRequest], Awaitable[AnswerStream]]
 
 
 class AutoModel(Collector):
     """Also a collector of metrics: what was chosen, and how often that was not enough."""
 
-    def __init__(self, submit: Submit, catalogue: Catalogue, clock: Clock) -> None:
-        self._submit = submit
+    def __init__(self, ask: Ask, catalogue: Catalogue, clock: Clock) -> None:
+        self._ask_model = ask
         self._catalogue = catalogue
         self._clock = clock
         self._chosen: Counter[str] = Counter()
         self._escalated: Counter[str] = Counter()
 
-    async def answer(self, wish: GenerationRequest) -> AnswerStream:
+    async def answer(self, request: GenerationRequest) -> AnswerStream:
         settings = self._catalogue.settings.auto
         assert settings is not None, "`auto` is a model only where it is configured"
-        if self._catalogue.settings.allows(wish.principal, (AUTO,)):
-            wish = msgspec.structs.replace(wish, model_is_given=True)
+        if self._catalogue.settings.allows(request.principal, (AUTO,)):
+            request = msgspec.structs.replace(request, model_is_given=True)
         assessment = max(
-            (assess(_text_of(prompt), settings.thresholds) for prompt in wish.prompts), key=_score
+            (assess(_text_of(prompt), settings.thresholds) for prompt in request.prompts), key=_score
         )
-        ladder = self._usable(wish, settings.models_from(assessment.complexity))
-        ladder = ladder or self._usable(wish, settings.models)[-1:]  # none is large enough
+        ladder = self._usable(request, settings.models_from(assessment.complexity))
+        ladder = ladder or self._usable(request, settings.models)[-1:]  # none is large enough
         if not ladder:
             raise PermissionDenied("This key may use none of the models behind 'auto'.", param="model")
         first, *larger = ladder
@@ -57,31 +57,35 @@ class AutoModel(Collector):
         self._chosen[first] += 1
         larger = larger[: settings.max_escalations]
         if not larger:
-            return await self._submit(_asked_of(first, wish))
-        asks_for_logprobs = wish.sampling.logprobs is not None
+            return await self._ask_model(_asked_of(first, request))
+        asks_for_logprobs = request.sampling.logprobs is not None
         if not asks_for_logprobs:
-            wish = msgspec.structs.replace(wish, sampling=msgspec.structs.replace(wish.sampling, logprobs=0))
+            request = msgspec.structs.replace(
+                request, sampling=msgspec.structs.replace(request.sampling, logprobs=0)
+            )
         asked_at = self._clock.now()
-        answer = await self._submit(_asked_of(first, wish))
+        answer = await self._ask_model(_asked_of(first, request))
 
         async def ask_next() -> AnswerStream | None:
-            return await self._ask(larger, wish, asked_at)
+            return await self._ask(larger, request, asked_at)
 
         return CascadingAnswer(answer, ask_next, settings, shows_logprobs=asks_for_logprobs)
 
-    async def _ask(self, larger: list[str], wish: GenerationRequest, asked_at: float) -> AnswerStream | None:
+    async def _ask(
+        self, larger: list[str], request: GenerationRequest, asked_at: float
+    ) -> AnswerStream | None:
         """The next larger model's answer; None when there is none that takes the request, or no time left."""
         while larger:
             name = larger.pop(0)
-            if wish.timeout_s is not None:
-                left_s = wish.timeout_s - (self._clock.now() - asked_at)
+            if request.timeout_s is not None:
+                left_s = request.timeout_s - (self._clock.now() - asked_at)
                 if left_s <= 0:
                     return None
-                asked = msgspec.structs.replace(wish, timeout_s=left_s)
+                asked = msgspec.structs.replace(request, timeout_s=left_s)
             else:
-                asked = wish
+                asked = request
             try:
-                answer = await self._submit(_asked_again_of(name, asked))
+                answer = await self._ask_model(_asked_again_of(name, asked))
             except PenstockError as error:
                 log.info("auto cannot ask %s: %s", name, error.message)
             else:
@@ -89,9 +93,9 @@ class AutoModel(Collector):
                 return answer
         return None
 
-    def _usable(self, wish: GenerationRequest, names: Sequence[str]) -> list[str]:
+    def _usable(self, request: GenerationRequest, names: Sequence[str]) -> list[str]:
         """Those that are served and that the caller may use; who is allowed `auto` by name may use all."""
-        principal = None if wish.model_is_given else wish.principal
+        principal = None if request.model_is_given else request.principal
         usable = []
         for name in names:
             try:
@@ -182,16 +186,16 @@ def mean_logprob(answer: Delta) -> float | None:
     return sum(logprobs) / len(logprobs) if logprobs else None
 
 
-def _asked_of(model: str, wish: GenerationRequest) -> GenerationRequest:
+def _asked_of(model: str, request: GenerationRequest) -> GenerationRequest:
     """The same request for one model. To a client that repeats it, two models' answers are two requests."""
-    key = None if wish.idempotency_key is None else f"{wish.idempotency_key}:{model}"
-    return msgspec.structs.replace(wish, model=model, idempotency_key=key)
+    key = None if request.idempotency_key is None else f"{request.idempotency_key}:{model}"
+    return msgspec.structs.replace(request, model=model, idempotency_key=key)
 
 
-def _asked_again_of(model: str, wish: GenerationRequest) -> GenerationRequest:
+def _asked_again_of(model: str, request: GenerationRequest) -> GenerationRequest:
     """In the books too: each has its own row."""
-    request_id = f"{wish.request_id}-{model}" if wish.request_id else ""
-    return msgspec.structs.replace(_asked_of(model, wish), request_id=request_id)
+    request_id = f"{request.request_id}-{model}" if request.request_id else ""
+    return msgspec.structs.replace(_asked_of(model, request), request_id=request_id)
 
 
 def _text_of(prompt: Prompt) -> PromptText:

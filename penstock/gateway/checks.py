@@ -49,35 +49,40 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, *, param: str) 
             )
 
 
+def too_long(context: int, what: str, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"The model's context holds {context} tokens, but {what}.",
+        param=param,
+        hint="Shorten it, and leave room for the answer.",
+    )
+
+
 def resolve_max_tokens(
-    wished: int | None, default: int | None, num_prompt_tokens: int, engine: EngineReady, *, prompt_param: str
+    asked: int | None, default: int | None, num_prompt_tokens: int, engine: EngineReady, *, prompt_param: str
 ) -> int:
-    """The number of tokens an answer may have. A wish is granted or refused; a default is cut to what fits."""
+    """The number of tokens an answer may have. What a client asks for is granted or refused; a default is cut to
+    what fits."""
     context = engine.model.max_model_len
     if num_prompt_tokens < 1:
         raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)
     room = context - num_prompt_tokens
     if room < 1:
-        raise ContextLengthExceeded(
-            f"The model's context holds {context} tokens, but the prompt alone has {num_prompt_tokens}.",
-            param=prompt_param,
-            hint="Shorten it, and leave room for the answer.",
-        )
-    if wished is None:
+        raise too_long(context, f"the prompt alone has {num_prompt_tokens}", prompt_param)
+    if asked is None:
         return min(room, engine.max_output_tokens, default or room)
-    if wished > room:
+    if asked > room:
         raise ContextLengthExceeded(
-            f"The model's context holds {context} tokens, but {num_prompt_tokens + wished} were asked for: "
-            f"{num_prompt_tokens} in the prompt and {wished} for the answer (max_tokens).",
+            f"The model's context holds {context} tokens, but {num_prompt_tokens + asked} were asked for: "
+            f"{num_prompt_tokens} in the prompt and {asked} for the answer (max_tokens).",
             param="max_tokens",
             hint="Shorten the prompt or lower max_tokens.",
         )
-    if wished > engine.max_output_tokens:
+    if asked > engine.max_output_tokens:
         raise InvalidRequest(
-            f"max_tokens is {wished}, but this server allows at most {engine.max_output_tokens}.",
+            f"max_tokens is {asked}, but this server allows at most {engine.max_output_tokens}.",
             param="max_tokens",
         )
-    return wished
+    return asked
 
 
 def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:

@@ -1,6 +1,6 @@
-"""What a front end hands to the gateway: prompts, sampling wishes and the request around them.
+"""What a front end hands to the gateway: prompts, sampling options and the request around them.
 
-Independent of any wire format: the OpenAI shapes, and later others, are translated into these.
+Independent of any wire format: front ends translate OpenAI's and Anthropic's shapes into these.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`core.SamplingParams` as a client may wish for it: unchecked, and `max_tokens` may be left open."""
+    """`core.SamplingParams` as a client asks for them: unchecked, and `max_tokens` may be left open."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -114,8 +114,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     model: str | None = None
     model_is_given: bool = False  # by the operator: the caller's own list of models does not matter for it
+    drops_oldest_turns: bool = False  # of a chat that is too long for the context
     default_max_tokens: int | None = None
-    tier: Tier = Tier.DEFAULT  # a wish; the principal's best tier bounds it
+    tier: Tier = Tier.DEFAULT  # as asked for; the principal's best tier bounds it
     principal: Principal = OPEN_PRINCIPAL
     request_id: str = ""  # as in the x-request-id header; the gateway makes one when empty
     endpoint: str = "chat"  # what the usage ledger calls it: chat, completions, messages, responses, …

@@ -9,17 +9,18 @@ from functools import cached_property
 
 import msgspec
 
+from penstock.core.errors import InvalidRequest
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.grammar_text import token_ids_by_number
 from penstock.core.messages import EngineReady
-from penstock.core.request import Adapter, CacheBreakpoint, Grammar, Request
+from penstock.core.request import Adapter, CacheBreakpoint, Grammar, SamplingParams
 from penstock.gateway.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
-from penstock.gateway.checks import check_token_ids
+from penstock.gateway.checks import check_request, check_token_ids, too_long
 from penstock.gateway.dialect import Dialect, PreparedPrompt
 from penstock.gateway.grammars import GrammarChecker
 from penstock.gateway.plain_text import RenderedChat
-from penstock.gateway.prompts import ChatPrompt, Prompt, TextPrompt
-from penstock.gateway.replies.fingerprint import model_fingerprint
+from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt
+from penstock.gateway.reuse.fingerprint import model_fingerprint
 from penstock.gateway.template import ChatTemplate
 from penstock.gateway.tokenizer import TextTokenizer
 
@@ -69,23 +70,69 @@ class ServedModel:
         twin.card = msgspec.structs.replace(self.card, name=adapter.name)
         return twin
 
+    def check(self, request: GenerationRequest) -> None:
+        """Everything that can be checked cheaply: options, and lengths that cannot fit the context however the
+        prompt is tokenized. Raises InvalidRequest."""
+        if self.card.is_encoder:
+            raise InvalidRequest(
+                f"The model {self.card.name!r} makes embeddings and writes no text.",
+                param="model",
+                hint="Ask /v1/embeddings.",
+            )
+        check_request(request, self.card.vocab_size)
+        for prompt in request.prompts:
+            if not isinstance(prompt, ChatPrompt):
+                self._check_length(
+                    prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids, "prompt"
+                )
+            elif not request.drops_oldest_turns:
+                self._check_num_characters(_num_characters(prompt), "messages")
+
+    def _check_length(self, text: str | Sequence[int], param: str) -> None:
+        if isinstance(text, str):
+            self._check_num_characters(len(text), param)
+        elif len(text) >= self.max_model_len:
+            raise too_long(self.max_model_len, f"the prompt alone has {len(text)}", param)
+
+    def _check_num_characters(self, num_characters: int, param: str) -> None:
+        """Before a text is tokenized: no token is longer than the vocabulary's longest."""
+        at_least = num_characters // self.tokenizer.max_characters_per_token
+        if at_least >= self.max_model_len:
+            raise too_long(
+                self.max_model_len,
+                f"the prompt's {num_characters} characters are at least {at_least}",
+                param,
+            )
+
+    def known(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
+        """The same token ids. A tokenizer may know tokens that the model has no embedding for; a text that spells
+        one out is refused with InvalidRequest, since no engine could compute it."""
+        if self.tokenizer.max_token_id >= self.card.vocab_size:
+            check_token_ids(token_ids, self.card.vocab_size, param=param)
+        return token_ids
+
     async def prepare(self, prompt: Prompt, grammar: Grammar | None = None) -> PreparedPrompt:
         """`grammar` is what the request itself demands of its answers."""
         if isinstance(prompt, TextPrompt):
-            return PreparedPrompt(await self.tokenizer.encode(prompt.text, add_special_tokens=True))
+            self._check_num_characters(len(prompt.text), "prompt")
+            token_ids = await self.tokenizer.encode(prompt.text, add_special_tokens=True)
+            return PreparedPrompt(self.known(token_ids, "prompt"))
         if isinstance(prompt, ChatPrompt):
             prompt = self.dialect.without_thinking_where_held(prompt, grammar)
             rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
+            self._check_num_characters(len(rendered.text), "messages")
             form = self.dialect.answer_form(prompt, rendered, grammar)
             pieces = marked_pieces(prompt)
             if pieces:
                 token_ids, breakpoints = await self._with_breakpoints(prompt, pieces, rendered)
-                return PreparedPrompt(token_ids, form, breakpoints, tools_salt(prompt))
+                return PreparedPrompt(
+                    self.known(token_ids, "messages"), form, breakpoints, tools_salt(prompt)
+                )
             # A template writes the special tokens itself.
             token_ids = await self.tokenizer.encode(
                 rendered.text, add_special_tokens=False, plain_ranges=rendered.plain_ranges
             )
-            return PreparedPrompt(token_ids, form)
+            return PreparedPrompt(self.known(token_ids, "messages"), form)
         check_token_ids(prompt.token_ids, self.card.vocab_size, param="prompt")
         return PreparedPrompt(prompt.token_ids)
 
@@ -100,19 +147,27 @@ class ServedModel:
         token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
         return token_ids, breakpoints_at(kept, positions)
 
-    async def with_checked_grammar(self, request: Request) -> Request:
-        """Raises InvalidRequest when no engine could compile it."""
-        grammar = request.sampling.grammar
-        if grammar is None:
-            return request
-        grammar = await self._grammars.check(grammar, self._special_token_ids)
-        sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
-        return msgspec.structs.replace(request, sampling=sampling)
+    async def with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
+        """Raises InvalidRequest when no engine could compile the grammar."""
+        if sampling.grammar is None:
+            return sampling
+        grammar = await self._grammars.check(sampling.grammar, self._special_token_ids)
+        return msgspec.structs.replace(sampling, grammar=grammar)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int]) -> str:
         """A prompt of token ids as text, for guards."""
         check_token_ids(token_ids, self.card.vocab_size, param="prompt")
-        return self.tokenizer.decode(token_ids)
+        return await self.tokenizer.decode_later(token_ids)
 
     async def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         return (await self.prepare(prompt)).token_ids
+
+
+def _num_characters(prompt: ChatPrompt) -> int:
+    """Of what every template writes: the messages' own text."""
+    return sum(
+        len(message.content)
+        if isinstance(message.content, str)
+        else sum(len(part.text) for part in message.content)
+        for message in prompt.messages
+    )

@@ -17,13 +17,13 @@ from msgspec import inspect as types
 
 from penstock.core.errors import ConfigError
 from penstock.gateway.caching import PromptCacheSettings
-from penstock.gateway.guards.keeper import GuardKeeper
+from penstock.gateway.guards.policies import GuardPolicies
 from penstock.gateway.guards.settings import GuardSettings
 from penstock.gateway.ledger.prices import PriceSettings
 from penstock.gateway.model_settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.ratelimits.settings import LimitSettings
-from penstock.gateway.replies.settings import IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.tiers import TierSettings
 from penstock.gateway.toml_lines import Path, key_lines, nearest_line
 
@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self.limits.check()
         self.prices.check()
         self.models.check()
-        GuardKeeper(_ask_nobody).apply(self.guards)  # also compiles patterns, and forgets the result
+        GuardPolicies(_ask_nobody).apply(self.guards)  # also compiles patterns, and forgets the result
 
 
 async def _ask_nobody(wish: GenerationRequest) -> NoReturn:

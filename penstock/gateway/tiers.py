@@ -1,4 +1,6 @@
-"""Which tier a request gets, beyond what its key may claim. Hot-reloadable, for the day one workspace is too loud."""
+"""The order of the tiers, and the most urgent tier that an operator grants whatever a key may claim.
+
+The settings may change while a server runs, for the day when one workspace sends too much."""
 
 from __future__ import annotations
 
@@ -10,6 +12,10 @@ from penstock.gateway.prompts import GenerationRequest
 _URGENCY = {tier: rank for rank, tier in enumerate(Tier)}  # most urgent first
 
 
+def least_urgent(first: Tier, second: Tier) -> Tier:
+    return first if _URGENCY[first] >= _URGENCY[second] else second
+
+
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The most urgent tier that is granted, whatever a key may claim: to everybody, or to a workspace by its id."""
 
@@ -19,6 +25,6 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def best_for(self, workspace_id: str) -> Tier:
         return self.workspaces.get(workspace_id, self.best)
 
-    def capped(self, wish: GenerationRequest) -> GenerationRequest:
-        best = self.best_for(wish.principal.workspace_id)
-        return wish if _URGENCY[best] <= _URGENCY[wish.tier] else msgspec.structs.replace(wish, tier=best)
+    def capped(self, request: GenerationRequest) -> GenerationRequest:
+        tier = least_urgent(self.best_for(request.principal.workspace_id), request.tier)
+        return request if tier is request.tier else msgspec.structs.replace(request, tier=tier)

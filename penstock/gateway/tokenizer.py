@@ -22,6 +22,8 @@ from penstock.gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDet
 # Below this a hop to another thread costs more than the encoding that it would take off the event loop.
 DIRECT_ENCODE_CHARS = 4096
 ENCODE_THREADS = 2
+COMPOSING_FACTOR = 4  # Unicode composes at most four characters into one
+LOSSY_FACTOR = 16  # for tokenizers that delete characters, or join those that they do not know
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
@@ -75,7 +77,14 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bos = (card.bos_token_id,) if card.add_bos_token and card.bos_token_id is not None else ()
-        self._decoder = _DecoderKind.of(msgspec.json.decode(card.tokenizer_json, type=_TokenizerFile).decoder)
+        file = msgspec.json.decode(card.tokenizer_json, type=_TokenizerFile)
+        self._decoder = _DecoderKind.of(file.decoder)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # No text has fewer tokens than its characters divided by this. For tokenizers that drop or join characters
+        # without limit the figure is generous instead of exact: no text worth answering comes near it.
+        shrink_factor = _shrink_factor(file.normalizer) if self._decoder.bytewise else LOSSY_FACTOR
+        self.max_characters_per_token = shrink_factor * max(map(len, vocabulary), default=1)
+        self.max_token_id = max(vocabulary.values(), default=0)  # of what `encode` gives
         self._special_ids = frozenset(
             token_id
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -115,7 +124,7 @@ class TextTokenizer:
         """With every special token that the tokenizer itself puts around a text, as encoders expect."""
 
         def encode() -> list[int]:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+            ids: list[int] = _encoded(self._tokenizer, text, add_special_tokens=True).ids
             return ids
 
         if len(text) <= DIRECT_ENCODE_CHARS:
@@ -124,8 +133,10 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text, special tokens included."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        return text
+        if len(token_ids) <= DIRECT_ENCODE_CHARS:
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
 
     async def decode_later(self, token_ids: Sequence[int]) -> str:
         """As `decode`; many token ids are decoded off the event loop."""
@@ -184,11 +195,11 @@ class TextTokenizer:
         position = 0
         for start, end in plain_ranges:
             if start > position:
-                yield position, self._tokenizer.encode(text[position:start], add_special_tokens=False)
-            yield start, self._plain_tokenizer.encode(text[start:end], add_special_tokens=False)
+                yield position, _encoded(self._tokenizer, text[position:start])
+            yield start, _encoded(self._plain_tokenizer, text[start:end])
             position = end
         if position < len(text):
-            yield position, self._tokenizer.encode(text[position:], add_special_tokens=False)
+            yield position, _encoded(self._tokenizer, text[position:])
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
@@ -196,6 +207,14 @@ class TextTokenizer:
         tokenizer = Tokenizer.from_buffer(self._card.tokenizer_json)
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    """The batch calls of `tokenizers` let other threads run meanwhile; its calls for one text do not."""
+    if len(text) <= DIRECT_ENCODE_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    (encoding,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    return encoding
 
 
 def _num_tokens_before(encoding: Encoding, position: int) -> int:
@@ -212,9 +231,31 @@ def _num_tokens_before(encoding: Encoding, position: int) -> int:
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The one part of a tokenizer file that is read here."""
+    """The parts of a tokenizer file that are read here."""
 
     decoder: dict[str, Any] | None = None
+    normalizer: dict[str, Any] | None = None
+
+
+def _shrink_factor(normalizer: dict[str, Any] | None) -> int:
+    """How many characters of a text may become one before the text is tokenized."""
+    if normalizer is None:
+        return 1
+    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    factor = 1
+    for step in steps:
+        match step:
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if len(old) <= len(
+                new
+            ):
+                pass
+            case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:
+                factor = COMPOSING_FACTOR
+            case _:
+                return LOSSY_FACTOR
+    return factor
 
 
 class _DecoderKind:

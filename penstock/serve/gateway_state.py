@@ -27,8 +27,8 @@ from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
 from penstock.gateway.ledger.prices import PriceSettings, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendBook
 from penstock.gateway.ratelimits.build import RunningLimiter, build_limiter
-from penstock.gateway.replies.desk import ReplyDesk
-from penstock.gateway.replies.idempotency import IdempotentAnswers
+from penstock.gateway.reuse.idempotency import IdempotentAnswers
+from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.settings import Settings
 from penstock.gateway.settings_keeper import SettingsKeeper
 from penstock.gateway.store.database import Database
@@ -41,7 +41,7 @@ class GatewayState:
 
     settings: SettingsKeeper | None
     ledger: UsageLedger | None
-    replies: ReplyDesk
+    reuse: AnswerReuse
 
     def build_limiter(self, config: GatewayConfig, num_processes: int = 1) -> RunningLimiter:
         """Limits that follow the settings, with budgets where there is a ledger."""
@@ -61,7 +61,7 @@ class GatewayState:
     ) -> Gateway:
         """A gateway that uses this state, follows the settings and shows all of their metrics."""
         accounts = Accounts(limiter, self.ledger, observer)
-        gateway = Gateway(engine, config, accounts=accounts, replies=self.replies)
+        gateway = Gateway(engine, config, accounts=accounts, reuse=self.reuse)
         gateway.metrics.register(limiter.metrics)
         if self.ledger is not None:
             gateway.metrics.register(self.ledger.metrics)
@@ -101,15 +101,15 @@ async def open_gateway_state(
         # On a laptop that stores nothing else, idempotency keys leave no file either; several processes must share.
         stores_keys = wants_ledger or config.server.api_workers > 1
         keys = IdempotentAnswers(settings.idempotency, database if stores_keys else None)
-        replies = ReplyDesk(settings.response_cache, keys)
+        reuse = AnswerReuse(settings.response_cache, keys)
         stack.push_async_callback(keys.close)
         await stack.enter_async_context(_running(keys.run()))
         if keeper is not None:
-            keeper.attach(lambda new: replies.apply(new.response_cache, new.idempotency))
+            keeper.attach(lambda new: reuse.apply(new.response_cache, new.idempotency))
             if ledger is not None:
                 keeper.attach(lambda new: ledger.set_prices(PriceTable(new.prices)))
             await stack.enter_async_context(_reloading(keeper))
-        yield GatewayState(keeper, ledger, replies)
+        yield GatewayState(keeper, ledger, reuse)
 
 
 def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) -> UsageLedger:

@@ -29,10 +29,10 @@ from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendBook
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings
-from penstock.gateway.replies.desk import ReplyDesk
-from penstock.gateway.replies.idempotency import IdempotentAnswers
-from penstock.gateway.replies.settings import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.reuse.idempotency import IdempotentAnswers
+from penstock.gateway.reuse.reuse import AnswerReuse
+from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import usage
 from penstock.gateway.tenants.audit import Actor
@@ -81,9 +81,9 @@ class CountingLimiter:
         self.settled: Counter[str] = Counter()
         self.num_lent = 0
 
-    async def reserve(self, claim: Claim) -> Lease:
+    async def admit(self, claim: Claim) -> Lease:
         await asyncio.sleep(0)  # as a shared limiter would; whoever asks may be cancelled meanwhile
-        lease = await self._limiter.reserve(claim)
+        lease = await self._limiter.admit(claim)
         self.num_lent += 1
         return _CountedLease(lease, claim, self.settled)
 
@@ -97,6 +97,15 @@ class _CountedLease:
         self._claim = claim
         self._settled = settled
         self.rate_limits = lease.rate_limits
+
+    async def reserve(self, claim: Claim) -> Lease:
+        await asyncio.sleep(0)
+        self._lease = await self._lease.reserve(claim)
+        return self
+
+    def undo(self) -> None:
+        self._settled[self._claim.request_id] += 1
+        self._lease.undo()
 
     def give_back_cached(self, num_tokens: int) -> None:
         self._lease.give_back_cached(num_tokens)
@@ -191,7 +200,7 @@ async def battlefield(folder: Path, seed: int) -> AsyncIterator[Battlefield]:
         engine,
         GatewayConfig(),
         accounts=Accounts(counting, ledger),
-        replies=ReplyDesk(ResponseCacheSettings(enabled=True), idempotency),
+        reuse=AnswerReuse(ResponseCacheSettings(enabled=True), idempotency),
     )
     tenants = Tenants(database)
     app = create_app(gateway, ServerConfig(), tenants=tenants, responses=DatabaseResponses(database))

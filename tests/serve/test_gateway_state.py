@@ -93,7 +93,7 @@ async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -
         assert gateway.tiers.best is Tier.BATCH
         assert gateway.prompt_cache.min_tokens == 64
         assert gateway.guards.policy_for(Principal()) is not None
-        assert not books.replies._settings.enabled
+        assert not books.reuse._settings.enabled
         await limiter.close()
 
 

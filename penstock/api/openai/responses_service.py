@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -17,7 +17,7 @@ from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreU
 from penstock.core.identity import Principal
 from penstock.gateway.choice import Delta
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest
+from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.responses.store import ResponseStore, StoredResponse
 from penstock.gateway.served_model import ServedModel
 from penstock.gateway.stream import AnswerStream, ReaderGone
@@ -109,7 +109,7 @@ class Responses:
         items = [*await self._earlier_items(request, principal), *own_items]
         wish = sign(request.to_generation(items))
         if request.truncation == "auto":
-            wish = await self._cut_to_fit(wish, self._model(request, principal))
+            wish = msgspec.structs.replace(wish, drops_oldest_turns=True)
         answer = await self._gateway.submit(wish)
         body = new_response(request, answer)
         events = ResponseEvents(body, wants_logprobs=request.wants_logprobs)
@@ -189,21 +189,6 @@ class Responses:
     def _model(self, request: ResponseRequest, principal: Principal) -> ServedModel:
         return self._gateway.catalogue.permitted(principal, request.model)
 
-    async def _cut_to_fit(self, wish: GenerationRequest, model: ServedModel) -> GenerationRequest:
-        """Leave out as few of the oldest messages as the context asks for; system messages at the beginning and the
-        last message stay."""
-        (prompt,) = wish.prompts
-        assert isinstance(prompt, ChatPrompt)
-        room = model.card.max_model_len - (wish.sampling.max_tokens or 1)
-        low, high = 0, len(_droppable(prompt.messages))
-        while low < high:
-            middle = (low + high) // 2
-            if len(await model.token_ids(_without_oldest(prompt, middle))) <= room:
-                high = middle
-            else:
-                low = middle + 1
-        return msgspec.structs.replace(wish, prompts=(_without_oldest(prompt, low),))
-
     async def _keep(self, body: ResponseBody, record: StoredResponse) -> None:
         if body.store:
             await self._store.add(_final(record, body))
@@ -258,18 +243,3 @@ def _final(record: StoredResponse, body: ResponseBody) -> StoredResponse:
 
 def _not_found(response_id: str, param: str | None = None) -> NotFound:
     return NotFound(f"There is no response with the id {response_id!r}.", param=param)
-
-
-def _droppable(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    first = next((place for place, message in enumerate(messages) if message.role != "system"), 0)
-    return messages[first:-1]
-
-
-def _without_oldest(prompt: ChatPrompt, count: int) -> ChatPrompt:
-    droppable = _droppable(prompt.messages)
-    num_kept_first = len(prompt.messages) - len(droppable) - 1
-    rest = list(droppable[count:])
-    while count and rest and rest[0].role == "tool":
-        del rest[0]  # the call that it answers has gone
-    messages = (*prompt.messages[:num_kept_first], *rest, prompt.messages[-1])
-    return msgspec.structs.replace(prompt, messages=messages)

@@ -1,6 +1,6 @@
-"""The story of a request for embeddings: checked, looked up, tokenized, reserved, computed, settled.
+"""The way of a request for embeddings: checked, admitted, looked up, tokenized, reserved, computed, settled.
 
-It goes through the same accounts, tiers and drain as any other request; only its answers are vectors. Knows no HTTP.
+Accounts, tiers and drains treat it as any other request; only its answers are vectors. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -76,60 +76,63 @@ class Embeddings:
         self._cache = EmbeddingCache(parse_bytes(gateway.config.embedding_cache_memory))
         gateway.metrics.register(self._cache)
 
-    async def open(self, wish: EmbeddingRequest) -> EmbeddingJob:
+    async def open(self, request: EmbeddingRequest) -> EmbeddingJob:
         """Everything that can be refused is refused here. The job must be run or cancelled."""
         gateway = self._gateway
         gateway.check_accepting()
-        model = gateway.catalogue.permitted(wish.principal, wish.model)
-        pooling = _checked_pooling(wish, model)
-        signed = gateway.tiers.capped(_as_generation(wish))
+        model = gateway.catalogue.permitted(request.principal, request.model)
+        pooling = _checked_pooling(request, model)
+        signed = gateway.tiers.capped(_as_generation(request))
         if (record := current_record.get()) is not None:
             record.note(signed)
-        texts = await self._texts(wish, model, pooling)
-        missing = [text for text in texts if text.known is None]
-        request_id = wish.request_id or uuid.uuid4().hex
         claim = Claim(
-            request_id=request_id,
-            principal=wish.principal,
+            request_id=request.request_id or uuid.uuid4().hex,
+            principal=request.principal,
             model=model.card.name,
             endpoint="embeddings",
             tier=granted_tier(signed),
-            input_tokens=sum(text.num_tokens for text in missing),
-            max_output_tokens=0,
-            user=wish.user,
+            user=request.user,
         )
-        account = await gateway.accounts.open(claim)
+        admission = await gateway.accounts.admit(claim)
+        try:
+            texts = await self._texts(request, model, pooling)
+            missing = [text for text in texts if text.known is None]
+            input_tokens = sum(text.num_tokens for text in missing)
+            account = await admission.open(msgspec.structs.replace(claim, input_tokens=input_tokens))
+        except BaseException as error:
+            admission.release(error.code if isinstance(error, PenstockError) else None)
+            raise
         requests = [
             Request(
-                id=f"{request_id}-{index}",
+                id=f"{claim.request_id}-{index}",
                 prompt_token_ids=text.token_ids,
                 sampling=SamplingParams(max_tokens=1),
-                tenant=wish.principal.workspace_id,
+                tenant=request.principal.workspace_id,
                 tier=claim.tier,
                 model=model.base_name,
                 adapter=model.adapter,
-                region=gateway.catalogue.settings.region_of(wish.principal),
+                region=gateway.catalogue.settings.region_of(request.principal),
                 pooling=pooling,
             )
             for index, text in enumerate(missing)
         ]
-        run = EmbeddingRun(gateway.engine, requests, _timeout_s(wish, gateway))
-        cache = self._cache if wish.uses_cache else None
-        return EmbeddingJob(gateway, account, run, texts, cache, wish.dimensions)
+        run = EmbeddingRun(gateway.engine, requests, _timeout_s(request, gateway))
+        cache = self._cache if request.uses_cache else None
+        return EmbeddingJob(gateway, account, run, texts, cache, request.dimensions)
 
-    async def _texts(self, wish: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[_Text]:
+    async def _texts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[_Text]:
         generation = self._cache.begin(model.card.name, model)
         texts = []
         num_characters = 0
-        for index, given in enumerate(wish.inputs):
+        for index, given in enumerate(request.inputs):
             num_characters += len(given)
             if num_characters > DIRECT_ENCODE_CHARS:  # many short texts are as much work as a long one
                 num_characters = 0
                 await asyncio.sleep(0)
             if not given:
                 raise InvalidRequest(f"input[{index}] is empty.", param="input")
-            key = cache_key(wish.principal.workspace_id, generation, pooling, given)
-            known = self._cache.get(key) if wish.uses_cache else None
+            key = cache_key(request.principal.workspace_id, generation, pooling, given)
+            known = self._cache.get(key) if request.uses_cache else None
             text = _Text(key, known)
             if known is None:
                 text.token_ids = await _token_ids(given, index, model)
@@ -211,6 +214,10 @@ class EmbeddingJob:
 
 async def _token_ids(given: str | tuple[int, ...], index: int, model: ServedModel) -> tuple[int, ...]:
     card = model.card
+    longest = card.max_model_len if card.is_encoder else card.max_model_len - 1
+    at_least = len(given) // (model.tokenizer.max_characters_per_token if isinstance(given, str) else 1)
+    if at_least > longest:  # before it is tokenized
+        raise _too_long(index, f"at least {at_least}", longest)
     if isinstance(given, tuple):
         check_token_ids(given, card.vocab_size, param=f"input[{index}]")
         token_ids = given
@@ -218,55 +225,59 @@ async def _token_ids(given: str | tuple[int, ...], index: int, model: ServedMode
         token_ids = await model.tokenizer.encode_with_template(given)
     else:
         token_ids = await model.tokenizer.encode(given, add_special_tokens=True)
-    longest = card.max_model_len if card.is_encoder else card.max_model_len - 1
     if len(token_ids) > longest:
-        raise ContextLengthExceeded(
-            f"input[{index}] has {len(token_ids)} tokens, and this model embeds at most {longest}.",
-            param="input",
-            hint="Split it, and embed the parts.",
-        )
+        raise _too_long(index, str(len(token_ids)), longest)
     if not token_ids:
         raise InvalidRequest(f"input[{index}] has no tokens.", param="input")
-    return token_ids
+    return model.known(token_ids, f"input[{index}]")
 
 
-def _checked_pooling(wish: EmbeddingRequest, model: ServedModel) -> Pooling:
-    card = model.card
-    if not card.embedding_size:
-        raise InvalidRequest(f"The model {card.name!r} makes no embeddings.", param="model")
-    if not wish.inputs:
-        raise InvalidRequest("There must be at least one input.", param="input")
-    if len(wish.inputs) > MAX_INPUTS:
-        raise InvalidRequest(
-            f"There are {len(wish.inputs)} inputs; one request may have at most {MAX_INPUTS}.", param="input"
-        )
-    if wish.dimensions is not None and not 1 <= wish.dimensions <= card.embedding_size:
-        raise InvalidRequest(
-            f"dimensions must be between 1 and {card.embedding_size}, not {wish.dimensions}.",
-            param="dimensions",
-        )
-    if card.is_encoder and wish.pooling not in (None, card.pooling):
-        raise InvalidRequest(f"This model was trained for pooling {card.pooling!r} only.", param="pooling")
-    return wish.pooling or card.pooling
-
-
-def _as_generation(wish: EmbeddingRequest) -> GenerationRequest:
-    """The same request as limits and tiers know requests."""
-    return GenerationRequest(
-        prompts=tuple(
-            TextPrompt(given) if isinstance(given, str) else TokenPrompt(given) for given in wish.inputs
-        ),
-        sampling=SamplingOptions(),
-        model=wish.model,
-        tier=wish.tier,
-        principal=wish.principal,
-        request_id=wish.request_id,
-        endpoint="embeddings",
-        user=wish.user,
-        timeout_s=wish.timeout_s,
+def _too_long(index: int, num_tokens: str, longest: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"input[{index}] has {num_tokens} tokens, and this model embeds at most {longest}.",
+        param="input",
+        hint="Split it, and embed the parts.",
     )
 
 
-def _timeout_s(wish: EmbeddingRequest, gateway: Gateway) -> float | None:
-    limits = [limit for limit in (wish.timeout_s, gateway.config.request_timeout_s) if limit is not None]
+def _checked_pooling(request: EmbeddingRequest, model: ServedModel) -> Pooling:
+    card = model.card
+    if not card.embedding_size:
+        raise InvalidRequest(f"The model {card.name!r} makes no embeddings.", param="model")
+    if not request.inputs:
+        raise InvalidRequest("There must be at least one input.", param="input")
+    if len(request.inputs) > MAX_INPUTS:
+        raise InvalidRequest(
+            f"There are {len(request.inputs)} inputs; one request may have at most {MAX_INPUTS}.",
+            param="input",
+        )
+    if request.dimensions is not None and not 1 <= request.dimensions <= card.embedding_size:
+        raise InvalidRequest(
+            f"dimensions must be between 1 and {card.embedding_size}, not {request.dimensions}.",
+            param="dimensions",
+        )
+    if card.is_encoder and request.pooling not in (None, card.pooling):
+        raise InvalidRequest(f"This model was trained for pooling {card.pooling!r} only.", param="pooling")
+    return request.pooling or card.pooling
+
+
+def _as_generation(request: EmbeddingRequest) -> GenerationRequest:
+    """The same request as limits and tiers know requests."""
+    return GenerationRequest(
+        prompts=tuple(
+            TextPrompt(given) if isinstance(given, str) else TokenPrompt(given) for given in request.inputs
+        ),
+        sampling=SamplingOptions(),
+        model=request.model,
+        tier=request.tier,
+        principal=request.principal,
+        request_id=request.request_id,
+        endpoint="embeddings",
+        user=request.user,
+        timeout_s=request.timeout_s,
+    )
+
+
+def _timeout_s(request: EmbeddingRequest, gateway: Gateway) -> float | None:
+    limits = [limit for limit in (request.timeout_s, gateway.config.request_timeout_s) if limit is not None]
     return min(limits, default=None)

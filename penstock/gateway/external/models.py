@@ -14,8 +14,11 @@ from penstock.cluster.external.pool import ExternalPool
 from penstock.core.cluster_view import ReplicaView
 from penstock.core.errors import InvalidRequest
 from penstock.dispatch.breaker import Circuit
+from penstock.gateway.checks import check_request
+from penstock.gateway.prompts import GenerationRequest
 from penstock.router import ReplicaState
 
+UNKNOWN_VOCAB_SIZE = 1 << 31  # more than any vocabulary has
 # Of the servers themselves: every gateway process tells the same.
 EXTERNAL_METRICS = frozenset({"external_up", "external_load"})
 
@@ -34,7 +37,11 @@ class ExternalModel:
         """Servers do not tell when they change their weights; the name is all there is."""
         return hashlib.blake2b(f"external\0{self.name}".encode(), digest_size=32).digest()
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def check(self, request: GenerationRequest) -> None:
+        """Everything that can be checked cheaply and without the server's tokenizer. Raises InvalidRequest."""
+        check_request(request, UNKNOWN_VOCAB_SIZE)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
         """For guards, which read text."""
         raise InvalidRequest(
             f"A safety policy must read the prompt, and {self.name!r} has no tokenizer here.",

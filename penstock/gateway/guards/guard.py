@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.core.identity import Principal
+from penstock.core.request import Tier
 from penstock.gateway.guards.detector import Detector
 
 
@@ -30,6 +32,15 @@ class Review:
     score: float = 1.0
 
 
+class Asker(Protocol):
+    """The caller whose request is reviewed. A guard that asks a model does so in the caller's name."""
+
+    @property
+    def principal(self) -> Principal: ...
+    @property
+    def tier(self) -> Tier: ...
+
+
 class Guard(Protocol):
     """Finds things in passing text, or reviews a text as a whole; most do one of the two.
 
@@ -43,7 +54,7 @@ class Guard(Protocol):
     @property
     def reviews(self) -> bool: ...
 
-    async def review(self, subject: Subject) -> Review | None:
+    async def review(self, subject: Subject, asker: Asker) -> Review | None:
         """None when there is nothing to say against it. Raises GuardFailed when it cannot tell."""
         ...
 
@@ -56,5 +67,5 @@ class PatternGuard:
     def __init__(self, detectors: tuple[Detector, ...]) -> None:
         self.detectors = detectors
 
-    async def review(self, subject: Subject) -> Review | None:
+    async def review(self, subject: Subject, asker: Asker) -> Review | None:
         return None

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from penstock.gateway.guards.detector import Detector
-from penstock.gateway.guards.guard import Review, Subject
+from penstock.gateway.guards.guard import Asker, Review, Subject
 
 INLINE_CHARS = 8192
 _ORDERS = r"(?:instructions?|directions?|prompts?|rules|guidelines|orders|commands|constraints)"
@@ -116,7 +116,7 @@ class InjectionGuard:
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
 
-    async def review(self, subject: Subject) -> Review | None:
+    async def review(self, subject: Subject, asker: Asker) -> Review | None:
         text = subject.untrusted
         # RE2 is quick, but a megabyte is a megabyte, and the event loop has other requests.
         signs = found_signs(text) if len(text) < INLINE_CHARS else await asyncio.to_thread(found_signs, text)

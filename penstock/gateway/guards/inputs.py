@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ RETRY_AFTER_S = 5.0
 INLINE_CHARS = 8192
 
 # Token prompts are text to a guard, and this is how it reads them.
-Decode: TypeAlias = Callable[[Sequence[int]], str]
+Decode: TypeAlias = Callable[[Sequence[int]], Awaitable[str]]
 RunLater: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -49,23 +49,23 @@ def failure() -> SafetyCheckFailed:
 
 
 async def check_input(
-    case: Case, wish: GenerationRequest, decode: Decode, run_later: RunLater
+    case: Case, request: GenerationRequest, decode: Decode, run_later: RunLater
 ) -> GenerationRequest:
     """The request as it may run. Raises ContentRefused, or SafetyCheckFailed when a check that must be made failed.
     `run_later` takes reviews that nobody waits for."""
     stage = case.policy.input
     if not stage.rules:
-        return wish
+        return request
     case.begins("input")
     by_prompt = [
-        [Passage((decode(prompt.token_ids),), is_trusted=False)]
+        [Passage((await decode(prompt.token_ids),), is_trusted=False)]
         if isinstance(prompt, TokenPrompt)
         else passages(prompt)
-        for prompt in wish.prompts
+        for prompt in request.prompts
     ]
     routes: list[str] = []
     if stage.has_detectors:
-        wish = await _apply_patterns(case, wish, by_prompt, routes)
+        request = await _apply_patterns(case, request, by_prompt, routes)
     subject = subject_of(by_prompt)
     watching = tuple(rule for rule in stage.reviews if not rule.decides)
     if watching:
@@ -79,8 +79,8 @@ async def check_input(
         if review is not None and rule.route_to is not None:
             routes.append(rule.route_to)
     if not routes:
-        return wish
-    return msgspec.structs.replace(wish, model=routes[0], model_is_given=True)
+        return request
+    return msgspec.structs.replace(request, model=routes[0], model_is_given=True)
 
 
 async def watch(
@@ -96,7 +96,7 @@ async def watch(
 async def reviewed(case: Case, rule: PolicyRule, subject: Subject, direction: Direction) -> Review | None:
     """What a rule's guard says. When it cannot tell, the policy decides: nothing, or SafetyCheckFailed."""
     try:
-        review = await rule.guard.review(subject)
+        review = await rule.guard.review(subject, case)
     except GuardFailed as error:
         case.failed(rule, direction, str(error))
     except Exception as error:  # whatever a guard does, the policy says what follows
@@ -111,7 +111,7 @@ async def reviewed(case: Case, rule: PolicyRule, subject: Subject, direction: Di
 
 
 async def _apply_patterns(
-    case: Case, wish: GenerationRequest, by_prompt: Sequence[Sequence[Passage]], routes: list[str]
+    case: Case, request: GenerationRequest, by_prompt: Sequence[Sequence[Passage]], routes: list[str]
 ) -> GenerationRequest:
     num_chars = sum(len(passage.text) for prompt in by_prompt for passage in prompt)
     try:
@@ -120,7 +120,7 @@ async def _apply_patterns(
         else:
             scans = await asyncio.to_thread(_scan_all, case, by_prompt)
     except GuardFailed as error:
-        return _after_failed_scan(case, wish, str(error))
+        return _after_failed_scan(case, request, str(error))
     rule_of = case.policy.input.rule_of
     for scan, passage in _pairs(scans, by_prompt):
         for span in scan.spans:
@@ -131,7 +131,7 @@ async def _apply_patterns(
                 raise refusal(rule)
             if rule.route_to is not None:
                 routes.append(rule.route_to)
-    return _with_redactions(wish, scans, rule_of)
+    return _with_redactions(request, scans, rule_of)
 
 
 def _pairs(
@@ -161,20 +161,20 @@ def _scan(case: Case, passage: Passage, check_time: Callable[[], None]) -> _Scan
     return _Scan(spans, hidden(passage.pieces, hides))
 
 
-def _after_failed_scan(case: Case, wish: GenerationRequest, reason: str) -> GenerationRequest:
+def _after_failed_scan(case: Case, request: GenerationRequest, reason: str) -> GenerationRequest:
     scanning = [rule for rule in case.policy.input.rules if rule.guard.detectors]
     for rule in scanning:
         case.failed(rule, "input", reason)
     if all(rule.fails_open for rule in scanning):
-        return wish
+        return request
     raise failure()
 
 
 def _with_redactions(
-    wish: GenerationRequest, scans: Sequence[Sequence[_Scan]], rule_of: dict[int, PolicyRule]
+    request: GenerationRequest, scans: Sequence[Sequence[_Scan]], rule_of: dict[int, PolicyRule]
 ) -> GenerationRequest:
     prompts = []
-    for prompt, its_scans in zip(wish.prompts, scans, strict=True):
+    for prompt, its_scans in zip(request.prompts, scans, strict=True):
         is_changed = any(
             rule_of[id(span.detector)].action is Action.REDACT for scan in its_scans for span in scan.spans
         )
@@ -185,4 +185,4 @@ def _with_redactions(
                 hint="Send the prompt as text.",
             )
         prompts.append(replaced(prompt, iter([scan.pieces for scan in its_scans])) if is_changed else prompt)
-    return msgspec.structs.replace(wish, prompts=tuple(prompts))
+    return msgspec.structs.replace(request, prompts=tuple(prompts))

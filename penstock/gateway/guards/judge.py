@@ -1,7 +1,8 @@
 """A model that judges text against a written constitution.
 
-It asks through the gateway's own door, as a caller of its own, so its requests are limited, queued and accounted like
-anyone's; the keeper never guards that caller, so a judge is never judged.
+The judge's questions go the way of any request, in the name and the tier of the caller whose text is judged, so that
+the ledger charges them to that caller. Rate limits do not count the questions, since they belong to a request that
+was admitted, and guards do not see them, so that no judge is judged. The rule bounds how much text is judged.
 """
 
 from __future__ import annotations
@@ -15,24 +16,17 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.core.errors import PenstockError
-from penstock.core.identity import Principal, Scope
 from penstock.gateway.guards.detector import Detector
-from penstock.gateway.guards.guard import GuardFailed, Review, Subject
+from penstock.gateway.guards.guard import Asker, GuardFailed, Review, Subject
 from penstock.gateway.guards.settings import JudgeRule
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, SamplingOptions
 from penstock.gateway.stream import AnswerStream, ReaderGone
 
-JUDGE_PRINCIPAL = Principal(
-    organization_id="penstock",
-    workspace_id="penstock-guards",
-    key_id="guards",
-    scopes=frozenset({Scope.INFERENCE}),
-)
 PIECE_CHARS = 6000  # a longer text is judged piece by piece, so that it fits beside the constitution
 OVERLAP_CHARS = 300
 MAX_REASON_CHARS = 300
 
-Submit: TypeAlias = Callable[[GenerationRequest], Awaitable[AnswerStream]]
+Ask: TypeAlias = Callable[[GenerationRequest], Awaitable[AnswerStream]]
 
 _INSTRUCTIONS = """You are a reviewer. You compare a text with a constitution, and do nothing else.
 
@@ -57,22 +51,27 @@ class JudgeGuard:
     detectors: tuple[Detector, ...] = ()
     reviews = True
 
-    def __init__(self, rule: JudgeRule, submit: Submit) -> None:
+    def __init__(self, rule: JudgeRule, ask: Ask) -> None:
         self._rule = rule
-        self._submit = submit
+        self._ask = ask
 
-    async def review(self, subject: Subject) -> Review | None:
-        for piece in _pieces(subject.text.strip()):
-            verdict = await self._judge(piece)
+    async def review(self, subject: Subject, asker: Asker) -> Review | None:
+        text = subject.text.strip()
+        if len(text) > self._rule.max_characters:
+            raise GuardFailed(
+                f"the text has more than the {self._rule.max_characters} characters that are judged"
+            )
+        for piece in _pieces(text):
+            verdict = await self._judge(piece, asker)
             if verdict.verdict != "allow":
                 told = ": ".join(filter(None, (verdict.principle, verdict.reason)))
                 return Review("CONSTITUTION", (told or "broke the constitution")[:MAX_REASON_CHARS])
         return None
 
-    async def _judge(self, text: str) -> Verdict:
+    async def _judge(self, text: str, asker: Asker) -> Verdict:
         try:
             async with asyncio.timeout(self._rule.timeout_s):
-                answer = await self._submit(self._request(text))
+                answer = await self._ask(self._request(text, asker))
                 try:
                     deltas = await answer.collect()
                 finally:
@@ -83,7 +82,7 @@ class JudgeGuard:
             raise GuardFailed(f"the judge could not be asked: {error}") from error
         return parse_verdict(deltas[0].text)
 
-    def _request(self, text: str) -> GenerationRequest:
+    def _request(self, text: str, asker: Asker) -> GenerationRequest:
         fence = f"==== {secrets.token_hex(8)} ===="  # unknown to whoever wrote the text
         instructions = _INSTRUCTIONS.format(constitution=self._rule.constitution.strip(), fence=fence)
         messages = (
@@ -94,7 +93,10 @@ class JudgeGuard:
             prompts=(ChatPrompt(messages=messages),),
             sampling=SamplingOptions(temperature=0.0, max_tokens=self._rule.max_tokens),
             model=self._rule.model,
-            principal=JUDGE_PRINCIPAL,
+            model_is_given=True,
+            principal=asker.principal,
+            tier=asker.tier,
+            cache_response_s=0.0,
             endpoint="guard",
         )
 

@@ -11,7 +11,7 @@ from penstock.gateway.guards.blocklist import blocklist_detectors
 from penstock.gateway.guards.detector import Detector
 from penstock.gateway.guards.guard import Guard, PatternGuard
 from penstock.gateway.guards.injection import InjectionGuard
-from penstock.gateway.guards.judge import JudgeGuard, Submit
+from penstock.gateway.guards.judge import Ask, JudgeGuard
 from penstock.gateway.guards.pii import pii_detectors
 from penstock.gateway.guards.scanner import Scanner
 from penstock.gateway.guards.settings import (
@@ -95,9 +95,9 @@ class Policy:
     log_text: bool
 
 
-def compile_policy(name: str, settings: PolicySettings, submit: Submit) -> Policy:
+def compile_policy(name: str, settings: PolicySettings, ask: Ask) -> Policy:
     """Raises ConfigError for a pattern that cannot be used."""
-    rules = [_compile_rule(rule, settings, submit) for rule in settings.rules]
+    rules = [_compile_rule(rule, settings, ask) for rule in settings.rules]
     for rule in rules:
         if "output" in rule.directions:
             for detector in rule.guard.detectors:
@@ -115,19 +115,19 @@ def _in_direction(rules: Sequence[PolicyRule], direction: Direction) -> tuple[Po
     return tuple(rule for rule in rules if direction in rule.directions)
 
 
-def _compile_rule(rule: Rule, policy: PolicySettings, submit: Submit) -> PolicyRule:
+def _compile_rule(rule: Rule, policy: PolicySettings, ask: Ask) -> PolicyRule:
     name = rule.name or str(type(rule).__struct_config__.tag)
     return PolicyRule(
         name=name,
         action=rule.action,
-        guard=_guard(rule, name, submit),
+        guard=_guard(rule, name, ask),
         directions=("input", "output") if rule.stage == "both" else (rule.stage,),
         fails_open=(rule.on_failure or policy.on_failure) == "open",
         route_to=rule.route_to,
     )
 
 
-def _guard(rule: Rule, name: str, submit: Submit) -> Guard:
+def _guard(rule: Rule, name: str, ask: Ask) -> Guard:
     match rule:
         case BlocklistRule():
             return PatternGuard(
@@ -144,4 +144,4 @@ def _guard(rule: Rule, name: str, submit: Submit) -> Guard:
         case InjectionRule():
             return InjectionGuard(rule.threshold)
         case JudgeRule():
-            return JudgeGuard(rule, submit)
+            return JudgeGuard(rule, ask)

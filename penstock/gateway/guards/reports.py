@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.core.identity import Principal
+from penstock.core.request import Tier
 from penstock.gateway.guards.policy import Direction, Policy, PolicyRule
 from penstock.gateway.guards.settings import Action
 
@@ -55,12 +57,13 @@ class GuardMetrics(Collector):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request under one policy, on whose behalf guards report."""
+    """One request under one policy: guards report about it, and judges ask on its behalf."""
 
     policy: Policy
     metrics: GuardMetrics
     request_id: str
-    workspace_id: str
+    principal: Principal
+    tier: Tier
 
     def begins(self, direction: Direction) -> None:
         self.metrics.checked[self.policy.name, direction] += 1
@@ -94,7 +97,7 @@ class Case:
     def _fields(self, rule: PolicyRule, direction: Direction) -> dict[str, str]:
         return {
             "request_id": self.request_id,
-            "workspace_id": self.workspace_id,
+            "workspace_id": self.principal.workspace_id,
             "policy": self.policy.name,
             "rule": rule.name,
             "direction": direction,

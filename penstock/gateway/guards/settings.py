@@ -80,6 +80,7 @@ class JudgeRule(RuleSettings, frozen=True, kw_only=True, tag="judge"):
     model: str | None = None  # any served model; None: the only one there is
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 20.0
     max_tokens: Annotated[int, Meta(ge=16, le=4096)] = 200
+    max_characters: Annotated[int, Meta(ge=1)] = 200_000  # of one text; for a longer one the check has failed
 
 
 Rule: TypeAlias = BlocklistRule | PiiRule | InjectionRule | JudgeRule

@@ -24,6 +24,9 @@ class Demand(NamedTuple):
         return taken, self._replace(input_tokens=self.input_tokens - taken)
 
 
+NOTHING = Demand(0, 0, 0.0)
+
+
 def demand_of(claim: Claim, limits: CallerLimits, book: SpendBook) -> Demand:
     output_tokens = min(claim.max_output_tokens, limits.max_reserved_output_tokens)
     cost = 0.0

@@ -1,6 +1,7 @@
 """Limits kept in this process. A decision is made without awaiting anything, so it needs no lock.
 
-A request is admitted by every limit that applies to it, or by none.
+Each half of a reservation (first the request and its place, later its tokens and money) is granted by every limit
+that applies, or by none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal
 from penstock.core.limits import RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
-from penstock.gateway.ratelimits.demand import Demand, demand_of, used_by
+from penstock.gateway.ratelimits.demand import NOTHING, Demand, demand_of, used_by
 from penstock.gateway.ratelimits.meters import CallerMeters, Meters
 from penstock.gateway.ratelimits.metrics import LimiterMetrics
 from penstock.gateway.ratelimits.refusals import Figure, Refusal, SlotTimes, error_for
@@ -26,12 +27,18 @@ _NO_LIMITS = NoLimits()
 class LocalLease:
     __slots__ = ("_claim", "_limiter", "_meters", "_reserved", "rate_limits")
 
-    def __init__(self, limiter: LocalLimiter, claim: Claim, meters: CallerMeters, reserved: Demand) -> None:
+    def __init__(self, limiter: LocalLimiter, claim: Claim, meters: CallerMeters) -> None:
         self._limiter = limiter
         self._claim = claim
         self._meters = meters
-        self._reserved = reserved
+        self._reserved = NOTHING
         self.rate_limits = meters.rate_limits()
+
+    async def reserve(self, claim: Claim) -> Lease:
+        self._reserved = await self._limiter.reserve(claim, self._meters)
+        self._claim = claim
+        self.rate_limits = self._meters.rate_limits()
+        return self
 
     def give_back_cached(self, num_tokens: int) -> None:
         given, self._reserved = self._reserved.without_input(num_tokens)
@@ -42,6 +49,10 @@ class LocalLease:
         used = used_by(self._claim, outcome, self._meters.limits, limiter.book)
         self._meters.settle(self._reserved, used, limiter.now())
         limiter.slot_times.observe(outcome.duration_s)
+
+    def undo(self) -> None:
+        self._meters.settle(NOTHING, NOTHING, self._limiter.now())
+        self._meters.give_back_request(self._limiter.now())
 
 
 class LocalLimiter:
@@ -76,25 +87,37 @@ class LocalLimiter:
         """Take over new limits. What callers have used, run and owe stays."""
         self._meters.apply(settings, self.now())
 
-    async def reserve(self, claim: Claim) -> Lease:
+    async def admit(self, claim: Claim) -> Lease:
         now = self.now()
         meters = self._meters.of_caller(claim.principal, claim.model, now)
         if not meters.meters:
             self.metrics.admitted += 1
             return _NO_LIMITS
         over_budget: list[Refusal] = []
-        demand = demand_of(claim, meters.limits, self.book)
         if meters.limits.has_budget:
             spends = await self._spends(meters.limits)
             # Time has passed: the meters may have been swept, and the limits changed.
             now = self.now()
             meters = self._meters.of_caller(claim.principal, claim.model, now)
-            over_budget = self._over_budget(meters, spends, demand)
-        if over_budget or not meters.fits(demand, now):
-            raise self._refuse(meters, over_budget, demand, now)
-        meters.take(demand, now)
+            over_budget = self._over_budget(meters, spends, NOTHING)
+        if over_budget or not meters.admits(now):
+            raise self._refuse(over_budget + meters.refusals(1, NOTHING, now) + self._full(meters), meters)
+        meters.admit(now)
         self.metrics.admitted += 1
-        return LocalLease(self, claim, meters, demand)
+        return LocalLease(self, claim, meters)
+
+    async def reserve(self, claim: Claim, meters: CallerMeters) -> Demand:
+        """The second half of a lease. `meters` hold its first half, so they are not swept meanwhile."""
+        demand = demand_of(claim, meters.limits, self.book)
+        over_budget: list[Refusal] = []
+        if meters.limits.has_budget:
+            spends = await self._spends(meters.limits)
+            over_budget = self._over_budget(meters, spends, demand)
+        now = self.now()
+        if over_budget or not meters.fits(demand, now):
+            raise self._refuse(over_budget + meters.refusals(0, demand, now), meters)
+        meters.take(demand, now)
+        return demand
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
         now = self.now()
@@ -123,14 +146,20 @@ class LocalLimiter:
                     )
         return found
 
-    def _refuse(
-        self, meters: CallerMeters, over_budget: list[Refusal], demand: Demand, now: float
-    ) -> RateLimited:
-        found = over_budget + meters.refusals(demand, now)
-        for meter in meters.meters:
-            if meter.max_running is not None and meter.num_running >= meter.max_running:
-                wait_s = self.slot_times.wait_s(meter.num_running)
-                found.append(Refusal(wait_s, Figure.CONCURRENCY, meter.subject, meter.max_running, 1))
+    def _full(self, meters: CallerMeters) -> list[Refusal]:
+        return [
+            Refusal(
+                self.slot_times.wait_s(meter.num_running),
+                Figure.CONCURRENCY,
+                meter.subject,
+                meter.max_running,
+                1,
+            )
+            for meter in meters.meters
+            if meter.max_running is not None and meter.num_running >= meter.max_running
+        ]
+
+    def _refuse(self, found: list[Refusal], meters: CallerMeters) -> RateLimited:
         refusal = max(found)
         self.metrics.count_refusal(refusal)
         return error_for(refusal, meters.rate_limits())

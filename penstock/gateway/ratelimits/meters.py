@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from penstock.core.identity import Principal
 from penstock.core.limits import LimitState, RateLimits
 from penstock.gateway.ratelimits.buckets import TokenBucket
-from penstock.gateway.ratelimits.demand import Demand
+from penstock.gateway.ratelimits.demand import NOTHING, Demand
 from penstock.gateway.ratelimits.refusals import Figure, Refusal
 from penstock.gateway.ratelimits.settings import (
     CallerLimits,
@@ -78,32 +78,40 @@ class CallerMeters:
         self._inputs = _present(meter.input_tokens for meter in meters)
         self._outputs = _present(meter.output_tokens for meter in meters)
 
-    def fits(self, demand: Demand, now: float) -> bool:
-        """Whether every bucket and every concurrency limit allows it."""
+    def admits(self, now: float) -> bool:
+        """Whether one more request may begin. Nobody in debt for tokens may."""
         for bucket in self._requests:
             if not bucket.fits(1, now):
-                return False
-        for bucket in self._inputs:
-            if not bucket.fits(demand.input_tokens, now):
-                return False
-        for bucket in self._outputs:
-            if not bucket.fits(demand.output_tokens, now):
                 return False
         for meter in self.meters:
             if meter.max_running is not None and meter.num_running >= meter.max_running:
                 return False
-        return True
+        return self.fits(NOTHING, now)
 
-    def take(self, demand: Demand, now: float) -> None:
+    def fits(self, demand: Demand, now: float) -> bool:
+        """Whether every token bucket allows the demand."""
+        for bucket in self._inputs:
+            if not bucket.fits(demand.input_tokens, now):
+                return False
+        return all(bucket.fits(demand.output_tokens, now) for bucket in self._outputs)
+
+    def admit(self, now: float) -> None:
         for bucket in self._requests:
             bucket.take(1, now)
+        for meter in self.meters:
+            meter.num_running += 1
+
+    def take(self, demand: Demand, now: float) -> None:
         for bucket in self._inputs:
             bucket.take(demand.input_tokens, now)
         for bucket in self._outputs:
             bucket.take(demand.output_tokens, now)
         for meter in self.meters:
-            meter.num_running += 1
             meter.reserved_microdollars += demand.microdollars
+
+    def give_back_request(self, now: float) -> None:
+        for bucket in self._requests:
+            bucket.take(-1, now)
 
     def give_back_input(self, num_tokens: int, now: float) -> None:
         for bucket in self._inputs:
@@ -120,12 +128,12 @@ class CallerMeters:
             left = meter.reserved_microdollars - reserved.microdollars if meter.num_running else 0.0
             meter.reserved_microdollars = left
 
-    def refusals(self, demand: Demand, now: float) -> list[Refusal]:
+    def refusals(self, num_requests: int, demand: Demand, now: float) -> list[Refusal]:
         """Why the buckets do not allow it."""
         found = []
         for meter in self.meters:
             for figure, bucket, amount in (
-                (Figure.REQUESTS, meter.requests, 1),
+                (Figure.REQUESTS, meter.requests, num_requests),
                 (Figure.INPUT_TOKENS, meter.input_tokens, demand.input_tokens),
                 (Figure.OUTPUT_TOKENS, meter.output_tokens, demand.output_tokens),
             ):

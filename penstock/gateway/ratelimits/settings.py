@@ -115,6 +115,14 @@ class CallerLimits(NamedTuple):
     max_reserved_output_tokens: int
     has_budget: bool
 
+    @property
+    def reserves(self) -> bool:
+        """Whether any of them counts tokens or money, which are reserved apart from the request."""
+        return self.has_budget or any(
+            limits.input_tokens_per_minute is not None or limits.output_tokens_per_minute is not None
+            for _, limits in self.applying
+        )
+
 
 class LimitResolver:
     """Which limits apply to a caller, for one immutable LimitSettings."""

@@ -25,7 +25,7 @@ from penstock.core.identity import Principal
 from penstock.core.limits import LimitState, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
 from penstock.gateway.ratelimits.buckets import SECONDS_PER_LIMIT, TOLERANCE
-from penstock.gateway.ratelimits.demand import Demand, demand_of, used_by
+from penstock.gateway.ratelimits.demand import NOTHING, Demand, demand_of, used_by
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.refusals import Figure, Refusal, error_for
 from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe
@@ -42,7 +42,6 @@ LEASE_KEY_PREFIX = f"{KEY_PREFIX}:leases"  # no scope of limits has this name
 _MAX_CACHED_CALLERS = 65_536
 _RENEWED_AT_ONCE = 256
 _NO_LIMITS = NoLimits()
-_NOTHING_USED = Demand(0, 0, 0.0)
 
 
 class _Spent(msgspec.Struct):
@@ -63,6 +62,7 @@ class _SubjectAsk(msgspec.Struct, omit_defaults=True):
 
 
 class _Ask(msgspec.Struct):
+    requests: int
     input_tokens: int
     output_tokens: int
     microdollars: float
@@ -102,21 +102,33 @@ class _Caller:
 
 
 class RedisLease:
-    __slots__ = ("_caller", "_claim", "_limiter", "_reserved", "name", "rate_limits")
+    __slots__ = ("_claim", "_limiter", "_reserved", "_stem", "caller", "rate_limits")
 
-    def __init__(
-        self, limiter: RedisLimiter, claim: Claim, caller: _Caller, reserved: Demand, name: str
-    ) -> None:
+    def __init__(self, limiter: RedisLimiter, claim: Claim, caller: _Caller) -> None:
         self._limiter = limiter
         self._claim = claim
-        self._caller = caller
-        self._reserved = reserved
-        self.name = name
+        self.caller = caller
+        self._reserved = NOTHING
+        self._stem = uuid.uuid4().hex
         self.rate_limits = RateLimits()
 
     @property
+    def name(self) -> str:
+        """Ends with the money that the lease reserves, where the scripts find it."""
+        return self.name_with(self._reserved)
+
+    @property
     def keys(self) -> tuple[str, ...]:
-        return self._caller.keys
+        return self.caller.keys
+
+    def name_with(self, reserved: Demand) -> str:
+        return f"{self._stem}:{reserved.microdollars!r}"
+
+    async def reserve(self, claim: Claim) -> Lease:
+        return await self._limiter.reserve(self, claim)
+
+    def holds(self, claim: Claim, reserved: Demand) -> None:
+        self._claim, self._reserved = claim, reserved
 
     def give_back_cached(self, num_tokens: int) -> None:
         given, self._reserved = self._reserved.without_input(num_tokens)
@@ -124,9 +136,12 @@ class RedisLease:
 
     def settle(self, outcome: Outcome) -> None:
         limiter = self._limiter
-        used = used_by(self._claim, outcome, self._caller.limits, limiter.local.book)
+        used = used_by(self._claim, outcome, self.caller.limits, limiter.local.book)
         limiter.release(self, self._reserved, used)
         limiter.local.slot_times.observe(outcome.duration_s)
+
+    def undo(self) -> None:
+        self._limiter.release(self, self._reserved, NOTHING, requests=-1)
 
 
 class RedisLimiter:
@@ -187,29 +202,63 @@ class RedisLimiter:
         self._callers.clear()
         self.local.apply(settings)
 
-    async def reserve(self, claim: Claim) -> Lease:
+    async def admit(self, claim: Claim) -> Lease:
         caller = self._caller(claim.principal, claim.model)
         if not caller.limits.applying:
             self.metrics.admitted += 1
             return _NO_LIMITS
-        demand = demand_of(claim, caller.limits, self.local.book)
-        spends = await self._spends(caller.limits)
-        lease = RedisLease(self, claim, caller, demand, f"{uuid.uuid4().hex}:{demand.microdollars!r}")
+        lease = RedisLease(self, claim, caller)
         try:
-            decision = await self._decide(lease, caller, demand, spends)
+            decision = await self._decide(lease, NOTHING, num_requests=1)
         except RedisGone as gone:
             if gone.may_have_run:
-                self.release(lease, demand, _NOTHING_USED)
-            return await self._reserve_without_redis(claim)
+                self.release(lease, NOTHING, NOTHING, requests=-1)
+            return await self._admit_without_redis(claim)
         except asyncio.CancelledError:
-            self.release(lease, demand, _NOTHING_USED)
+            self.release(lease, NOTHING, NOTHING, requests=-1)
             raise
         lease.rate_limits = _rate_limits(caller, decision)
         if decision.refusals:
-            raise self._refuse(caller, demand, decision, lease.rate_limits)
+            raise self._refuse(caller, NOTHING, decision, lease.rate_limits)
         self._live[lease.name] = lease
         self.metrics.admitted += 1
         return lease
+
+    async def reserve(self, lease: RedisLease, claim: Claim) -> Lease:
+        """The second half of `lease`, whose name in Redis changes with the money that it reserves."""
+        caller = lease.caller
+        if not caller.limits.reserves:
+            lease.holds(claim, NOTHING)
+            return lease
+        demand = demand_of(claim, caller.limits, self.local.book)
+        admitted_as = lease.name
+        try:
+            decision = await self._decide(lease, demand, num_requests=0)
+        except RedisGone as gone:
+            self._end_unknown(lease, demand, has_run=gone.may_have_run)
+            admitted = await self._admit_without_redis(claim)
+            try:
+                return await admitted.reserve(claim)
+            except BaseException:
+                admitted.undo()
+                raise
+        except asyncio.CancelledError:
+            self._end_unknown(lease, demand, has_run=True)
+            raise
+        rate_limits = _rate_limits(caller, decision)
+        if decision.refusals:
+            raise self._refuse(caller, demand, decision, rate_limits)
+        lease.rate_limits = rate_limits
+        self._live.pop(admitted_as, None)
+        lease.holds(claim, demand)
+        self._live[lease.name] = lease
+        return lease
+
+    def _end_unknown(self, lease: RedisLease, demand: Demand, *, has_run: bool) -> None:
+        """End a lease in Redis that may stand under either of its names."""
+        self.release(lease, NOTHING, NOTHING)
+        if has_run:
+            self.release(lease, demand, NOTHING)
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
         caller = self._caller(principal, model)
@@ -225,18 +274,20 @@ class RedisLimiter:
         """At most once: should it be lost, the refill makes up for it within a minute."""
         self._pipe.try_post("give_back", lease.keys, (lease.name, num_tokens))
 
-    def release(self, lease: RedisLease, reserved: Demand, used: Demand) -> None:
-        """Settle in Redis, as soon as it can be reached."""
-        self._live.pop(lease.name, None)
+    def release(self, lease: RedisLease, reserved: Demand, used: Demand, *, requests: int = 0) -> None:
+        """Settle in Redis, as soon as it can be reached. `requests` is -1 for a request that is not to count."""
+        name = lease.name_with(reserved)
+        self._live.pop(name, None)
         day = day_of(self._wall_clock())
         correction = _Ask(
+            requests,
             used.input_tokens - reserved.input_tokens,
             used.output_tokens - reserved.output_tokens,
             used.microdollars,
             day,
             day // 100,
         )
-        self._pipe.post("settle", lease.keys, (lease.name, self._encode(correction)))
+        self._pipe.post("settle", lease.keys, (name, self._encode(correction)))
 
     def _caller(self, principal: Principal, model: str | None) -> _Caller:
         name = (principal.key_id, principal.workspace_id, model)
@@ -255,26 +306,35 @@ class RedisLimiter:
             for subject, resolved in limits.applying
         ]
 
-    async def _decide(
-        self, lease: RedisLease, caller: _Caller, demand: Demand, spends: list[Spend]
-    ) -> _Decision:
-        asks = caller.asks
-        if caller.limits.has_budget:
+    async def _decide(self, lease: RedisLease, demand: Demand, *, num_requests: int) -> _Decision:
+        """One half of a lease: with one request the first, which makes the lease, and with none the second."""
+        limits, asks = lease.caller.limits, lease.caller.asks
+        if limits.has_budget:
+            spends = await self._spends(limits)
             asks = tuple(
                 msgspec.structs.replace(ask, spent=_Spent(spend.today_microdollars, spend.month_microdollars))
                 for ask, spend in zip(asks, spends, strict=True)
             )
         day = day_of(self._wall_clock())
-        ask = _Ask(demand.input_tokens, demand.output_tokens, demand.microdollars, day, day // 100, asks)
-        arguments = (lease.name, self._lease_ttl_s, self._encode(ask))
-        return self._decode(await self._pipe.call("reserve", caller.keys, arguments))
+        ask = _Ask(
+            num_requests,
+            demand.input_tokens,
+            demand.output_tokens,
+            demand.microdollars,
+            day,
+            day // 100,
+            asks,
+        )
+        before = lease.name if num_requests == 0 else ""
+        arguments = (lease.name_with(demand), self._lease_ttl_s, self._encode(ask), before)
+        return self._decode(await self._pipe.call("reserve", lease.keys, arguments))
 
-    async def _reserve_without_redis(self, claim: Claim) -> Lease:
+    async def _admit_without_redis(self, claim: Claim) -> Lease:
         if self._policy == "closed":
             self.metrics.closed_refusals += 1
             raise LimitsUnavailable("Limits cannot be checked at the moment.", retry_after_s=PROBE_INTERVAL_S)
         self.metrics.local_decisions += 1
-        return await self.local.reserve(claim)
+        return await self.local.admit(claim)
 
     def _refuse(
         self, caller: _Caller, demand: Demand, decision: _Decision, rate_limits: RateLimits

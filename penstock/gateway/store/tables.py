@@ -139,7 +139,7 @@ usage_spend = Table(
     Column("cost_picodollars", BigInteger, nullable=False),
 )
 
-# Owner: gateway/replies. While `answer` is null the request runs, in a process that renews `lease_until`.
+# Owner: gateway/reuse. While `answer` is null the request runs, in a process that renews `lease_until`.
 idempotent_answers = Table(
     "idempotent_answers",
     metadata,

@@ -50,12 +50,12 @@ class RequestRecord:
     accounts: list[tuple[Claim, Outcome]] = field(default_factory=list)
     span: Any = None  # the tracing library's span of the whole request, while one is open
 
-    def note(self, wish: GenerationRequest) -> None:
-        if wish.request_id != self.request_id:  # a judge asks on this request's behalf
+    def note(self, request: GenerationRequest) -> None:
+        if request.request_id != self.request_id:  # a judge asks on this request's behalf
             return
-        self.sampling = wish.sampling
+        self.sampling = request.sampling
         if self.keeps_prompts:
-            self.prompts += [_prompt_text(prompt)[:MAX_LOGGED_PROMPT_CHARS] for prompt in wish.prompts]
+            self.prompts += [_prompt_text(prompt)[:MAX_LOGGED_PROMPT_CHARS] for prompt in request.prompts]
 
     @property
     def own_account(self) -> tuple[Claim, Outcome] | None:

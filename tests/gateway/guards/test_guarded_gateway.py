@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError, ContentRefused, InvalidRequest, ModelNotFound, SafetyCheckFailed
 from penstock.core.gateway_config import GatewayConfig
-from penstock.core.identity import Principal
-from penstock.core.request import FinishReason, Request
+from penstock.core.identity import OPEN_PRINCIPAL, Principal
+from penstock.core.request import FinishReason, Request, Tier
 from penstock.gateway.choice import Delta, ToolCallDelta
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.answer import GuardedChoice
-from penstock.gateway.guards.judge import JUDGE_PRINCIPAL
 from penstock.gateway.guards.policy import compile_policy
 from penstock.gateway.guards.reports import Case, GuardMetrics
 from penstock.gateway.guards.settings import GuardSettings, PolicySettings, guard_settings
@@ -112,7 +111,12 @@ async def test_arguments_of_earlier_tool_calls_stay_json() -> None:
     policy = gateway.guards.policy_for(Principal())
     assert policy is not None
     request = wish(prompt)
-    checked = await gateway.guards.check(gateway.guards.case(policy, request), request, lambda ids: "")
+    case = gateway.guards.case(policy, "r", request.principal, request.tier)
+
+    async def no_text(token_ids: Sequence[int]) -> str:
+        return ""
+
+    checked = await gateway.guards.check(case, request, no_text)
     changed = checked.prompts[0]
     assert isinstance(changed, ChatPrompt)
     assert changed.messages[1].tool_calls[0].arguments == '{"card": "[CREDIT_CARD]", "to": "[EMAIL]"}'
@@ -315,7 +319,7 @@ async def test_a_judge_refuses_with_its_reason(caplog: pytest.LogCaptureFixture)
     assert (text, reason) == ("", FinishReason.CONTENT_FILTER)
     assert "1: It is rude." in caplog.text
     judged = next(request for request in engine.added if "Be kind." in prompt_text(request))
-    assert judged.tenant == JUDGE_PRINCIPAL.workspace_id
+    assert judged.tenant == OPEN_PRINCIPAL.workspace_id, "asked in the name of the caller"
     assert "go away" in prompt_text(judged)
     assert len(engine.added) == 2, "a judge is never judged"
 
@@ -455,7 +459,7 @@ def _call(parts: dict[str, str], is_first: bool) -> tuple[ToolCallDelta, ...]:
 
 
 def _run(policy: Any, deltas: list[Delta]) -> tuple[str, str, str, FinishReason | None]:
-    choice = GuardedChoice(0, Case(policy, GuardMetrics(), "r", "w"))
+    choice = GuardedChoice(0, Case(policy, GuardMetrics(), "r", OPEN_PRINCIPAL, Tier.DEFAULT))
     reasoning = text = arguments = ""
     reason: FinishReason | None = None
     for delta in [*deltas, Delta(0, "", finish_reason=FinishReason.STOP)]:

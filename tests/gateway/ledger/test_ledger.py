@@ -203,11 +203,14 @@ class TestTrouble:
         class Lease:
             rate_limits = None
 
+            async def reserve(self, claim: Any) -> Any:
+                return self
+
             def settle(self, outcome: Any) -> None:
                 settled.append(outcome.status)
 
         class Limiter:
-            async def reserve(self, claim: Any) -> Any:
+            async def admit(self, claim: Any) -> Any:
                 return Lease()
 
         async with open_ledger(tmp_path, when_unrecorded="refuse") as ledger:

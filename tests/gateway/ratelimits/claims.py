@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Literal
 
+from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
-from penstock.gateway.accounts import Claim, Outcome
+from penstock.gateway.accounts import Claim, Lease, Limiter, Outcome
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.settings import Subject
 from penstock.gateway.ratelimits.spend import Spend
@@ -30,6 +31,16 @@ def claim(
         input_tokens=input_tokens,
         max_output_tokens=max_output_tokens,
     )
+
+
+async def reserve(limiter: Limiter, claim: Claim) -> Lease:
+    """Both halves of a reservation, as a request takes them one after the other."""
+    admitted = await limiter.admit(claim)
+    try:
+        return await admitted.reserve(claim)
+    except RateLimited:
+        admitted.settle(outcome(0, 0, status="failed", has_begun=False, duration_s=0.0))
+        raise
 
 
 def outcome(

@@ -10,7 +10,7 @@ from penstock.gateway.ratelimits.build import build_limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.metrics import LimiterMetrics
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
-from tests.gateway.ratelimits.claims import claim
+from tests.gateway.ratelimits.claims import claim, reserve
 
 
 def rendered(metrics: LimiterMetrics) -> str:
@@ -21,10 +21,10 @@ def rendered(metrics: LimiterMetrics) -> str:
 
 async def test_decisions_are_counted_by_the_limit_to_blame() -> None:
     limiter = LocalLimiter(LimitSettings(key=ScopeLimits(requests_per_minute=1)), VirtualClock())
-    await limiter.reserve(claim())
+    await reserve(limiter, claim())
     for _ in range(2):
         with pytest.raises(RateLimited):
-            await limiter.reserve(claim())
+            await reserve(limiter, claim())
     text = rendered(limiter.metrics)
     assert "penstock_limits_admitted_total 1.0" in text
     assert 'penstock_limits_refused_total{limit="requests_per_minute",scope="key"} 2.0' in text
@@ -42,6 +42,6 @@ async def test_redis_appears_when_it_is_used() -> None:
 async def test_each_of_several_processes_grants_its_part() -> None:
     settings = LimitSettings(key=ScopeLimits(concurrent_requests=4))
     limiter = build_limiter(GatewayConfig(), settings, num_processes=4)
-    await limiter.reserve(claim())
+    await reserve(limiter, claim())
     with pytest.raises(RateLimited):
-        await limiter.reserve(claim())
+        await reserve(limiter, claim())

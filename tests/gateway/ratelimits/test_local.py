@@ -8,7 +8,7 @@ from penstock.gateway.accounts import Lease, Outcome
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import Limits, LimitScope, LimitSettings, ScopeLimits, Subject
-from tests.gateway.ratelimits.claims import TestBook, claim, outcome
+from tests.gateway.ratelimits.claims import TestBook, claim, outcome, reserve
 
 
 def limiter(**scopes: ScopeLimits) -> LocalLimiter:
@@ -21,7 +21,7 @@ def remaining(lease: Lease, kind: str) -> int:
 
 async def left(limits: LocalLimiter, kind: str) -> int:
     """What a request that needs next to nothing is shown."""
-    lease = await limits.reserve(claim(input_tokens=0, max_output_tokens=0))
+    lease = await reserve(limits, claim(input_tokens=0, max_output_tokens=0))
     lease.settle(outcome(0, 0))
     return remaining(lease, kind)
 
@@ -30,13 +30,13 @@ async def test_requests_are_limited_and_come_back_with_time() -> None:
     clock = VirtualClock()
     limits = LocalLimiter(LimitSettings(key=ScopeLimits(requests_per_minute=2)), clock)
     for expected in (1, 0):
-        assert remaining(await limits.reserve(claim()), "requests") == expected
+        assert remaining(await reserve(limits, claim()), "requests") == expected
     with pytest.raises(RateLimited, match="limit of 2 requests per minute for this key") as refused:
-        await limits.reserve(claim())
+        await reserve(limits, claim())
     assert refused.value.retry_after_s == pytest.approx(30.0)
-    await limits.reserve(claim(key="another"))
+    await reserve(limits, claim(key="another"))
     clock.advance(30.0)
-    await limits.reserve(claim())
+    await reserve(limits, claim())
 
 
 async def test_a_refused_request_takes_nothing_from_any_limit() -> None:
@@ -44,10 +44,10 @@ async def test_a_refused_request_takes_nothing_from_any_limit() -> None:
         key=ScopeLimits(requests_per_minute=100, input_tokens_per_minute=1000, output_tokens_per_minute=1000),
         workspace=ScopeLimits(concurrent_requests=1),
     )
-    running = await limits.reserve(claim(input_tokens=0, max_output_tokens=0))
+    running = await reserve(limits, claim(input_tokens=0, max_output_tokens=0))
     for _ in range(5):
         with pytest.raises(RateLimited, match="1 requests at once"):
-            await limits.reserve(claim(input_tokens=100))
+            await reserve(limits, claim(input_tokens=100))
     running.settle(outcome(0, 0))
     assert await left(limits, "input_tokens") == 1000
     assert await left(limits, "requests") == 100 - 3
@@ -68,7 +68,7 @@ async def test_a_refused_request_takes_nothing_from_any_limit() -> None:
 )
 async def test_settling_charges_what_was_used(ended: Outcome, input_used: int, output_used: int) -> None:
     limits = limiter(key=ScopeLimits(input_tokens_per_minute=1000, output_tokens_per_minute=1000))
-    lease = await limits.reserve(claim(input_tokens=100, max_output_tokens=50))
+    lease = await reserve(limits, claim(input_tokens=100, max_output_tokens=50))
     assert remaining(lease, "input_tokens") == 900
     assert remaining(lease, "output_tokens") == 950
     lease.settle(ended)
@@ -78,11 +78,11 @@ async def test_settling_charges_what_was_used(ended: Outcome, input_used: int, o
 
 async def test_cached_input_comes_back_while_the_answer_is_still_written() -> None:
     limits = limiter(key=ScopeLimits(input_tokens_per_minute=1000))
-    first = await limits.reserve(claim(input_tokens=900))
+    first = await reserve(limits, claim(input_tokens=900))
     with pytest.raises(RateLimited):
-        await limits.reserve(claim(input_tokens=900))
+        await reserve(limits, claim(input_tokens=900))
     first.give_back_cached(880)
-    second = await limits.reserve(claim(input_tokens=900))
+    second = await reserve(limits, claim(input_tokens=900))
     assert remaining(second, "input_tokens") == 80
     first.settle(outcome(900, 1, cached_tokens=880))
     second.settle(outcome(900, 1, cached_tokens=880))
@@ -91,9 +91,9 @@ async def test_cached_input_comes_back_while_the_answer_is_still_written() -> No
 
 async def test_a_huge_max_tokens_does_not_lock_the_caller_out() -> None:
     limits = limiter(key=ScopeLimits(output_tokens_per_minute=1000))
-    leases = [await limits.reserve(claim(max_output_tokens=100_000)) for _ in range(4)]
+    leases = [await reserve(limits, claim(max_output_tokens=100_000)) for _ in range(4)]
     with pytest.raises(RateLimited, match="output tokens"):
-        await limits.reserve(claim(max_output_tokens=100_000))
+        await reserve(limits, claim(max_output_tokens=100_000))
     for lease in leases:
         lease.settle(outcome(0, 10))
     assert await left(limits, "output_tokens") == 960
@@ -102,36 +102,36 @@ async def test_a_huge_max_tokens_does_not_lock_the_caller_out() -> None:
 async def test_an_answer_longer_than_its_reservation_leaves_a_debt() -> None:
     clock = VirtualClock()
     limits = LocalLimiter(LimitSettings(key=ScopeLimits(output_tokens_per_minute=60)), clock)
-    lease = await limits.reserve(claim(max_output_tokens=1000))
+    lease = await reserve(limits, claim(max_output_tokens=1000))
     lease.settle(outcome(0, 180))
     with pytest.raises(RateLimited) as refused:
-        await limits.reserve(claim(max_output_tokens=1))
-    assert refused.value.retry_after_s == pytest.approx(121.0)
+        await reserve(limits, claim(max_output_tokens=1))
+    assert refused.value.retry_after_s == pytest.approx(120.0)  # until the debt is paid
 
 
 async def test_a_prompt_beyond_the_limit_is_told_that_waiting_is_useless() -> None:
     limits = limiter(workspace=ScopeLimits(input_tokens_per_minute=50))
     with pytest.raises(RequestExceedsLimit, match="needs 51 input tokens, more than the 50") as refused:
-        await limits.reserve(claim(input_tokens=51))
+        await reserve(limits, claim(input_tokens=51))
     assert refused.value.retry_after_s is None
 
 
 async def test_the_wait_for_a_place_follows_how_long_requests_take() -> None:
     limits = limiter(key=ScopeLimits(concurrent_requests=2))
-    (await limits.reserve(claim())).settle(outcome(duration_s=12.0))
+    (await reserve(limits, claim())).settle(outcome(duration_s=12.0))
     for _ in range(2):
-        await limits.reserve(claim())
+        await reserve(limits, claim())
     with pytest.raises(RateLimited) as refused:
-        await limits.reserve(claim())
+        await reserve(limits, claim())
     assert refused.value.retry_after_s == pytest.approx(6.0)
 
 
 async def test_the_longest_wait_is_the_one_that_is_told() -> None:
     limits = limiter(key=ScopeLimits(requests_per_minute=60), workspace=ScopeLimits(requests_per_minute=1))
-    lease = await limits.reserve(claim())
+    lease = await reserve(limits, claim())
     assert remaining(lease, "requests") == 0  # the workspace's, which is the tightest
     with pytest.raises(RateLimited, match="this workspace") as refused:
-        await limits.reserve(claim())
+        await reserve(limits, claim())
     assert refused.value.retry_after_s == pytest.approx(60.0)
     assert limits.metrics.refusals == {("workspace", "requests_per_minute"): 1}
 
@@ -145,50 +145,50 @@ async def test_a_budget_counts_what_was_spent_and_what_is_running() -> None:
         book=book,
         wall_clock=lambda: 86_400.0 * 20_000 + 82_800.0,
     )
-    first = await limits.reserve(claim(input_tokens=10, max_output_tokens=30))
-    await limits.reserve(claim(input_tokens=10, max_output_tokens=30))
+    first = await reserve(limits, claim(input_tokens=10, max_output_tokens=30))
+    await reserve(limits, claim(input_tokens=10, max_output_tokens=30))
     with pytest.raises(QuotaExceeded, match="daily budget") as refused:
-        await limits.reserve(claim(input_tokens=10, max_output_tokens=30))
+        await reserve(limits, claim(input_tokens=10, max_output_tokens=30))
     assert refused.value.retry_after_s == pytest.approx(3600.0)
     first.settle(outcome(10, 1))
     book.spend(subject, 11)
-    await limits.reserve(claim(input_tokens=10, max_output_tokens=30))
+    await reserve(limits, claim(input_tokens=10, max_output_tokens=30))
     with pytest.raises(QuotaExceeded):
-        await limits.reserve(claim(input_tokens=10, max_output_tokens=0))
+        await reserve(limits, claim(input_tokens=10, max_output_tokens=0))
 
 
 async def test_processes_that_share_a_limit_grant_their_part_of_it() -> None:
     settings = LimitSettings(key=ScopeLimits(requests_per_minute=8, concurrent_requests=4))
     limits = LocalLimiter(settings, VirtualClock(), share=0.5)
     for _ in range(2):
-        lease = await limits.reserve(claim())
+        lease = await reserve(limits, claim())
     assert lease.rate_limits.requests is not None
     assert lease.rate_limits.requests.limit == 8
     with pytest.raises(RateLimited, match="at once"):
-        await limits.reserve(claim())
+        await reserve(limits, claim())
 
 
 async def test_new_limits_keep_what_was_used_and_what_runs() -> None:
     limits = limiter(key=ScopeLimits(requests_per_minute=10, concurrent_requests=5))
-    leases = [await limits.reserve(claim()) for _ in range(5)]
+    leases = [await reserve(limits, claim()) for _ in range(5)]
     limits.apply(LimitSettings(key=ScopeLimits(requests_per_minute=100, concurrent_requests=6)))
-    sixth = await limits.reserve(claim())
+    sixth = await reserve(limits, claim())
     assert remaining(sixth, "requests") == 49
     with pytest.raises(RateLimited, match="at once"):
-        await limits.reserve(claim())
+        await reserve(limits, claim())
     for lease in leases:
         lease.settle(outcome())
     limits.apply(LimitSettings())
     for _ in range(10):
-        await limits.reserve(claim())
+        await reserve(limits, claim())
 
 
 async def test_idle_callers_are_forgotten_and_busy_ones_are_not() -> None:
     clock = VirtualClock()
     limits = LocalLimiter(LimitSettings(key=ScopeLimits(requests_per_minute=60)), clock)
-    busy = await limits.reserve(claim(key="busy"))
+    busy = await reserve(limits, claim(key="busy"))
     for number in range(5000):
-        (await limits.reserve(claim(key=f"key-{number}"))).settle(outcome())
+        (await reserve(limits, claim(key=f"key-{number}"))).settle(outcome())
         clock.advance(1.0)
     assert len(limits.metrics.subjects) <= 1024 + 64
     assert any(subject.name == "busy" for subject in limits._meters._meters)
@@ -197,7 +197,7 @@ async def test_idle_callers_are_forgotten_and_busy_ones_are_not() -> None:
 
 async def test_a_model_can_be_limited_for_everybody() -> None:
     limits = limiter(model=ScopeLimits(overrides={"big-*": Limits(requests_per_minute=1)}))
-    await limits.reserve(claim(key="a", model="big-70b"))
+    await reserve(limits, claim(key="a", model="big-70b"))
     with pytest.raises(RateLimited, match="this model"):
-        await limits.reserve(claim(key="b", model="big-70b"))
-    await limits.reserve(claim(key="b", model="small"))
+        await reserve(limits, claim(key="b", model="big-70b"))
+    await reserve(limits, claim(key="b", model="small"))

@@ -22,7 +22,7 @@ from penstock.gateway.ratelimits.build import build_limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
 from penstock.gateway.ratelimits.shared import RedisLimiter
-from tests.gateway.ratelimits.claims import TestBook, claim, outcome
+from tests.gateway.ratelimits.claims import TestBook, claim, outcome, reserve
 from tests.gateway.ratelimits.redis_server import RedisServer
 
 Make = Callable[..., "RedisLimiter"]
@@ -76,15 +76,15 @@ def remaining(lease: Lease, kind: str) -> int:
 async def test_two_gateways_share_every_limit(gateway: Make) -> None:
     settings = LimitSettings(key=ScopeLimits(requests_per_minute=3, concurrent_requests=2))
     one, other = await gateway(settings), await gateway(settings)
-    first = await one.reserve(claim())
-    await other.reserve(claim())
+    first = await reserve(one, claim())
+    await reserve(other, claim())
     with pytest.raises(RateLimited, match="at once"):
-        await one.reserve(claim())
+        await reserve(one, claim())
     first.settle(outcome())
     await one._pipe.flushed()
-    await other.reserve(claim())
+    await reserve(other, claim())
     with pytest.raises(RateLimited, match="3 requests per minute") as refused:
-        await one.reserve(claim())
+        await reserve(one, claim())
     assert refused.value.retry_after_s is not None
     assert 0 < refused.value.retry_after_s <= 20.0
     assert refused.value.rate_limits is not None
@@ -98,7 +98,7 @@ async def test_looking_at_limits_uses_none_of_them(gateway: Make) -> None:
     )
     one, other = await gateway(settings), await gateway(settings)
     asked = claim(input_tokens=1_000_000)
-    lease = await one.reserve(asked)
+    lease = await reserve(one, asked)
     for limiter in (one, other, one):
         shown = await limiter.peek(asked.principal, asked.model)
         assert shown.requests is not None
@@ -124,7 +124,7 @@ async def test_without_redis_one_sees_what_local_limits_say(
 async def test_many_at_once_are_never_admitted_beyond_the_limit(gateway: Make) -> None:
     settings = LimitSettings(workspace=ScopeLimits(requests_per_minute=50, concurrent_requests=20))
     limiters = [await gateway(settings) for _ in range(2)]
-    tries = [limiters[number % 2].reserve(claim(key=f"key-{number}")) for number in range(100)]
+    tries = [reserve(limiters[number % 2], claim(key=f"key-{number}")) for number in range(100)]
     answers = await asyncio.gather(*tries, return_exceptions=True)
     admitted = [answer for answer in answers if not isinstance(answer, BaseException)]
     assert len(admitted) == 20
@@ -136,9 +136,9 @@ async def test_unused_tokens_come_back_and_overuse_becomes_debt(gateway: Make) -
         key=ScopeLimits(input_tokens_per_minute=1_000, output_tokens_per_minute=1_000_000)
     )
     limiter = await gateway(settings)
-    lease = await limiter.reserve(claim(input_tokens=1_000, max_output_tokens=500))
+    lease = await reserve(limiter, claim(input_tokens=1_000, max_output_tokens=500))
     lease.settle(outcome(1_000, 900_000, cached_tokens=600))
-    lease = await limiter.reserve(claim(input_tokens=500, max_output_tokens=1))
+    lease = await reserve(limiter, claim(input_tokens=500, max_output_tokens=1))
     assert 100 <= remaining(lease, "input_tokens") <= 120
     assert 99_000 <= remaining(lease, "output_tokens") <= 120_000
 
@@ -146,39 +146,39 @@ async def test_unused_tokens_come_back_and_overuse_becomes_debt(gateway: Make) -
 async def test_a_request_beyond_the_limit_is_told_so(gateway: Make) -> None:
     limiter = await gateway(LimitSettings(key=ScopeLimits(input_tokens_per_minute=10)))
     with pytest.raises(RequestExceedsLimit):
-        await limiter.reserve(claim(input_tokens=11))
+        await reserve(limiter, claim(input_tokens=11))
 
 
 async def test_a_budget_is_shared_before_the_ledger_knows(gateway: Make) -> None:
     settings = LimitSettings(workspace=ScopeLimits(dollars_per_day=100e-6, dollars_per_month=0.5))
     one = await gateway(settings, book=TestBook())
     other = await gateway(settings, book=TestBook())
-    lease = await one.reserve(claim(input_tokens=10, max_output_tokens=60))
+    lease = await reserve(one, claim(input_tokens=10, max_output_tokens=60))
     with pytest.raises(QuotaExceeded, match=r"daily budget of \$0\.0001 ") as refused:
-        await other.reserve(claim(input_tokens=10, max_output_tokens=60))
+        await reserve(other, claim(input_tokens=10, max_output_tokens=60))
     assert refused.value.retry_after_s is not None
     assert 0 < refused.value.retry_after_s <= 86_400
     lease.settle(outcome(10, 60))
     await one._pipe.flushed()
     with pytest.raises(QuotaExceeded):  # spent now, though the other's ledger has not heard of it
-        await other.reserve(claim(input_tokens=10, max_output_tokens=60))
-    await other.reserve(claim(input_tokens=10, max_output_tokens=20))
+        await reserve(other, claim(input_tokens=10, max_output_tokens=60))
+    await reserve(other, claim(input_tokens=10, max_output_tokens=20))
 
 
 async def test_new_limits_keep_what_was_used(gateway: Make) -> None:
     limiter = await gateway(LimitSettings(key=ScopeLimits(requests_per_minute=10)))
     for _ in range(5):
-        await limiter.reserve(claim())
+        await reserve(limiter, claim())
     limiter.apply(LimitSettings(key=ScopeLimits(requests_per_minute=1000)))
-    assert 499 <= remaining(await limiter.reserve(claim()), "requests") <= 600
+    assert 499 <= remaining(await reserve(limiter, claim()), "requests") <= 600
 
 
 async def test_leases_of_a_dead_gateway_expire_and_those_of_a_live_one_do_not(gateway: Make) -> None:
     settings = LimitSettings(key=ScopeLimits(concurrent_requests=2))
     dying = await gateway(settings, lease_ttl_s=0.2)
     living = await gateway(settings, lease_ttl_s=1.5)
-    await dying.reserve(claim())
-    kept = await living.reserve(claim())
+    await reserve(dying, claim())
+    kept = await reserve(living, claim())
     assert dying._renewing is not None
     dying._renewing.cancel()
 
@@ -186,7 +186,7 @@ async def test_leases_of_a_dead_gateway_expire_and_those_of_a_live_one_do_not(ga
         async with asyncio.timeout(20):
             while True:
                 try:
-                    return await living.reserve(claim())
+                    return await reserve(living, claim())
                 except RateLimited:
                     await asyncio.sleep(0.05)
 
@@ -194,30 +194,30 @@ async def test_leases_of_a_dead_gateway_expire_and_those_of_a_live_one_do_not(ga
     for _ in range(5):  # the living gateway's own lease outlives its time to live
         await asyncio.sleep(0.4)
         with pytest.raises(RateLimited):
-            await living.reserve(claim())
+            await reserve(living, claim())
     kept.settle(outcome())
     replacement.settle(outcome())
 
 
 async def test_a_cancelled_reservation_is_released(gateway: Make) -> None:
     limiter = await gateway(LimitSettings(key=ScopeLimits(concurrent_requests=1)))
-    task = asyncio.create_task(limiter.reserve(claim()))
+    task = asyncio.create_task(reserve(limiter, claim()))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await limiter._pipe.flushed()
-    await limiter.reserve(claim())
+    await reserve(limiter, claim())
 
 
 async def test_settling_twice_changes_nothing(gateway: Make) -> None:
     limiter = await gateway(
         LimitSettings(key=ScopeLimits(input_tokens_per_minute=1_000, concurrent_requests=1))
     )
-    lease = await limiter.reserve(claim(input_tokens=900))
+    lease = await reserve(limiter, claim(input_tokens=900))
     for _ in range(2):  # as after a timeout, when nobody knows whether the first was carried out
         lease.settle(outcome(900, 0, cached_tokens=400))
-    lease = await limiter.reserve(claim(input_tokens=0))
+    lease = await reserve(limiter, claim(input_tokens=0))
     assert 500 <= remaining(lease, "input_tokens") <= 520
 
 
@@ -225,7 +225,7 @@ async def test_scripts_that_redis_forgot_are_loaded_again(gateway: Make, redis_s
     limiter = await gateway(LimitSettings(key=ScopeLimits(requests_per_minute=5)))
     async with Redis.from_url(redis_server.url) as client:
         await client.script_flush()
-    assert remaining(await limiter.reserve(claim()), "requests") == 4
+    assert remaining(await reserve(limiter, claim()), "requests") == 4
     assert limiter.metrics.redis_errors == 0
 
 
@@ -233,12 +233,12 @@ async def test_a_key_that_somebody_else_wrote_stops_neither_its_caller_nor_other
     gateway: Make, redis_server: RedisServer
 ) -> None:
     limiter = await gateway(LimitSettings(key=ScopeLimits(requests_per_minute=5)))
-    lease = await limiter.reserve(claim())
+    lease = await reserve(limiter, claim())
     async with Redis.from_url(redis_server.url) as client:
         await client.set("{penstock:limits}:key:key-1", "not ours")
     lease.settle(outcome())
-    assert remaining(await limiter.reserve(claim()), "requests") == 4  # decided locally
-    assert remaining(await limiter.reserve(claim(key="another")), "requests") == 4
+    assert remaining(await reserve(limiter, claim()), "requests") == 4  # decided locally
+    assert remaining(await reserve(limiter, claim(key="another")), "requests") == 4
     assert limiter.metrics.redis_is_up is True
     assert limiter.metrics.settlements_lost >= 1
     assert limiter.metrics.local_decisions == 1
@@ -249,14 +249,14 @@ async def test_open_policy_decides_locally_while_redis_is_gone(
 ) -> None:
     settings = LimitSettings(key=ScopeLimits(requests_per_minute=3, concurrent_requests=2))
     limiter = await gateway(settings, url=own_server.url)
-    before = await limiter.reserve(claim())
+    before = await reserve(limiter, claim())
     own_server.stop()
-    during = [await limiter.reserve(claim()) for _ in range(2)]
+    during = [await reserve(limiter, claim()) for _ in range(2)]
     assert limiter.metrics.redis_is_up is False
     assert limiter.metrics.redis_errors == 1
     assert limiter.metrics.local_decisions == 2
     with pytest.raises(RateLimited, match="at once"):
-        await limiter.reserve(claim())
+        await reserve(limiter, claim())
     before.settle(outcome())
     assert limiter.metrics.settlements_pending >= 1
     for lease in during:
@@ -267,35 +267,35 @@ async def test_open_policy_decides_locally_while_redis_is_gone(
     assert limiter.metrics.settlements_pending == 0
     assert limiter.metrics.settlements_lost == 0
     num_local = limiter.metrics.local_decisions
-    assert remaining(await limiter.reserve(claim()), "requests") == 2  # this Redis kept nothing
+    assert remaining(await reserve(limiter, claim()), "requests") == 2  # this Redis kept nothing
     assert limiter.metrics.local_decisions == num_local
 
 
 async def test_a_short_outage_loses_no_settlement(gateway: Make, own_server: RedisServer) -> None:
     settings = LimitSettings(key=ScopeLimits(concurrent_requests=1))
     limiter = await gateway(settings, url=own_server.url)
-    lease = await limiter.reserve(claim())
+    lease = await reserve(limiter, claim())
     own_server.pause()
     limiter._pipe._timeout_s = 0.05
-    await limiter.reserve(claim())  # decided locally, after one timeout
+    await reserve(limiter, claim())  # decided locally, after one timeout
     lease.settle(outcome())
     limiter._pipe._timeout_s = 20.0
     own_server.resume()
     await until(lambda: limiter.metrics.redis_is_up is True)
     await limiter._pipe.flushed()
-    await limiter.reserve(claim())  # the place is free again
+    await reserve(limiter, claim())  # the place is free again
     with pytest.raises(RateLimited):
-        await limiter.reserve(claim())
+        await reserve(limiter, claim())
 
 
 async def test_closed_policy_answers_503_while_redis_is_gone(gateway: Make, own_server: RedisServer) -> None:
     settings = LimitSettings(key=ScopeLimits(requests_per_minute=3))
     limiter = await gateway(settings, url=own_server.url, policy="closed")
-    await limiter.reserve(claim())
+    await reserve(limiter, claim())
     own_server.stop()
     for _ in range(2):
         with pytest.raises(LimitsUnavailable) as refused:
-            await limiter.reserve(claim())
+            await reserve(limiter, claim())
         assert refused.value.status == 503
         assert refused.value.retry_after_s is not None
     assert limiter.metrics.closed_refusals == 2
@@ -307,7 +307,7 @@ async def test_a_gateway_starts_without_redis_and_finds_it_later(
     own_server.stop()
     limiter = await gateway(LimitSettings(key=ScopeLimits(requests_per_minute=3)), url=own_server.url)
     assert limiter.metrics.redis_is_up is False
-    await limiter.reserve(claim())
+    await reserve(limiter, claim())
     own_server.start()
     await until(lambda: limiter.metrics.redis_is_up is True)
 
@@ -317,7 +317,7 @@ async def test_callers_without_limits_never_ask_redis(gateway: Make) -> None:
     limiter.apply(LimitSettings())
     async with asyncio.timeout(5):
         await limiter._pipe.close(1.0)
-        (await limiter.reserve(claim())).settle(outcome())
+        (await reserve(limiter, claim())).settle(outcome())
 
 
 def test_a_url_that_is_none_is_refused() -> None:

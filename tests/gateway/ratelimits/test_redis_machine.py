@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -108,34 +110,43 @@ class Compared:
                 assert abs(state.remaining - other.remaining) <= 1  # a fraction of one, rounded
         return ours
 
-    async def reserve(self, claim: Claim) -> Lease:
-        leases: list[Lease] = []
-        refusals: list[RateLimited] = []
-        for limiter in (self.redis, self.local):
-            try:
-                leases.append(await limiter.reserve(claim))
-            except RateLimited as refusal:
-                refusals.append(refusal)
+    async def admit(self, claim: Claim) -> Lease:
+        leases = await both([limiter.admit(claim) for limiter in (self.redis, self.local)])
         assert self.metrics.redis_is_up
-        assert not (leases and refusals), refusals
-        if leases:
-            assert_same(*(lease.rate_limits for lease in leases))
-            return Both(leases)
-        ours, expected = refusals
-        assert type(ours) is type(expected)
-        assert ours.message == expected.message
-        if "at once" not in ours.message:
-            assert ours.retry_after_s == pytest.approx(expected.retry_after_s, abs=0.01)
-        assert ours.rate_limits is not None
-        assert expected.rate_limits is not None
-        assert_same(ours.rate_limits, expected.rate_limits)
-        raise ours
+        return Both(leases)
+
+
+async def both(calls: list[Coroutine[Any, Any, Lease]]) -> list[Lease]:
+    """What the two limiters grant, or the refusal that both give."""
+    leases: list[Lease] = []
+    refusals: list[RateLimited] = []
+    for call in calls:
+        try:
+            leases.append(await call)
+        except RateLimited as refusal:
+            refusals.append(refusal)
+    assert not (leases and refusals), refusals
+    if leases:
+        assert_same(*(lease.rate_limits for lease in leases))
+        return leases
+    ours, expected = refusals
+    assert type(ours) is type(expected)
+    assert ours.message == expected.message
+    if "at once" not in ours.message:
+        assert ours.retry_after_s == pytest.approx(expected.retry_after_s, abs=0.01)
+    assert ours.rate_limits is not None
+    assert expected.rate_limits is not None
+    assert_same(ours.rate_limits, expected.rate_limits)
+    raise ours
 
 
 class Both:
     def __init__(self, leases: list[Lease]) -> None:
         self._leases = leases
         self.rate_limits = leases[0].rate_limits
+
+    async def reserve(self, claim: Claim) -> Lease:
+        return Both(await both([lease.reserve(claim) for lease in self._leases]))
 
     def give_back_cached(self, num_tokens: int) -> None:
         for lease in self._leases:
@@ -144,6 +155,10 @@ class Both:
     def settle(self, outcome: Outcome) -> None:
         for lease in self._leases:
             lease.settle(outcome)
+
+    def undo(self) -> None:
+        for lease in self._leases:
+            lease.undo()
 
 
 def assert_same(ours: RateLimits, expected: RateLimits) -> None:

@@ -1,12 +1,15 @@
--- Admits a request under all its limits, or under none.
+-- Takes one half of a reservation from all the limits of a request, or from none: first one request and a place among
+-- the running ones (ask.requests is 1), later tokens and money (ask.requests is 0).
 --
--- KEYS: the hash and the leases of each subject, in turn. ARGV: the lease's name, its seconds to live, and JSON with
--- the demand and each subject's limits (absent: no limit). Answers JSON: the levels of each subject, and refusals as
--- {subject, figure, seconds to wait or number running}; without any, everything is reserved.
+-- KEYS: the hash and the leases of each subject, in turn. ARGV: the lease's name, its seconds to live, JSON with the
+-- demand and each subject's limits (absent: no limit), and for the second half the lease's name before. Answers JSON:
+-- the levels of each subject, and refusals as {subject, figure, seconds to wait or number running}; without any,
+-- everything is reserved.
 
 local lease, lease_ttl_s, ask = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
+local name_before = ARGV[4]
 local now = server_time()
-local demands = { requests = 1, input_tokens = ask.input_tokens, output_tokens = ask.output_tokens }
+local demands = { requests = ask.requests, input_tokens = ask.input_tokens, output_tokens = ask.output_tokens }
 local subjects, refusals = {}, {}
 
 local function refuse(index, figure, detail)
@@ -43,7 +46,7 @@ for index, limits in ipairs(ask.subjects) do
   forget_the_dead(leases_key, subject, now)
   check_buckets(index, subject, limits)
   check_budgets(index, subject, limits)
-  if limits.concurrent_requests then
+  if limits.concurrent_requests and ask.requests > 0 then
     local num_running = redis.call('ZCOUNT', leases_key, '(' .. string.format('%.17g', now), '+inf')
     if num_running >= limits.concurrent_requests then
       refuse(index, 'concurrent_requests', num_running)
@@ -69,6 +72,9 @@ for index, limits in ipairs(ask.subjects) do
   if #refusals == 0 then
     local leases_key = KEYS[2 * index]
     subject.reserved = (subject.reserved or 0) + ask.microdollars
+    if name_before ~= '' then
+      redis.call('ZREM', leases_key, name_before)
+    end
     redis.call('ZADD', leases_key, string.format('%.17g', now + lease_ttl_s), lease)
     redis.call('EXPIRE', leases_key, math.ceil(lease_ttl_s + LEASE_GRACE_S))
   end

@@ -5,7 +5,9 @@
 
 local lease, ask = ARGV[1], cjson.decode(ARGV[2])
 local now = server_time()
-local corrections = { input_tokens = ask.input_tokens, output_tokens = ask.output_tokens }
+local corrections = {
+  requests = ask.requests, input_tokens = ask.input_tokens, output_tokens = ask.output_tokens
+}
 local num_settled = 0
 
 for index = 1, #KEYS, 2 do

@@ -27,10 +27,10 @@ from penstock.gateway.prompts import (
     TextPrompt,
     Tool,
 )
-from penstock.gateway.replies.cache import AnswerCache
-from penstock.gateway.replies.fingerprint import request_fingerprint
-from penstock.gateway.replies.recording import merged
-from penstock.gateway.replies.settings import IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.reuse.cache import AnswerCache
+from penstock.gateway.reuse.fingerprint import request_fingerprint
+from penstock.gateway.reuse.recording import merged
+from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.stream import ReaderGone
 from tests.gateway.fake_engine import FakeEngine, script_text
 
@@ -201,11 +201,11 @@ class TestMisses:
         assert (await gateway.submit(wish())).cache_status == "miss"
 
     async def test_what_is_too_large_or_turned_off(self, gateway: Gateway, engine: FakeEngine) -> None:
-        gateway.replies.apply(ResponseCacheSettings(max_entry_bytes=8), IdempotencySettings())
+        gateway.reuse.apply(ResponseCacheSettings(max_entry_bytes=8), IdempotencySettings())
         for _ in range(2):
             await batches(gateway, wish())
         assert len(engine.added) == 2
-        gateway.replies.apply(ResponseCacheSettings(enabled=False), IdempotencySettings())
+        gateway.reuse.apply(ResponseCacheSettings(enabled=False), IdempotencySettings())
         assert (await gateway.submit(wish())).cache_status is None
 
     async def test_a_new_model_under_the_same_name(self, gateway: Gateway, engine: FakeEngine) -> None:
@@ -290,4 +290,4 @@ async def test_requests_without_either_go_straight_to_the_engine(
     plain = wish(cache_response_s=None)
     await asyncio.gather(*(batches(gateway, plain) for _ in range(3)))
     assert len(engine.added) == 3
-    assert gateway.replies.num_misses == 0
+    assert gateway.reuse.num_misses == 0

@@ -8,25 +8,24 @@ client knows whether another sample would do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock, SystemClock
+from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.replies.cache import AnswerCache
-from penstock.gateway.replies.fingerprint import request_fingerprint
-from penstock.gateway.replies.idempotency import IdempotentAnswers
-from penstock.gateway.replies.recording import decode_answer
-from penstock.gateway.replies.replay import RecordingAnswer, ReplayedAnswer
-from penstock.gateway.replies.settings import IdempotencySettings, ResponseCacheSettings
-from penstock.gateway.replies.source import AnswerSource
+from penstock.gateway.reuse.cache import AnswerCache
+from penstock.gateway.reuse.fingerprint import request_fingerprint
+from penstock.gateway.reuse.idempotency import Generate, IdempotentAnswers, open_replay
+from penstock.gateway.reuse.recording import decode_answer
+from penstock.gateway.reuse.replay import RecordingAnswer, ReplayedAnswer
+from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.stream import AnswerStream
 
 
-class ReplyDesk(Collector):
+class AnswerReuse(Collector):
     """Also a collector of metrics: hits, misses, and what is kept."""
 
     def __init__(
@@ -48,45 +47,46 @@ class ReplyDesk(Collector):
         self._cache.shrink_to(cache.max_bytes if cache.enabled else 0)
         self.idempotency.apply(idempotency)
 
-    def may_know(self, wish: GenerationRequest) -> bool:
-        """Whether `answer` could do anything but have the request generated."""
-        return self._is_idempotent(wish) or self._ttl_s(wish) > 0
-
-    async def answer(self, wish: GenerationRequest, source: AnswerSource) -> AnswerStream:
-        ttl_s = self._ttl_s(wish)
-        fingerprint = request_fingerprint(wish, source.model_fingerprint)
-        if ttl_s > 0:
-            source = replace(source, generate=partial(self._cached, wish, fingerprint, ttl_s, source))
-        if self._is_idempotent(wish):
-            return await self.idempotency.answer(wish, fingerprint, source)
-        return await source.generate()
+    async def answer(self, work: PreparedRequest, generate: Generate) -> AnswerStream:
+        """An earlier answer, for callers who want that, else what `generate` starts. Only then does a request use
+        tokens; every request counts as one."""
+        ttl_s = self._ttl_s(work.request)
+        is_idempotent = self._is_idempotent(work.request)
+        if not ttl_s and not is_idempotent:
+            return await generate(work)
+        fingerprint = request_fingerprint(work.request, work.model.fingerprint)
+        if ttl_s:
+            generate = partial(self._cached, fingerprint, ttl_s, generate)
+        if is_idempotent:
+            return await self.idempotency.answer(work, fingerprint, generate)
+        return await generate(work)
 
     async def _cached(
-        self, wish: GenerationRequest, fingerprint: bytes, ttl_s: float, source: AnswerSource
+        self, fingerprint: bytes, ttl_s: float, generate: Generate, work: PreparedRequest
     ) -> AnswerStream:
-        workspace_id = wish.principal.workspace_id
+        workspace_id = work.request.principal.workspace_id
         data = self._cache.get(workspace_id, fingerprint, self._clock.now(), ttl_s)
         if data is not None:
             self.num_hits += 1
-            return ReplayedAnswer(decode_answer(data), await source.open_account())
+            return ReplayedAnswer(decode_answer(data), await open_replay(work))
         self.num_misses += 1
 
         def keep(answer: bytes) -> None:
             if self._settings.enabled and len(answer) <= self._settings.max_entry_bytes:
                 self._cache.put(workspace_id, fingerprint, answer, self._clock.now(), ttl_s)
 
-        return RecordingAnswer(await source.generate(), self._settings.max_entry_bytes, keep)
+        return RecordingAnswer(await generate(work), self._settings.max_entry_bytes, keep)
 
-    def _is_idempotent(self, wish: GenerationRequest) -> bool:
-        return wish.idempotency_key is not None and self.idempotency.settings.enabled
+    def _is_idempotent(self, request: GenerationRequest) -> bool:
+        return request.idempotency_key is not None and self.idempotency.settings.enabled
 
-    def _ttl_s(self, wish: GenerationRequest) -> float:
+    def _ttl_s(self, request: GenerationRequest) -> float:
         """0 where the cache is not to be used. What the request says goes before what its key says."""
         if not self._settings.enabled:
             return 0.0
-        if wish.cache_response_s is not None:
-            return min(wish.cache_response_s, self._settings.max_ttl_s)
-        return self._settings.ttl_s if wish.principal.caches_responses else 0.0
+        if request.cache_response_s is not None:
+            return min(request.cache_response_s, self._settings.max_ttl_s)
+        return self._settings.ttl_s if request.principal.caches_responses else 0.0
 
     def collect(self) -> Iterator[Metric]:
         for name, help_text, value in (

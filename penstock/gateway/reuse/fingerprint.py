@@ -16,13 +16,13 @@ from penstock.gateway.prompts import GenerationRequest
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def request_fingerprint(wish: GenerationRequest, model_fingerprint: bytes) -> bytes:
+def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) -> bytes:
     """32 bytes."""
     content = (
-        [(type(prompt).__name__, prompt) for prompt in wish.prompts],
-        wish.sampling,
-        wish.n,
-        wish.default_max_tokens,
+        [(type(prompt).__name__, prompt) for prompt in request.prompts],
+        request.sampling,
+        request.n,
+        request.default_max_tokens,
     )
     return hashlib.blake2b(model_fingerprint + _encode(content), digest_size=32).digest()
 

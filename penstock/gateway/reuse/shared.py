@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from penstock.core.errors import PenstockError
 from penstock.gateway.accounts import Account, Outcome, RateLimits
 from penstock.gateway.choice import Delta
-from penstock.gateway.replies.recording import encode_answer, is_repeatable, merged
-from penstock.gateway.replies.replay import NOTHING_USED
+from penstock.gateway.reuse.recording import encode_answer, is_repeatable, merged
+from penstock.gateway.reuse.replay import NOTHING_USED
 from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
 from penstock.gateway.wrapped_answer import WrappedAnswer
 

@@ -9,7 +9,7 @@ from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
 from penstock.gateway.choice import Delta
 from penstock.gateway.prompts import Usage
-from penstock.gateway.replies.recording import RecordedAnswer, encode_answer, is_repeatable, merged
+from penstock.gateway.reuse.recording import RecordedAnswer, encode_answer, is_repeatable, merged
 from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
 from penstock.gateway.wrapped_answer import WrappedAnswer
 

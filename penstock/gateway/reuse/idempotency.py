@@ -12,21 +12,21 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 from penstock.core.errors import Conflict, InvalidRequest, StoreUnavailable
-from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.replies import idempotency_store as store
-from penstock.gateway.replies.cache import AnswerCache
-from penstock.gateway.replies.idempotency_store import Answered, Claimed, KeyClaim
-from penstock.gateway.replies.recording import decode_answer
-from penstock.gateway.replies.replay import ReplayedAnswer
-from penstock.gateway.replies.settings import IdempotencySettings
-from penstock.gateway.replies.shared import SharedAnswer
-from penstock.gateway.replies.source import AnswerSource
+from penstock.gateway.accounts import Account
+from penstock.gateway.prepared import PreparedRequest
+from penstock.gateway.reuse import idempotency_store as store
+from penstock.gateway.reuse.cache import AnswerCache
+from penstock.gateway.reuse.idempotency_store import Answered, Claimed, KeyClaim
+from penstock.gateway.reuse.recording import decode_answer
+from penstock.gateway.reuse.replay import ReplayedAnswer
+from penstock.gateway.reuse.settings import IdempotencySettings
+from penstock.gateway.reuse.shared import SharedAnswer
 from penstock.gateway.store.database import Database
 from penstock.gateway.stream import AnswerStream
 
@@ -41,7 +41,14 @@ MAX_WAIT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 _FINGERPRINT_BYTES = 32
 
+Generate: TypeAlias = Callable[[PreparedRequest], Awaitable[AnswerStream]]
 _Key: TypeAlias = tuple[str, str]  # workspace and idempotency key
+
+
+async def open_replay(work: PreparedRequest) -> Account:
+    """The account of a request that gets an earlier answer: nothing was prepared, so no tokens are reserved."""
+    assert work.admission is not None
+    return await work.admission.open(work.claim())
 
 
 class IdempotentAnswers:
@@ -68,21 +75,22 @@ class IdempotentAnswers:
         self.settings = settings
         self._finished.shrink_to(settings.max_bytes)
 
-    async def answer(self, wish: GenerationRequest, fingerprint: bytes, source: AnswerSource) -> AnswerStream:
-        if not wish.idempotency_key or len(wish.idempotency_key) > MAX_KEY_CHARS:
+    async def answer(self, work: PreparedRequest, fingerprint: bytes, generate: Generate) -> AnswerStream:
+        request = work.request
+        if not request.idempotency_key or len(request.idempotency_key) > MAX_KEY_CHARS:
             raise InvalidRequest(f"An idempotency key has 1 to {MAX_KEY_CHARS} characters.")
-        key = wish.principal.workspace_id, wish.idempotency_key
+        key = request.principal.workspace_id, request.idempotency_key
         # One at a time per key, until it is clear who runs the request. Whoever waits keeps the lock alive.
         turn = self._turns.setdefault(key, asyncio.Lock())
         async with turn:
             if (shared := self._running.get(key)) is not None:
                 self._check_same(self._fingerprints[key], fingerprint)
                 self.num_replayed += 1
-                return shared.reader(await source.open_account())
+                return shared.reader(await open_replay(work))
             data = self._finished.get(key[0], key[1].encode(), self._wall_clock(), self.settings.ttl_s)
             if data is not None:
                 return await self._replay(
-                    data[:_FINGERPRINT_BYTES], data[_FINGERPRINT_BYTES:], fingerprint, source
+                    data[:_FINGERPRINT_BYTES], data[_FINGERPRINT_BYTES:], fingerprint, work
                 )
             claim = KeyClaim(
                 workspace_id=key[0],
@@ -91,8 +99,8 @@ class IdempotentAnswers:
                 owner=secrets.token_hex(16),
             )
             if (found := await self._claim(claim)) is not None:
-                return await self._replay(found.fingerprint, found.answer, fingerprint, source)
-            return await self._start(key, claim, source)
+                return await self._replay(found.fingerprint, found.answer, fingerprint, work)
+            return await self._start(key, claim, generate(work))
 
     async def run(self) -> None:
         """Renews leases and deletes what is too old, until cancelled."""
@@ -116,9 +124,9 @@ class IdempotentAnswers:
         if endings:
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
 
-    async def _start(self, key: _Key, claim: KeyClaim, source: AnswerSource) -> AnswerStream:
+    async def _start(self, key: _Key, claim: KeyClaim, starting: Awaitable[AnswerStream]) -> AnswerStream:
         try:
-            answer = await source.generate()
+            answer = await starting
         except BaseException:
             await asyncio.shield(self._release(claim))
             raise
@@ -140,12 +148,12 @@ class IdempotentAnswers:
         self._claims.pop(key, None)
 
     async def _replay(
-        self, known: bytes, answer: bytes, fingerprint: bytes, source: AnswerSource
+        self, known: bytes, answer: bytes, fingerprint: bytes, work: PreparedRequest
     ) -> AnswerStream:
         self._check_same(known, fingerprint)
         self.num_replayed += 1
         recorded = decode_answer(answer)
-        return ReplayedAnswer(recorded, await source.open_account(), answer_id=recorded.id)
+        return ReplayedAnswer(recorded, await open_replay(work), answer_id=recorded.id)
 
     def _check_same(self, known: bytes, fingerprint: bytes) -> None:
         if known != fingerprint:

@@ -17,10 +17,9 @@ from penstock.gateway.accounts import Accounts
 from penstock.gateway.choice import Delta
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
-from penstock.gateway.replies import idempotency
-from penstock.gateway.replies.desk import ReplyDesk
-from penstock.gateway.replies.idempotency import IdempotentAnswers
-from penstock.gateway.replies.idempotency_store import (
+from penstock.gateway.reuse import idempotency
+from penstock.gateway.reuse.idempotency import IdempotentAnswers
+from penstock.gateway.reuse.idempotency_store import (
     Answered,
     Claimed,
     KeyClaim,
@@ -31,12 +30,13 @@ from penstock.gateway.replies.idempotency_store import (
     release_key,
     renew_leases,
 )
-from penstock.gateway.replies.settings import IdempotencySettings
+from penstock.gateway.reuse.reuse import AnswerReuse
+from penstock.gateway.reuse.settings import IdempotencySettings
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.stream import AnswerStream, ReaderGone
 from tests.gateway.fake_engine import FakeEngine, script_text
 from tests.gateway.ledger.books import WallClock
-from tests.gateway.replies.test_cache import Rows
+from tests.gateway.reuse.test_cache import Rows
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def make_gateway(
 ) -> Gateway:
     answers = IdempotentAnswers(IdempotencySettings(**settings), database, clock or WallClock())
     accounts = Accounts(ledger=rows) if rows else None
-    return Gateway(engine, GatewayConfig(), accounts=accounts, replies=ReplyDesk(idempotency=answers))
+    return Gateway(engine, GatewayConfig(), accounts=accounts, reuse=AnswerReuse(idempotency=answers))
 
 
 def wish(
@@ -296,7 +296,7 @@ class TestStore:
         clock = WallClock()
         gateway = make_gateway(FakeEngine(), database, clock=clock)
         await gateway.submit(wish())
-        renewing = asyncio.create_task(gateway.replies.idempotency.run())
+        renewing = asyncio.create_task(gateway.reuse.idempotency.run())
         clock.now += idempotency.LEASE_S - 1
         await asyncio.sleep(0.1)
         clock.now += idempotency.LEASE_S - 1

@@ -1,0 +1,178 @@
+"""One request on its way in: what each step of `Gateway.ask` has found out about the request so far.
+
+`prepare_for_engine` and `prepare_for_server` are the costly step: prompts become engine requests, or calls to an
+external server. Knows no limits and no guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.cluster.external.call import ExternalCall
+from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded
+from penstock.core.request import Request, SamplingParams, Tier
+from penstock.gateway.accounts import Admission, Claim
+from penstock.gateway.caching import PromptCacheSettings
+from penstock.gateway.catalogue import AnsweringModel
+from penstock.gateway.checks import resolve_max_tokens
+from penstock.gateway.dialect import PreparedPrompt
+from penstock.gateway.external.calls import calls_for
+from penstock.gateway.external.models import ExternalModel
+from penstock.gateway.guards.reports import Case
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, Prompt
+from penstock.gateway.served_model import ServedModel
+
+# What is reserved for an external server's answer when the request names no limit.
+ASSUMED_MAX_TOKENS = 1024
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """Made by `authorize`; the steps after it fill in the rest, in the order of the fields."""
+
+    request: GenerationRequest  # as it will run: guards may change it
+    model: AnsweringModel
+    id: str
+    tier: Tier
+    region: str
+    default_max_tokens: int | None
+    deadline: float | None  # on the gateway's clock
+    is_internal: bool  # asked by the gateway itself, on behalf of a request that was admitted
+    admission: Admission | None = None
+    case: Case | None = None  # what guards report to; None without a policy
+    prompts: list[PreparedPrompt] = field(default_factory=list)
+    engine_requests: list[Request] = field(default_factory=list)  # for a model of our own engines
+    calls: list[ExternalCall] = field(default_factory=list)  # for a model of an external server
+
+    def claim(self) -> Claim:
+        """What the request may use at most, as far as it is known by now."""
+        n = self.request.n
+        estimated = sum(call.estimated_tokens for call in self.calls[::n])
+        external_tokens = self.request.sampling.max_tokens or self.default_max_tokens or ASSUMED_MAX_TOKENS
+        return Claim(
+            request_id=self.id,
+            principal=self.request.principal,
+            model=self.model.name,
+            endpoint=self.request.endpoint,
+            tier=self.tier,
+            input_tokens=estimated + sum(len(prompt.token_ids) for prompt in self.prompts),
+            max_output_tokens=len(self.calls) * external_tokens
+            + sum(request.sampling.max_tokens for request in self.engine_requests),
+            user=self.request.user,
+        )
+
+    def time_left_s(self, now: float) -> float | None:
+        """Until the client's own timeout or the server's, whichever ends first; None when there is neither."""
+        if self.deadline is None:
+            return None
+        if self.deadline <= now:
+            raise DeadlineExceeded("The request's deadline passed before an engine could begin with it.")
+        return self.deadline - now
+
+
+async def prepare_for_engine(
+    work: PreparedRequest, model: ServedModel, prompt_cache: PromptCacheSettings
+) -> None:
+    """Render, tokenize, and check the grammar. One engine request per answer: the n answers of a prompt follow each
+    other, with consecutive seeds."""
+    request = work.request
+    prompts = request.prompts
+    if request.drops_oldest_turns:
+        prompts = tuple([await _cut_to_fit(prompt, model, request.sampling.max_tokens) for prompt in prompts])
+    work.prompts = [await model.prepare(prompt, request.sampling.grammar) for prompt in prompts]
+    # Without a better reason, requests go where the adapter is likely loaded already.
+    affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
+    for prompt, prepared in zip(prompts, work.prompts, strict=True):
+        max_tokens = resolve_max_tokens(
+            request.sampling.max_tokens,
+            work.default_max_tokens,
+            len(prepared.token_ids),
+            model.engine,
+            prompt_param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
+        )
+        sampling = await model.with_checked_grammar(_sampling_params(request, prepared, max_tokens))
+        for sibling in range(request.n):
+            work.engine_requests.append(
+                Request(
+                    id=f"{work.id}-{len(work.engine_requests)}",
+                    prompt_token_ids=prepared.token_ids,
+                    sampling=_for_sibling(sampling, sibling),
+                    tenant=request.principal.workspace_id,
+                    tier=work.tier,
+                    model=model.base_name,
+                    adapter=model.adapter,
+                    region=work.region,
+                    affinity_key=affinity_key,
+                    cache_salt=prepared.cache_salt,
+                    cache_breakpoints=prepared.breakpoints,
+                    min_cacheable_tokens=prompt_cache.min_tokens if prepared.breakpoints else None,
+                )
+            )
+
+
+def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
+    """An external server renders and tokenizes. Until the server tells what a request used, that is estimated."""
+    work.calls = calls_for(
+        work.id,
+        work.request,
+        model=model.name,
+        max_tokens=work.request.sampling.max_tokens or work.default_max_tokens,
+        region=work.region,
+    )
+
+
+def _sampling_params(request: GenerationRequest, prompt: PreparedPrompt, max_tokens: int) -> SamplingParams:
+    options = msgspec.structs.asdict(request.sampling)
+    if prompt.form is not None and prompt.form.grammar is not None:
+        options["grammar"] = prompt.form.grammar
+    options["max_tokens"] = max_tokens
+    options["min_tokens"] = min(request.sampling.min_tokens, max_tokens)
+    return SamplingParams(**options)
+
+
+def _for_sibling(sampling: SamplingParams, sibling: int) -> SamplingParams:
+    """Answers to one prompt have consecutive seeds, which wrap around at 64 bits."""
+    if not sibling or sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + sibling + 2**63) % 2**64 - 2**63)
+
+
+async def _cut_to_fit(prompt: Prompt, model: ServedModel, max_tokens: int | None) -> Prompt:
+    """The chat without as many of its oldest turns as the context has no room for. System messages at the beginning
+    and the last message stay."""
+    if not isinstance(prompt, ChatPrompt):
+        return prompt
+    room = model.card.max_model_len - (max_tokens or 1)
+    low, high = 0, len(_droppable(prompt.messages))
+    while low < high:
+        middle = (low + high) // 2
+        if await _fits(_without_oldest(prompt, middle), model, room):
+            high = middle
+        else:
+            low = middle + 1
+    return _without_oldest(prompt, low)
+
+
+async def _fits(prompt: ChatPrompt, model: ServedModel, room: int) -> bool:
+    try:
+        return len(await model.token_ids(prompt)) <= room
+    except ContextLengthExceeded:  # too many characters to be worth tokenizing
+        return False
+
+
+def _droppable(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    first = next((place for place, message in enumerate(messages) if message.role != "system"), 0)
+    return messages[first:-1]
+
+
+def _without_oldest(prompt: ChatPrompt, count: int) -> ChatPrompt:
+    droppable = _droppable(prompt.messages)
+    num_kept_first = len(prompt.messages) - len(droppable) - 1
+    rest = list(droppable[count:])
+    while count and rest and rest[0].role == "tool":
+        del rest[0]  # the call that the result answers is gone
+    messages = (*prompt.messages[:num_kept_first], *rest, prompt.messages[-1])
+    return msgspec.structs.replace(prompt, messages=messages)
