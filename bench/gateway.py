@@ -39,6 +39,7 @@ class FloodEngine:
 
     def __init__(self) -> None:
         self.ready = engine_ready(model_card(max_model_len=CONTEXT_TOKENS), max_output_tokens=CONTEXT_TOKENS)
+        self.models = {self.ready.model.name: self.ready}
         self.stats = EngineStats()
         self._remaining: dict[str, int] = {}
         self._on_event: dict[str, Callable[[TokenEvent], None]] = {}

@@ -129,6 +129,9 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     name: str = ""  # in logs and metrics; empty: host and port
     models: dict[str, str] = {}  # what clients call them → what the server does; empty: all that it lists
     region: str = ""
+    shows_cached_tokens: bool = (
+        False  # whether a client may learn what others' prompts left in its prefix cache
+    )
     api_key: str | None = (
         None  # never in a file: from the environment variable that `api_key_variable` names there
     )

@@ -67,6 +67,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int = 0  # of the vectors that embeddings have; 0 where there are none
     pooling: Pooling = "mean"  # what an embedding is made of unless the request says otherwise
     is_encoder: bool = False  # makes embeddings only: no tokens, and no other pooling
+    weights_id: str = (
+        ""  # differs between weights of the same shape; what was cached of one is not the other's
+    )
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -176,6 +176,7 @@ def _load_encoder(
 ) -> Loaded:
     from penstock.engine.device import choose_ops
     from penstock.engine.encoder import EncoderExecutor
+    from penstock.models.identity import weights_identity
     from penstock.models.load import load_encoder, load_tokenizer
 
     settings = config.model
@@ -208,6 +209,9 @@ def _load_encoder(
         embedding_size=model.config.hidden_size,
         pooling=model.config.pooling,
         is_encoder=True,
+        weights_id=f"random-{settings.seed}"
+        if settings.load_format == "random"
+        else weights_identity(model_path),
     )
     blocks_per_text = max_text_len // config.cache.block_size + 1
     return Loaded(EncoderExecutor(model, clock), card, config.scheduler.max_num_seqs * blocks_per_text)

@@ -37,6 +37,7 @@ from penstock.engine.staging import Staging
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, Ops
+from penstock.models.identity import weights_identity
 from penstock.models.load import load_model, load_tokenizer
 from penstock.models.model import Model
 
@@ -209,7 +210,14 @@ def _card(config: EngineConfig, model_path: Path, model: Model, dtype: str) -> M
         dtype=dtype,
         quantization=config.model.quantization,
         embedding_size=architecture.hidden_size,
+        weights_id=_weights_id(config, model_path),
     )
+
+
+def _weights_id(config: EngineConfig, model_path: Path) -> str:
+    if config.model.load_format == "random":
+        return f"random-{config.model.seed}"
+    return weights_identity(model_path)
 
 
 def _fit_context(config: EngineConfig, model_max_len: int, num_kv_blocks: int) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Annotated, Literal
 
 import msgspec
@@ -30,11 +31,12 @@ MAX_MARKS = 4
 MAX_PIECES_BACK = 20  # how far before a mark an entry may end that is reused for it
 FIVE_MINUTES_S = 300.0
 
-# Private-use characters of the last plane, one for each text.
-_FIRST_SIGN = 0x100000
-_MAX_SIGNS = 0xFFFD
-_SIGN = re.compile("[\U00100000-\U0010fffd]")
-_CHANGE = chr(_FIRST_SIGN + _MAX_SIGNS)
+# Private-use characters of the last plane, one for each text: those that the chat itself does not hold.
+_SIGNS = tuple(map(chr, range(0x100000, 0x10FFFD)))
+_SIGN = re.compile("[\U00100000-\U0010fffc]")
+_CHANGE = "\U0010fffd"
+# Where signs do not work, each place costs another rendering. The marks themselves come first.
+MAX_RENDERINGS = 12
 
 Render = Callable[[ChatPrompt], str]
 
@@ -100,18 +102,17 @@ def marked_pieces(prompt: ChatPrompt) -> list[Piece]:
 def locate(prompt: ChatPrompt, pieces: Sequence[Piece], text: str, render: Render) -> list[KeptText]:
     """Where the marked prefixes of a chat, rendered as `text`, end; in ascending order."""
     finder = _Finder(prompt, pieces, text, render)
+    ends = {number: finder.end_of(number) for number, piece in enumerate(pieces) if piece.mark is not None}
     kept: dict[int, KeptText] = {}
-    for number, piece in enumerate(pieces):
-        if piece.mark is None:
+    for number, end in ends.items():
+        mark = pieces[number].mark
+        if not end or mark is None:
             continue
-        end = finder.end_of(number)
-        if not end:
-            continue
-        candidates = range(max(0, number - MAX_PIECES_BACK), number)
-        earlier = {finder.end_of(candidate) for candidate in candidates if pieces[candidate].kind == "text"}
-        ends = sorted(position for position in earlier if position is not None and 0 < position < end)
-        ttl_s = max(piece.mark.ttl_s, kept[end].ttl_s if end in kept else 0.0)
-        kept[end] = KeptText(end, ttl_s, tuple(ends))
+        nearest_first = range(number - 1, max(0, number - MAX_PIECES_BACK) - 1, -1)
+        earlier = {finder.end_of(each) for each in nearest_first if pieces[each].kind == "text"}
+        positions = sorted(position for position in earlier if position is not None and 0 < position < end)
+        ttl_s = max(mark.ttl_s, kept[end].ttl_s if end in kept else 0.0)
+        kept[end] = KeptText(end, ttl_s, tuple(positions))
     return [kept[end] for end in sorted(kept)]
 
 
@@ -172,6 +173,7 @@ class _Finder:
         self._pieces = pieces
         self._text = text
         self._render = render
+        self._num_renderings = 0
         self._signed = self._find_signs()
         self._cut: dict[int, int | None] = {}
 
@@ -189,20 +191,22 @@ class _Finder:
         """The end of every text, or None for one that the template leaves out, repeats, or puts after a later one.
         None for all when signs change the text or cannot be told from it."""
         texts = [number for number, piece in enumerate(self._pieces) if piece.kind == "text"]
-        is_ambiguous = not self._text.isascii() and _SIGN.search(self._text) is not None
-        if len(self._pieces) > _MAX_SIGNS or is_ambiguous:
+        held = frozenset() if self._text.isascii() else frozenset(_SIGN.findall(self._text))
+        signs = list(islice((sign for sign in _SIGNS if sign not in held), len(texts)))
+        if not texts or len(signs) < len(texts):
             return None
-        signed = self._try(_with_signs(self._prompt, {number: self._pieces[number] for number in texts}))
+        number_of = dict(zip(signs, texts, strict=True))
+        signed = self._try(_with_signs(self._prompt, {self._pieces[number_of[sign]]: sign for sign in signs}))
         if signed is None:
             return None
-        stretches = _SIGN.split(signed)
+        stretches = re.split(f"[{''.join(signs)}]", signed)
         if "".join(stretches) != self._text:
             return None
         places: dict[int, list[int]] = {number: [] for number in texts}
         end = 0
         for num_signs_before, stretch in enumerate(stretches[:-1]):
             end += len(stretch)
-            places[ord(signed[end + num_signs_before]) - _FIRST_SIGN].append(end)
+            places[number_of[signed[end + num_signs_before]]].append(end)
         ends: dict[int, int | None] = {}
         first_later = len(self._text) + 1
         for number in reversed(texts):
@@ -227,6 +231,9 @@ class _Finder:
         return None if text is None else _common_length(self._text, text)
 
     def _try(self, prompt: ChatPrompt) -> str | None:
+        if self._num_renderings >= MAX_RENDERINGS:
+            return None
+        self._num_renderings += 1
         try:
             return self._render(prompt)
         except InvalidRequest:  # the template wants turns that the variant lacks
@@ -248,14 +255,14 @@ def _with_texts(prompt: ChatPrompt, change: Callable[[int, int, str], str]) -> C
     return msgspec.structs.replace(prompt, messages=tuple(messages))
 
 
-def _with_signs(prompt: ChatPrompt, pieces: dict[int, Piece]) -> ChatPrompt:
+def _with_signs(prompt: ChatPrompt, signs: Mapping[Piece, str]) -> ChatPrompt:
     """A sign stands before white space at the end of a text, which templates like to trim; a blank text, which they
     like to skip, has none."""
-    numbers = {(piece.index, piece.part): number for number, piece in pieces.items()}
+    by_place = {(piece.index, piece.part): sign for piece, sign in signs.items()}
 
     def sign(index: int, part: int, text: str) -> str:
         body = text.rstrip()
-        return body + chr(_FIRST_SIGN + numbers[index, part]) + text[len(body) :] if body else text
+        return body + by_place[index, part] + text[len(body) :] if body else text
 
     return _with_texts(prompt, sign)
 

@@ -81,6 +81,16 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     template_options: dict[str, Any] = {}  # extra variables for the model's template
 
 
+def num_characters(prompt: ChatPrompt) -> int:
+    """Of the messages' own text, which every template writes."""
+    return sum(
+        len(message.content)
+        if isinstance(message.content, str)
+        else sum(len(part.text) for part in message.content)
+        for message in prompt.messages
+    )
+
+
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 

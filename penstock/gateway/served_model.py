@@ -3,6 +3,7 @@ that runs, and no other model."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,10 +20,10 @@ from penstock.gateway.checks import check_request, check_token_ids, too_long
 from penstock.gateway.dialect import Dialect, PreparedPrompt
 from penstock.gateway.grammars import GrammarChecker
 from penstock.gateway.plain_text import RenderedChat
-from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt
+from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt, num_characters
 from penstock.gateway.reuse.fingerprint import model_fingerprint
 from penstock.gateway.template import ChatTemplate
-from penstock.gateway.tokenizer import TextTokenizer
+from penstock.gateway.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
 
 
 class ServedModel:
@@ -86,7 +87,7 @@ class ServedModel:
                     prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids, "prompt"
                 )
             elif not request.drops_oldest_turns:
-                self._check_num_characters(_num_characters(prompt), "messages")
+                self._check_num_characters(num_characters(prompt), "messages")
 
     def _check_length(self, text: str | Sequence[int], param: str) -> None:
         if isinstance(text, str):
@@ -142,7 +143,10 @@ class ServedModel:
         def render(variant: ChatPrompt) -> str:
             return self.dialect.close_thinking(variant, self.template.render(variant)).text
 
-        kept = locate(prompt, pieces, rendered.text, render)
+        if len(rendered.text) <= DIRECT_ENCODE_CHARS:
+            kept = locate(prompt, pieces, rendered.text, render)
+        else:  # which renders the chat a few times more
+            kept = await asyncio.to_thread(locate, prompt, pieces, rendered.text, render)
         ends = sorted({end for prefix in kept for end in (prefix.end, *prefix.earlier)})
         token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
         return token_ids, breakpoints_at(kept, positions)
@@ -161,13 +165,3 @@ class ServedModel:
 
     async def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         return (await self.prepare(prompt)).token_ids
-
-
-def _num_characters(prompt: ChatPrompt) -> int:
-    """Of what every template writes: the messages' own text."""
-    return sum(
-        len(message.content)
-        if isinstance(message.content, str)
-        else sum(len(part.text) for part in message.content)
-        for message in prompt.messages
-    )

@@ -24,12 +24,13 @@ from penstock.core.errors import InvalidRequest, ModelLoadError
 from penstock.core.grammar_text import special_token_ids
 from penstock.core.messages import ModelCard
 from penstock.gateway.plain_text import PlainTextMarks, RenderedChat
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, ToolCall
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, ToolCall, num_characters
 from penstock.gateway.tools.answer_form import offers_tools
 from penstock.gateway.tools.described import described_in_words, with_single_calls
 from penstock.gateway.tools.formats import HERMES, ToolFormat, tool_schema
 
 DIRECT_RENDER_MESSAGES = 200
+DIRECT_RENDER_CHARACTERS = 1 << 16
 _SHORT_ID_LENGTH = 9
 _LAST_WORD = "\U0010ffff"  # never a character; stands where an answer is to go on
 
@@ -103,8 +104,9 @@ class ChatTemplate:
             raise
 
     async def render_later(self, prompt: ChatPrompt) -> RenderedChat:
-        """As `render`; a chat of many turns, which may take seconds, is written off the event loop."""
-        if len(prompt.messages) <= DIRECT_RENDER_MESSAGES:
+        """As `render`; a chat of many turns or much text, which may take seconds, is written off the event loop."""
+        is_short = len(prompt.messages) <= DIRECT_RENDER_MESSAGES
+        if is_short and num_characters(prompt) <= DIRECT_RENDER_CHARACTERS:
             return self.render(prompt)
         return await asyncio.to_thread(self.render, prompt)
 

@@ -21,7 +21,7 @@ from penstock.cluster.external.server import ExternalServer
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import Overloaded
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
-from penstock.core.identity import OPEN_PRINCIPAL
+from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
@@ -102,6 +102,27 @@ async def platform(
 
 def script(*pieces: str, **fields: Any) -> Any:
     return lambda body: text_chunks(*pieces, usage=USAGE, **fields)
+
+
+async def test_workspaces_do_not_learn_of_each_others_cached_prompts() -> None:
+    """vLLM keeps salted prompts apart; of a server that cannot, cached tokens are not told."""
+    for owner, expected in (("vllm", 32), ("llamacpp", 0)):
+        server = OpenAIServer(script=script("Hel", "lo"))
+        server.owned_by = owner
+        async with platform(server) as ours:
+            for workspace_id in ("ws-1", "ws-2"):
+                request = GenerationRequest(
+                    prompts=(TextPrompt("hi"),),
+                    sampling=SamplingOptions(),
+                    model="theirs",
+                    principal=Principal(workspace_id=workspace_id),
+                )
+                answer = await ours.gateway.submit(request)
+                await answer.collect()
+                assert answer.usage.cached_tokens == expected
+        salts = [body.get("cache_salt") for body in server.bodies]
+        assert len(set(salts)) == (2 if owner == "vllm" else 1)
+        assert (None in salts) == (owner != "vllm")
 
 
 async def test_openai_whole_and_streamed() -> None:

@@ -13,7 +13,13 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import EngineStats
 from penstock.core.plan import CacheUse, TokenEvent
 from penstock.core.request import CacheBreakpoint, FinishReason, Request
-from penstock.gateway.caching import MAX_PIECES_BACK, PromptCacheSettings, locate, marked_pieces
+from penstock.gateway.caching import (
+    MAX_PIECES_BACK,
+    MAX_RENDERINGS,
+    PromptCacheSettings,
+    locate,
+    marked_pieces,
+)
 from penstock.gateway.dialect import PreparedPrompt
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import (
@@ -227,7 +233,29 @@ def test_a_control_token_spelled_out_is_counted_as_the_text_it_is() -> None:
 
 def test_a_private_use_character_in_a_prompt_is_no_sign() -> None:
     system = ChatMessage("system", marked("Odd \U00100003 text."))
-    assert kept_texts(chat(system, USER)) == ["<|system|>Odd \U00100003 text.<|end|>\n"]
+    assert kept_texts(chat(system, USER)) == ["<|system|>Odd \U00100003 text."]
+
+
+@pytest.mark.parametrize("template", [CHATML, "{{ messages[0].content | length }}" + CHATML])
+def test_a_chat_is_rendered_a_few_times_only(template: str) -> None:
+    """Also when it holds signs itself, and when the template cannot be told by signs."""
+    turns = [
+        ChatMessage("user" if index % 2 else "assistant", f"turn {index} \U00100000") for index in range(80)
+    ]
+    turns = [ChatMessage("system", "Be brief."), *turns]
+    for index in (20, 40, 60, 80):
+        turns[index] = ChatMessage(turns[index].role, marked(f"turn {index} \U00100000"))
+    prompt = chat(*turns)
+    model = served(template)
+    num_renderings = 0
+
+    def render(variant: ChatPrompt) -> str:
+        nonlocal num_renderings
+        num_renderings += 1
+        return model.template.render(variant).text
+
+    assert len(locate(prompt, marked_pieces(prompt), render(prompt), render)) == 4
+    assert num_renderings <= 1 + MAX_RENDERINGS
 
 
 @pytest.mark.parametrize(

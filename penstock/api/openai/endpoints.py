@@ -41,11 +41,13 @@ class OpenAIEndpoints:
     async def create_completion(self, request: Request) -> ASGIApp:
         wire = self._completion_decoder.decode(await read_body(request, self._max_body_bytes))
         wish = wire.to_generation()
-        echoed = (
-            prompt_texts(wish.prompts, self._gateway.catalogue.answering(wish.model)) if wire.echo else ()
-        )
         generation = await self._submit(request, wish)
-        if echoed:
+        if wire.echo:
+            try:
+                echoed = await prompt_texts(wish.prompts, self._gateway.catalogue.answering(wish.model))
+            except BaseException:
+                generation.cancel()
+                raise
             generation = EchoedAnswer(generation, echoed, wish.n)
         header_of = partial(
             AnswerHeader.of, wants_logprobs=wire.logprobs is not None, includes_usage=wire.includes_usage
@@ -97,14 +99,14 @@ class EchoedAnswer(WrappedAnswer):
         return msgspec.structs.replace(delta, text=prompt + delta.text) if prompt else delta
 
 
-def prompt_texts(prompts: Sequence[Prompt], model: AnsweringModel) -> list[str]:
+async def prompt_texts(prompts: Sequence[Prompt], model: AnsweringModel) -> list[str]:
     """Raises InvalidRequest for token ids that nobody here can read."""
     texts = []
     for prompt in prompts:
         if isinstance(prompt, TextPrompt):
             texts.append(prompt.text)
         elif isinstance(prompt, TokenPrompt):
-            texts.append(model.decode(prompt.token_ids))
+            texts.append(await model.decode(prompt.token_ids))
         else:
             raise InvalidRequest("Only the prompts of completions can be echoed.", param="echo")
     return texts

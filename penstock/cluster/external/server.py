@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Mapping
+from hashlib import blake2b
 
 import httpx
 import msgspec
@@ -47,6 +48,8 @@ class ExternalServer:
         self.load: ServerLoad | None = None
         self._lists_models = not config.models
         self._shows_metrics = True
+        self._shows_cached_tokens = config.shows_cached_tokens
+        self._salts_cache = False  # whether the server keeps prompts with different salts apart
         self._root = server_root(config)
         headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
         self._http = httpx.AsyncClient(
@@ -73,6 +76,7 @@ class ExternalServer:
             raise ServerDown("/v1/models is not a list of models") from error
         if self._lists_models:
             self.models = {model.id: model.id for model in page.data}
+        self._salts_cache = any(model.owned_by == "vllm" for model in page.data)
         known = {model.id: model.max_model_len for model in page.data if model.max_model_len is not None}
         self.max_model_lens = {ours: known[theirs] for ours, theirs in self.models.items() if theirs in known}
         if self._shows_metrics:
@@ -90,6 +94,9 @@ class ExternalServer:
         """The answer as it comes. Raises RequestRefused. Closing this closes the connection, by which the server
         learns that nobody reads the rest."""
         body = {**call.body, "model": self.models[call.model], "stream": True}
+        if self._salts_cache:  # workspaces can neither read nor time each other's prefixes
+            body["cache_salt"] = blake2b(call.tenant.encode(), digest_size=16).hexdigest()
+        hides_cached = not self._salts_cache and not self._shows_cached_tokens
         try:
             async with self._http.stream("POST", f"{self._root}/v1/{call.api}", json=body) as answer:
                 if answer.status_code != 200:
@@ -98,7 +105,7 @@ class ExternalServer:
                     chunk = _decode_chunk(data)
                     if chunk.error is not None:
                         raise refusal(self.name, 500, data)
-                    yield chunk
+                    yield chunk.without_cached_tokens() if hides_cached else chunk
         except httpx.HTTPError as error:
             raise RequestRefused(
                 EngineUnavailable(

@@ -118,6 +118,13 @@ class StreamChunk(msgspec.Struct, frozen=True):
     timings: WireTimings | None = None
     error: Any = None
 
+    def without_cached_tokens(self) -> StreamChunk:
+        """For a client that must not learn what other clients' prompts left in the server's cache."""
+        if self.usage is None and self.timings is None:
+            return self
+        usage = self.usage and msgspec.structs.replace(self.usage, prompt_tokens_details=None)
+        return msgspec.structs.replace(self, usage=usage, timings=None)
+
     @property
     def says_something(self) -> bool:
         """Whether a reader would miss it. The first chunk of most servers only names a role."""
@@ -127,6 +134,7 @@ class StreamChunk(msgspec.Struct, frozen=True):
 class WireModel(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None  # vLLM and SGLang
+    owned_by: str = ""  # who serves it: "vllm", "sglang", …
 
 
 class ModelPage(msgspec.Struct, frozen=True):

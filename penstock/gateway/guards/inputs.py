@@ -14,7 +14,14 @@ import msgspec
 from penstock.core.errors import ContentRefused, InvalidRequest, SafetyCheckFailed
 from penstock.gateway.guards.guard import GuardFailed, Review, Subject
 from penstock.gateway.guards.policy import Direction, PolicyRule
-from penstock.gateway.guards.prompts import Passage, hidden, passages, replaced, subject_of
+from penstock.gateway.guards.prompts import (
+    Passage,
+    hidden,
+    passages,
+    replaced,
+    spans_across_edges,
+    subject_of,
+)
 from penstock.gateway.guards.reports import Case
 from penstock.gateway.guards.scanner import Span, scan_whole
 from penstock.gateway.guards.settings import Action
@@ -154,11 +161,21 @@ def _scan(case: Case, passage: Passage, check_time: Callable[[], None]) -> _Scan
     stage = case.policy.input
     scanner = stage.scanner()
     shown = scan_whole(passage.text, scanner, is_json=passage.is_json, between_slices=check_time)
-    spans = tuple(scanner.spans)
     if len(passage.pieces) == 1:
-        return _Scan(spans, (shown,))
+        return _Scan(tuple(scanner.spans), (shown,))
+    spans = _spans_of_parts(case, passage, scanner.spans, check_time)
     hides = [span for span in spans if stage.rule_of[id(span.detector)].action is Action.REDACT]
     return _Scan(spans, hidden(passage.pieces, hides))
+
+
+def _spans_of_parts(
+    case: Case, passage: Passage, found: Sequence[Span], check_time: Callable[[], None]
+) -> tuple[Span, ...]:
+    """What was found in a message of several parts, and what is only found once the line breaks between them go."""
+    scanner = case.policy.input.scanner()
+    scan_whole("".join(passage.pieces), scanner, between_slices=check_time)
+    every = [*found, *spans_across_edges(passage.pieces, scanner.spans)]
+    return tuple(sorted(every, key=lambda span: (span.start, -span.end)))
 
 
 def _after_failed_scan(case: Case, request: GenerationRequest, reason: str) -> GenerationRequest:

@@ -1,12 +1,16 @@
 """The texts of a request's prompts: taken out to be looked at, and put back changed.
 
-A message's parts count as one text, because a template joins them: what a part's edge cuts in two is still found.
+Everything that a template may write is a text here: contents, reasoning, names, ids, arguments and tools. A message's
+parts are read as the template writes them, one line after the other, and also without the line breaks, so that what
+the edge of a part cuts in two is found as well.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -17,6 +21,8 @@ from penstock.gateway.guards.scanner import Span
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, Prompt, TextPart, TextPrompt
 
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
+USUAL_ROLES = TRUSTED_ROLES | {"user", "tool", "function"}
+PART_SEPARATOR = "\n"  # what templates, and external servers, put between the parts of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,8 @@ class Passage:
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        """As a template writes it."""
+        return PART_SEPARATOR.join(self.pieces)
 
 
 def passages(prompt: Prompt) -> list[Passage]:
@@ -39,7 +46,8 @@ def passages(prompt: Prompt) -> list[Passage]:
     if isinstance(prompt, ChatPrompt):
         of_messages = [passage for message in prompt.messages for passage in _message_passages(message)]
         of_options = [Passage((text,), is_trusted=False) for text in _texts_of(prompt.template_options)]
-        return of_messages + of_options
+        of_tools = [Passage((text,), is_trusted=True) for text in _texts_of(_tools_of(prompt))]
+        return of_messages + of_options + of_tools
     return []
 
 
@@ -48,9 +56,18 @@ def _message_passages(message: ChatMessage) -> Iterator[Passage]:
     content = message.content
     pieces = (content,) if isinstance(content, str) else tuple(part.text for part in content)
     yield Passage(pieces, is_trusted)
-    yield Passage((message.reasoning or "",), is_trusted)
+    for text in (message.reasoning, message.name, message.tool_call_id, _odd_role(message)):
+        if text:
+            yield Passage((text,), is_trusted)
     for call in message.tool_calls:
         yield Passage((call.arguments,), is_trusted, is_json=True)
+        for text in (call.name, call.id):
+            yield Passage((text,), is_trusted)
+
+
+def _odd_role(message: ChatMessage) -> str | None:
+    """A role that is a client's own invention; the usual ones need no look."""
+    return None if message.role in USUAL_ROLES else message.role
 
 
 def replaced(prompt: Prompt, passages: Iterator[tuple[str, ...]]) -> Prompt:
@@ -59,20 +76,25 @@ def replaced(prompt: Prompt, passages: Iterator[tuple[str, ...]]) -> Prompt:
         return TextPrompt(*next(passages))
     if isinstance(prompt, ChatPrompt):
         messages = tuple(_replaced_message(message, passages) for message in prompt.messages)
-        if any((text,) != next(passages) for text in _texts_of(prompt.template_options)):
-            raise InvalidRequest(
-                "A safety policy would have to redact what the chat template is given, which cannot be done.",
-                param="chat_template_kwargs",
-            )
+        for param, value in (("chat_template_kwargs", prompt.template_options), ("tools", _tools_of(prompt))):
+            if [(text,) for text in _texts_of(value)] != [next(passages) for _ in _texts_of(value)]:
+                raise InvalidRequest(
+                    f"A safety policy would have to redact a part of {param}, which cannot be done.",
+                    param=param,
+                )
         return msgspec.structs.replace(prompt, messages=messages)
     return prompt
 
 
-def _texts_of(options: dict[str, Any]) -> list[str]:
-    """Every text in what a client gives to the model's template, names included. Without recursion, because it is a
-    client's."""
+def _tools_of(prompt: ChatPrompt) -> list[Any]:
+    return [[tool.name, tool.description, tool.parameters] for tool in prompt.tools]
+
+
+def _texts_of(given: Any) -> list[str]:
+    """Every text in what a client gives to the model's template, names included. Without recursion, because the value
+    is a client's."""
     found: list[str] = []
-    waiting: list[Any] = [options]
+    waiting: list[Any] = [given]
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):
@@ -94,9 +116,42 @@ def _replaced_message(message: ChatMessage, passages: Iterator[tuple[str, ...]])
             msgspec.structs.replace(part, text=text)
             for part, text in zip(message.content, pieces, strict=True)
         )
-    reasoning = next(passages)[0] or message.reasoning
-    calls = tuple(msgspec.structs.replace(call, arguments=next(passages)[0]) for call in message.tool_calls)
-    return msgspec.structs.replace(message, content=content, reasoning=reasoning, tool_calls=calls)
+
+    def changed(text: str | None) -> str | None:
+        return next(passages)[0] if text else text
+
+    reasoning, name, tool_call_id = map(changed, (message.reasoning, message.name, message.tool_call_id))
+    role = changed(_odd_role(message)) or message.role
+    calls = tuple(
+        msgspec.structs.replace(
+            call, arguments=next(passages)[0], name=next(passages)[0], id=next(passages)[0]
+        )
+        for call in message.tool_calls
+    )
+    return msgspec.structs.replace(
+        message,
+        role=role,
+        content=content,
+        reasoning=reasoning,
+        name=name,
+        tool_call_id=tool_call_id,
+        tool_calls=calls,
+    )
+
+
+def spans_across_edges(pieces: Sequence[str], spans: Sequence[Span]) -> list[Span]:
+    """Of what was found in the pieces put together without separators, that which an edge cuts in two; as positions
+    in the text with separators."""
+    edges = list(accumulate(len(piece) for piece in pieces))[:-1]
+    found = []
+    for span in spans:
+        num_before = bisect_right(edges, span.start)
+        num_inside = bisect_left(edges, span.end) - num_before
+        if num_inside > 0:
+            width = len(PART_SEPARATOR)
+            start, end = span.start + num_before * width, span.end + (num_before + num_inside) * width
+            found.append(Span(start, end, span.detector))
+    return found
 
 
 def hidden(pieces: Sequence[str], spans: Sequence[Span]) -> tuple[str, ...]:
@@ -105,21 +160,23 @@ def hidden(pieces: Sequence[str], spans: Sequence[Span]) -> tuple[str, ...]:
     offset = 0
     for piece in pieces:
         shown.append(_hidden_in_piece(piece, offset, spans))
-        offset += len(piece)
+        offset += len(piece) + len(PART_SEPARATOR)
     return tuple(shown)
 
 
 def _hidden_in_piece(piece: str, offset: int, spans: Sequence[Span]) -> str:
+    piece_end = offset + len(piece)
     parts = []
     done = offset
     hidden_until = 0
     for span in spans:
-        if span.start >= hidden_until and offset <= span.start < offset + len(piece):
-            parts.append(piece[max(done, hidden_until) - offset : span.start - offset])
+        if span.start >= piece_end:
+            break
+        if span.start >= max(hidden_until, offset):
+            parts.append(piece[done - offset : span.start - offset])
             parts.append(f"[{span.detector.label}]")
         hidden_until = max(hidden_until, span.end)
-        if span.end > offset:
-            done = max(done, min(span.end, offset + len(piece)))
+        done = max(done, min(hidden_until, piece_end))
     parts.append(piece[done - offset :])
     return "".join(parts)
 
@@ -129,5 +186,12 @@ def subject_of(prompts: Sequence[Sequence[Passage]]) -> Subject:
     every = [passage for prompt in prompts for passage in prompt if passage.text]
     return Subject(
         text="\n\n".join(passage.text for passage in every),
-        untrusted="\n\n".join(passage.text for passage in every if not passage.is_trusted),
+        untrusted="\n\n".join(
+            text for passage in every if not passage.is_trusted for text in _readings_of(passage)
+        ),
     )
+
+
+def _readings_of(passage: Passage) -> list[str]:
+    """Parts with the line breaks between them, and without, because a model may read over them."""
+    return [passage.text] if len(passage.pieces) == 1 else [passage.text, "".join(passage.pieces)]

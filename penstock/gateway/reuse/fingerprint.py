@@ -28,6 +28,6 @@ def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) ->
 
 
 def model_fingerprint(card: ModelCard) -> bytes:
-    """Changes with the weights' size and kind, the tokenizer and the template: another model under the same name
-    gives other answers."""
+    """Changes with the weights, the tokenizer and the template: another model under the same name gives other
+    answers."""
     return hashlib.blake2b(_encode(card), digest_size=32).digest()

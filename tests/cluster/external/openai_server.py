@@ -36,6 +36,7 @@ class OpenAIServer:
 
     def __init__(self, *models: str, script: Script | None = None) -> None:
         self.models = models or ("theirs",)
+        self.owned_by = "vllm"
         self.script: Script = script or (lambda body: text_chunks("Hel", "lo"))
         self.metrics: str | None = None
         self.is_well = True
@@ -60,7 +61,9 @@ class OpenAIServer:
         self.num_probes += 1
         if not self.is_well:
             return Response(status_code=503)
-        return JSONResponse({"object": "list", "data": [{"id": name} for name in self.models]})
+        return JSONResponse(
+            {"object": "list", "data": [{"id": name, "owned_by": self.owned_by} for name in self.models]}
+        )
 
     async def _metrics(self, request: Request) -> Response:
         return Response(status_code=404) if self.metrics is None else PlainTextResponse(self.metrics)
