@@ -5,7 +5,7 @@ Callbacks run on the caller's event loop and must not block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from penstock.cluster.replica import Member
@@ -54,8 +54,14 @@ class EngineClient(Protocol):
         ...
 
 
-class ReplicaClient(EngineClient, Protocol):
+class ReplicaClient(Protocol):
     """A connection to one replica: `transport.ZmqEngineClient`, or a fake."""
+
+    @property
+    def ready(self) -> EngineReady | None: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     def start(self) -> None: ...
 
@@ -64,12 +70,14 @@ class ReplicaClient(EngineClient, Protocol):
         request: Request,
         *,
         timeout_s: float | None,
-        on_event: Callable[[TokenEvent], None],
         on_error: Callable[[PenstockError], None],
         kv_source: KVSource | None = None,
     ) -> None:
-        """`kv_source`: another replica that has, or computes, the KV of the request's first tokens."""
+        """The connector's `on_events` hears of the answer, or `on_error` is called once, and nothing follows.
+        `kv_source`: another replica that has, or computes, the KV of the request's first tokens."""
         ...
+
+    def abort(self, request_id: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -85,7 +93,8 @@ class Connector(Protocol):
         *,
         on_ready: Callable[[], None],
         on_stats: Callable[[EngineStats], None],
+        on_events: Callable[[Sequence[TokenEvent]], None],
         on_kv_events: Callable[[tuple[KVEvent, ...]], None],
     ) -> ReplicaClient:
-        """Returns a client that is not started yet."""
+        """Returns a client that is not started yet. `on_events` hears all events of a step at once."""
         ...

@@ -16,6 +16,7 @@ from penstock.cluster.replica import Member
 from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.kv_events import KVEvent
 from penstock.core.messages import EngineReady, EngineStats
+from penstock.core.plan import TokenEvent
 from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.router import ReplicaState
 
@@ -59,11 +60,13 @@ class Connection:
 
 
 class Listener(Protocol):
-    """Hears what comes over connections beside answers."""
+    """Hears what comes over the connections."""
 
     def on_ready(self) -> None: ...
 
     def on_stats(self, replica_id: str, stats: EngineStats) -> None: ...
+
+    def on_events(self, replica_id: str, events: Sequence[TokenEvent]) -> None: ...
 
     def on_kv_events(self, replica_id: str, events: tuple[KVEvent, ...]) -> None: ...
 
@@ -167,6 +170,7 @@ class Connections:
             member,
             on_ready=self._listener.on_ready,
             on_stats=partial(self._listener.on_stats, member.id),
+            on_events=partial(self._listener.on_events, member.id),
             on_kv_events=partial(self._listener.on_kv_events, member.id),
         )
         self.by_id[member.id] = Connection(member, client)
@@ -178,6 +182,7 @@ class Connections:
         *,
         on_ready: Callable[[], None],
         on_stats: Callable[[EngineStats], None],
+        on_events: Callable[[Sequence[TokenEvent]], None],
         on_kv_events: Callable[[tuple[KVEvent, ...]], None],
     ) -> ReplicaClient:
         return ZmqEngineClient(
@@ -185,6 +190,7 @@ class Connections:
             context=self._context,
             on_ready=on_ready,
             on_stats=on_stats,
+            on_events=on_events,
             on_kv_events=on_kv_events,
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from penstock.cluster.client import Connector
 from penstock.cluster.connections import Connections
@@ -99,6 +99,20 @@ class Fleet:
         self._pending: deque[Action] = deque()  # actions that are not carried out yet, in order
         self._is_acting = False
         self._timer: asyncio.TimerHandle | None = None
+        self._handlers: dict[type[Action], Callable[[Any], None]] = {
+            Send: self._send,
+            Cancel: self._cancel,
+            Deliver: self._deliver,
+            Fail: self._fail,
+            WakeAt: self._wake_at,
+            SubscribeKVEvents: self._subscribe,
+            ResyncKVEvents: self._resync,
+            Waits: self._waits,
+            Eject: self._eject,
+            Arrived: self._arrived,
+            FirstToken: self._first_token,
+            AttemptEnded: self._attempt_ended,
+        }
 
     @property
     def ready(self) -> EngineReady | None:
@@ -179,6 +193,9 @@ class Fleet:
         self.connections.note_stats()
         self._carry_out(self.dispatcher.heartbeat(replica_id, stats, self._clock.now()))
 
+    def on_events(self, replica_id: str, events: Sequence[TokenEvent]) -> None:
+        self._carry_out(self.dispatcher.news(replica_id, events, self._clock.now()))
+
     def on_kv_events(self, replica_id: str, events: tuple[KVEvent, ...]) -> None:
         self._carry_out(self.dispatcher.kv_events(replica_id, events, self._clock.now()))
 
@@ -204,13 +221,6 @@ class Fleet:
         if self._log_file is not None:
             self._log_file.close()
 
-    def _on_event(self, replica_id: str, event: TokenEvent) -> None:
-        actions = self.dispatcher.news(replica_id, event, self._clock.now())
-        if len(actions) == 1 and not self._pending and type(action := actions[0]) is Deliver:
-            self._deliver(action.event)  # nearly every event: nothing to queue
-        else:
-            self._carry_out(actions)
-
     def _on_failure(self, replica_id: str, request_id: str, error: PenstockError) -> None:
         self._carry_out(self.dispatcher.failed(replica_id, request_id, error, self._clock.now()))
 
@@ -230,75 +240,73 @@ class Fleet:
         self._is_acting = True
         try:
             while self._pending:
-                self._act(self._pending.popleft())
+                action = self._pending.popleft()
+                self._handlers[type(action)](action)
         finally:
             self._is_acting = False
 
-    def _act(self, action: Action) -> None:
-        match action:
-            case Deliver(event):
-                self._deliver(event)
-            case Send():
-                self._send(action)
-            case Cancel(replica_id, request_id):
-                if (connection := self.connections.by_id.get(replica_id)) is not None:
-                    connection.client.abort(request_id)
-            case Fail(request_id, error):
-                if (caller := self._callers.pop(request_id, None)) is not None:
-                    caller.on_error(error)
-            case WakeAt(at_s):
-                self._wake_at(at_s)
-            case SubscribeKVEvents(replica_id):
-                if (connection := self.connections.by_id.get(replica_id)) is not None:
-                    connection.client.subscribe_kv_events()
-            case ResyncKVEvents(replica_id):
-                if (connection := self.connections.by_id.get(replica_id)) is not None:
-                    connection.client.restart_kv_events()
-            case Waits():
-                self.on_wait()
-            case Eject(replica_id, is_slow):
-                log.warning(
-                    "replica %s %s", replica_id, "is slow and gets no requests" if is_slow else "is back"
-                )
-            case _:
-                self._observe(action)
-
-    def _deliver(self, event: TokenEvent) -> None:
-        if event.finish_reason is None:
-            caller = self._callers.get(event.request_id)
-        else:
-            caller = self._callers.pop(event.request_id, None)
-        if caller is not None:  # the client may have left while this action waited for its turn
+    def _deliver(self, action: Deliver) -> None:
+        callers = self._callers
+        for event in action.events:
+            caller = callers.get(event.request_id)
+            if caller is None:
+                continue  # the client left while this action waited for its turn
+            if event.finish_reason is not None:
+                del callers[event.request_id]
             caller.on_event(event)
 
     def _send(self, action: Send) -> None:
         replica_id, request = action.replica_id, action.request
         connection = self.connections.by_id.get(replica_id)
         if connection is None:
-            return  # lost while this action waited for its turn; the dispatcher knows, and has sent it elsewhere
+            return  # lost while this action waited for its turn: the dispatcher has sent the request elsewhere
         connection.client.add(
             request,
             timeout_s=action.timeout_s,
-            on_event=partial(self._on_event, replica_id),
             on_error=partial(self._on_failure, replica_id, request.id),
             kv_source=action.kv_source,
         )
 
-    def _wake_at(self, at_s: float) -> None:
+    def _cancel(self, action: Cancel) -> None:
+        if (connection := self.connections.by_id.get(action.replica_id)) is not None:
+            connection.client.abort(action.request_id)
+
+    def _fail(self, action: Fail) -> None:
+        if (caller := self._callers.pop(action.request_id, None)) is not None:
+            caller.on_error(action.error)
+
+    def _wake_at(self, action: WakeAt) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        delay_s = max(0.0, at_s - self._clock.now())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_time, at_s)
+        delay_s = max(0.0, action.at_s - self._clock.now())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_time, action.at_s)
 
-    def _observe(self, action: Arrived | FirstToken | AttemptEnded) -> None:
+    def _subscribe(self, action: SubscribeKVEvents) -> None:
+        if (connection := self.connections.by_id.get(action.replica_id)) is not None:
+            connection.client.subscribe_kv_events()
+
+    def _resync(self, action: ResyncKVEvents) -> None:
+        if (connection := self.connections.by_id.get(action.replica_id)) is not None:
+            connection.client.restart_kv_events()
+
+    def _waits(self, action: Waits) -> None:
+        self.on_wait()
+
+    def _eject(self, action: Eject) -> None:
+        what = "is slow and gets no requests" if action.is_slow else "is back"
+        log.warning("replica %s %s", action.replica_id, what)
+
+    def _arrived(self, action: Arrived) -> None:
         for observer in self.observers:
-            match action:
-                case Arrived(request, uncached_tokens):
-                    observer.arrived(request, uncached_tokens)
-                case FirstToken(request, replica_id, revision, ttft_s):
-                    observer.first_token(request, replica_id, revision, ttft_s)
-                case AttemptEnded(attempt):
-                    observer.ended(attempt)
+            observer.arrived(action.request, action.uncached_tokens)
+
+    def _first_token(self, action: FirstToken) -> None:
+        for observer in self.observers:
+            observer.first_token(action.request, action.replica_id, action.revision, action.ttft_s)
+
+    def _attempt_ended(self, action: AttemptEnded) -> None:
+        for observer in self.observers:
+            observer.ended(action.attempt)
 
 
 def _open_log(path: Path) -> BinaryIO:

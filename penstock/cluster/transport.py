@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -41,12 +41,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    on_event: Callable[[TokenEvent], None]
+    on_event: Callable[[TokenEvent], None] | None
     on_error: Callable[[PenstockError], None]
 
 
 class ZmqEngineClient:
-    """Implements `client.ReplicaClient`. `start` connects; `fail` is for the watcher of the process.
+    """Implements `client.EngineClient` and `client.ReplicaClient`. `start` connects; `fail` is for the watcher of the
+    process.
+
+    With `on_events`, all events of a step are passed on at once; without, each goes to the `on_event` of its request.
 
     `on_ready` is called when `ready` changes, `on_stats` with every heartbeat. After `subscribe_kv_events` the
     engine also sends its KV events, in the order in which they happened, for `on_kv_events`; whoever finds a gap in
@@ -59,6 +62,7 @@ class ZmqEngineClient:
         on_progress: Callable[[LoadProgress], None] | None = None,
         on_ready: Callable[[], None] | None = None,
         on_stats: Callable[[EngineStats], None] | None = None,
+        on_events: Callable[[Sequence[TokenEvent]], None] | None = None,
         on_kv_events: Callable[[tuple[KVEvent, ...]], None] | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
@@ -66,6 +70,7 @@ class ZmqEngineClient:
         self._on_progress = on_progress
         self._on_ready = on_ready
         self._on_stats = on_stats
+        self._on_events = on_events
         self._on_kv_events = on_kv_events
         self._codec = Codec()
         self._context = context or zmq.Context()
@@ -131,7 +136,7 @@ class ZmqEngineClient:
         request: Request,
         *,
         timeout_s: float | None,
-        on_event: Callable[[TokenEvent], None],
+        on_event: Callable[[TokenEvent], None] | None = None,
         on_error: Callable[[PenstockError], None],
         kv_source: KVSource | None = None,
     ) -> None:
@@ -221,8 +226,8 @@ class ZmqEngineClient:
                         self._on_stats(message.stats)
                 if message.kv_events and self._on_kv_events is not None:
                     self._on_kv_events(message.kv_events)
-                for event in message.events:
-                    self._deliver(event)
+                if message.events:
+                    self._deliver(message.events)
             case RequestRejected():
                 listener = self._listeners.pop(message.request_id, None)
                 if listener is not None:
@@ -244,11 +249,20 @@ class ZmqEngineClient:
                 error.hint = message.hint
                 self.fail(error)
 
-    def _deliver(self, event: TokenEvent) -> None:
-        # Events of aborted requests may still be on their way; they have no listener any more.
-        listener = self._listeners.get(event.request_id)
-        if listener is None:
+    def _deliver(self, events: Sequence[TokenEvent]) -> None:
+        listeners = self._listeners
+        if self._on_events is not None:
+            for event in events:
+                if event.finish_reason is not None:
+                    listeners.pop(event.request_id, None)
+            self._on_events(events)
             return
-        if event.finish_reason is not None:
-            del self._listeners[event.request_id]
-        listener.on_event(event)
+        for event in events:
+            # Events of aborted requests may still be on their way; they have no listener any more.
+            listener = listeners.get(event.request_id)
+            if listener is None:
+                continue
+            if event.finish_reason is not None:
+                del listeners[event.request_id]
+            if listener.on_event is not None:
+                listener.on_event(event)

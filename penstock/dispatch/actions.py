@@ -2,7 +2,7 @@
 
 Send              give a request to a replica
 Cancel            tell a replica to forget a request
-Deliver           give an event to the client of a request
+Deliver           give events to the clients of their requests
 Fail              end a request with an error
 WakeAt            call `tick` at this time; replaces the time asked for before
 SubscribeKVEvents ask a replica for its KV events from now on
@@ -50,8 +50,10 @@ class Cancel(msgspec.Struct, frozen=True, tag_field="action", tag="cancel"):
     request_id: str
 
 
-class Deliver(msgspec.Struct, frozen=True, gc=False, tag_field="action", tag="deliver"):
-    event: TokenEvent
+class Deliver(msgspec.Struct, frozen=True, tag_field="action", tag="deliver"):
+    """Events of one step, of any number of requests: one action for each of them would cost too much."""
+
+    events: tuple[TokenEvent, ...]
 
 
 class Fail(msgspec.Struct, frozen=True, tag_field="action", tag="fail"):

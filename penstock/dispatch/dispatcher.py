@@ -3,7 +3,7 @@
     update(status, now)                       replicas came, went or changed
     add(request, now, ...)                    a client asks
     abort(request_id, now)                    a client left
-    news(replica_id, event, now)              a replica sent an event of an answer
+    news(replica_id, events, now)             a replica sent events of answers
     failed(replica_id, request_id, error, now)  a replica refused a request or lost it
     heartbeat(replica_id, stats, now)         a replica reported its load
     kv_events(replica_id, events, now)        a replica reported what it has cached
@@ -137,15 +137,28 @@ class Dispatcher:
         ended = AttemptEnded(record.attempt(replica.revision, now, FinishReason.ABORT, None))
         return [Cancel(replica.id, request_id), ended]
 
-    def news(self, replica_id: str, event: TokenEvent, now: float) -> Sequence[Action]:
+    def news(self, replica_id: str, events: Sequence[TokenEvent], now: float) -> Sequence[Action]:
         """Events of a request that the replica no longer has are ignored."""
-        record = self._requests.get(event.request_id)
-        if record is None or record.replica_id != replica_id:
-            return _NOTHING
-        if event.finish_reason is None and record.first_token_s is not None and not record.num_emitted_before:
-            record.emitted += event.token_ids
-            return (Deliver(event),)
         actions: list[Action] = []
+        delivered: list[TokenEvent] = []
+        requests = self._requests
+        for event in events:
+            record = requests.get(event.request_id)
+            if record is None or record.replica_id != replica_id:
+                continue
+            if record.is_streaming and event.finish_reason is None:
+                record.emitted += event.token_ids
+            else:
+                event = self._note_event(record, event, now, actions)
+            delivered.append(event)
+        if delivered:
+            actions.append(Deliver(tuple(delivered)))
+        return actions
+
+    def _note_event(
+        self, record: RequestRecord, event: TokenEvent, now: float, actions: list[Action]
+    ) -> TokenEvent:
+        """Note the first or last event of an attempt, or any of a continued answer. Returns what its client gets."""
         if event.token_ids:
             if record.first_token_s is None:
                 self._note_first_token(record, now, actions)
@@ -155,8 +168,7 @@ class Dispatcher:
             event = msgspec.structs.replace(event, num_cached_tokens=None, queue_s=None, cache_use=None)
         if event.finish_reason is not None:
             self._finish(record, event.finish_reason, now, actions)
-        actions.append(Deliver(event))
-        return actions
+        return event
 
     def failed(self, replica_id: str, request_id: str, error: PenstockError, now: float) -> Sequence[Action]:
         record = self._requests.get(request_id)
@@ -294,6 +306,7 @@ class Dispatcher:
     def _note_first_token(self, record: RequestRecord, now: float, actions: list[Action]) -> None:
         assert record.replica_id is not None
         record.first_token_s = now
+        record.is_streaming = not record.num_emitted_before
         self.router.first_token(record.request.id, now)
         self.kv_sources.ended(record.request.id, now)
         revision = record.revision = self.table.records[record.replica_id].revision
@@ -364,7 +377,7 @@ class Dispatcher:
             self._end_with_error(record, late, actions)
         else:  # as an engine does it: the tokens that the client got stand
             del self._requests[record.request.id]
-            actions.append(Deliver(TokenEvent(record.request.id, finish_reason=FinishReason.DEADLINE)))
+            actions.append(Deliver((TokenEvent(record.request.id, finish_reason=FinishReason.DEADLINE),)))
 
     def _end_with_error(self, record: RequestRecord, error: PenstockError, actions: list[Action]) -> None:
         del self._requests[record.request.id]

@@ -56,7 +56,7 @@ class AbortCall(msgspec.Struct, frozen=True, tag_field="call", tag="abort"):
 
 class NewsCall(msgspec.Struct, frozen=True, tag_field="call", tag="news"):
     replica_id: str
-    event: TokenEvent
+    events: tuple[TokenEvent, ...]
 
 
 class FailedCall(msgspec.Struct, frozen=True, tag_field="call", tag="failed"):
@@ -124,8 +124,8 @@ class RecordingDispatcher(Dispatcher):
     def abort(self, request_id: str, now: float) -> Sequence[Action]:
         return self._log(AbortCall(request_id), super().abort(request_id, now), now)
 
-    def news(self, replica_id: str, event: TokenEvent, now: float) -> Sequence[Action]:
-        return self._log(NewsCall(replica_id, _plain(event)), super().news(replica_id, event, now), now)
+    def news(self, replica_id: str, events: Sequence[TokenEvent], now: float) -> Sequence[Action]:
+        return self._log(NewsCall(replica_id, _plain(events)), super().news(replica_id, events, now), now)
 
     def failed(self, replica_id: str, request_id: str, error: PenstockError, now: float) -> Sequence[Action]:
         call = FailedCall(replica_id, request_id, _logged(error))
@@ -165,8 +165,8 @@ def make_call(dispatcher: Dispatcher, record: LogRecord) -> Sequence[Action]:
             return dispatcher.add(request, now, timeout_s=timeout_s, block_hashes=block_hashes)
         case AbortCall(request_id):
             return dispatcher.abort(request_id, now)
-        case NewsCall(replica_id, event):
-            return dispatcher.news(replica_id, event, now)
+        case NewsCall(replica_id, token_events):
+            return dispatcher.news(replica_id, token_events, now)
         case FailedCall(replica_id, request_id, error):
             return dispatcher.failed(replica_id, request_id, error.rebuild(), now)
         case HeartbeatCall(replica_id, stats):
@@ -180,7 +180,7 @@ def make_call(dispatcher: Dispatcher, record: LogRecord) -> Sequence[Action]:
 def encode_actions(actions: Sequence[Action]) -> bytes:
     """Equal actions have equal bytes."""
     return _ENCODER.encode(
-        [Deliver(_plain(each.event)) if type(each) is Deliver else each for each in actions]
+        [Deliver(_plain(action.events)) if type(action) is Deliver else action for action in actions]
     )
 
 
@@ -208,10 +208,14 @@ def _decode(line: tuple[int, bytes], decoder: msgspec.json.Decoder[Any]) -> Any:
         ) from None
 
 
-def _plain(event: TokenEvent) -> TokenEvent:
-    if event.embedding is None and not event.logprobs:
-        return event
-    return msgspec.structs.replace(event, logprobs=(), embedding=None if event.embedding is None else b"")
+def _plain(events: Sequence[TokenEvent]) -> tuple[TokenEvent, ...]:
+    """The events without log-probabilities and embeddings."""
+    return tuple(
+        event
+        if event.embedding is None and not event.logprobs
+        else msgspec.structs.replace(event, logprobs=(), embedding=None if event.embedding is None else b"")
+        for event in events
+    )
 
 
 def _logged(error: PenstockError) -> LoggedError:

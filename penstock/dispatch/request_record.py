@@ -37,6 +37,7 @@ class RequestRecord:
     sent_s: float = 0.0
     first_token_s: float | None = None
     num_emitted_before: int = 0  # tokens that earlier attempts emitted
+    is_streaming: bool = False  # the first token has come, and no earlier attempt emitted any
 
     def remaining(self) -> Request:
         """The request as the next replica gets it: with all tokens that the client already has."""
@@ -55,6 +56,7 @@ class RequestRecord:
         self.attempts += 1
         self.sent_s = now
         self.first_token_s = None
+        self.is_streaming = False
         self.num_emitted_before = len(self.emitted)
 
     def attempt(

@@ -88,8 +88,9 @@ class Driver:
 
     def _act(self, gateway: int, action: Action, now: float) -> None:
         match action:
-            case Deliver(event):
-                self._deliver(event, now)
+            case Deliver(events):
+                for event in events:
+                    self._deliver(event, now)
             case Send():
                 self._send(gateway, action, now)
             case Cancel(replica_id, request_id):
@@ -201,7 +202,7 @@ class Driver:
     def _tell(self, member: Member, events: list[TokenEvent], now: float) -> None:
         for event in events:
             gateway = self._outcomes[event.request_id].gateway
-            self.carry_out(gateway, self.dispatchers[gateway].news(member.id, event, now), now)
+            self.carry_out(gateway, self.dispatchers[gateway].news(member.id, (event,), now), now)
 
     def _deliver(self, event: TokenEvent, now: float) -> None:
         outcome = self._outcomes[event.request_id]

@@ -6,7 +6,7 @@ began, and a gap or a repetition shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.engine_config import EngineConfig
@@ -55,9 +55,11 @@ class FakeReplica:
         self,
         on_ready: Callable[[], None],
         on_stats: Callable[[EngineStats], None],
+        on_events: Callable[[Sequence[TokenEvent]], None],
         on_kv_events: Callable[[tuple[KVEvent, ...]], None],
     ) -> None:
         self._on_ready = on_ready
+        self._on_events = on_events
         self.tell_stats = on_stats
         self.tell_kv_events = on_kv_events
         self.ready: EngineReady | None = None
@@ -65,18 +67,10 @@ class FakeReplica:
         self.requests: dict[str, Request] = {}
         self.timeouts_s: dict[str, float | None] = {}
         self.num_emitted: dict[str, int] = {}
-        self._on_event: dict[str, Callable[[TokenEvent], None]] = {}
         self._on_error: dict[str, Callable[[PenstockError], None]] = {}
         self.num_subscriptions = 0
         self.num_restarts = 0
         self.is_closed = False
-
-    @property
-    def models(self) -> Mapping[str, EngineReady]:
-        return {} if self.ready is None else {MODEL: self.ready}
-
-    def stats_of(self, model: str) -> EngineStats:
-        return self.stats
 
     def start(self) -> None:
         self.ready = engine_ready()
@@ -87,7 +81,6 @@ class FakeReplica:
         request: Request,
         *,
         timeout_s: float | None,
-        on_event: Callable[[TokenEvent], None],
         on_error: Callable[[PenstockError], None],
         **_: object,
     ) -> None:
@@ -98,7 +91,6 @@ class FakeReplica:
         self.requests[request.id] = request
         self.timeouts_s[request.id] = timeout_s
         self.num_emitted[request.id] = len(request.output_token_ids)
-        self._on_event[request.id] = on_event
         self._on_error[request.id] = on_error
 
     def abort(self, request_id: str) -> None:
@@ -136,25 +128,23 @@ class FakeReplica:
         tokens = tuple(token_at(request_id, position) for position in range(start, end))
         is_first = start == len(request.output_token_ids)
         is_last = end == request.sampling.max_tokens
-        on_event = self._on_event[request_id]
         if is_last:
             self._forget(request_id)
-        on_event(
-            TokenEvent(
-                request_id,
-                tokens,
-                finish_reason=FinishReason.LENGTH if is_last else None,
-                num_cached_tokens=3 if is_first else None,
-                queue_s=0.5 if is_first else None,
-            )
+        event = TokenEvent(
+            request_id,
+            tokens,
+            finish_reason=FinishReason.LENGTH if is_last else None,
+            num_cached_tokens=3 if is_first else None,
+            queue_s=0.5 if is_first else None,
         )
+        self._on_events((event,))
 
     def finish_all(self) -> None:
         for request_id in tuple(self.requests):
             self.emit(request_id, 1_000_000)
 
     def _forget(self, request_id: str) -> None:
-        for known in (self.requests, self._on_event, self._on_error, self.num_emitted):
+        for known in (self.requests, self._on_error, self.num_emitted):
             known.pop(request_id, None)  # type: ignore[attr-defined]
 
 
@@ -170,9 +160,10 @@ class FakeReplicas:
         *,
         on_ready: Callable[[], None],
         on_stats: Callable[[EngineStats], None],
+        on_events: Callable[[Sequence[TokenEvent]], None],
         on_kv_events: Callable[[tuple[KVEvent, ...]], None],
     ) -> FakeReplica:
-        fake = self.by_id[member.id] = FakeReplica(on_ready, on_stats, on_kv_events)
+        fake = self.by_id[member.id] = FakeReplica(on_ready, on_stats, on_events, on_kv_events)
         return fake
 
     def __getitem__(self, replica_id: str) -> FakeReplica:

@@ -49,9 +49,8 @@ class Rig:
         self.num_asked = 0
 
     def _connect(self, member: Member, **callbacks: Callable[..., None]) -> LendingReplica:
-        replica = LendingReplica(
-            member.id, callbacks["on_ready"], callbacks["on_stats"], callbacks["on_kv_events"]
-        )
+        names = ("on_ready", "on_stats", "on_events", "on_kv_events")
+        replica = LendingReplica(member.id, *(callbacks[name] for name in names))
         self.replicas[member.id] = replica
         return replica
 

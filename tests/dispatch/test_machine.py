@@ -110,13 +110,9 @@ class DispatchMachine(RuleBasedStateMachine):
                     server.emitted[request.id] = len(client.tokens)
                 case Cancel(replica_id, request_id):
                     del self.servers[replica_id].requests[request_id]
-                case Deliver(event):
-                    client = self.clients[event.request_id]
-                    assert not client.num_ends
-                    assert not client.has_left
-                    client.tokens += event.token_ids
-                    assert client.tokens == list(range(len(client.tokens)))
-                    client.num_ends += event.finish_reason is not None
+                case Deliver(events):
+                    for event in events:
+                        self.deliver(event)
                 case Fail(request_id, _):
                     client = self.clients[request_id]
                     assert not client.num_ends
@@ -126,6 +122,14 @@ class DispatchMachine(RuleBasedStateMachine):
                     self.wake_s = at_s
                 case _:
                     pass
+
+    def deliver(self, event: TokenEvent) -> None:
+        client = self.clients[event.request_id]
+        assert not client.num_ends
+        assert not client.has_left
+        client.tokens += event.token_ids
+        assert client.tokens == list(range(len(client.tokens)))
+        client.num_ends += event.finish_reason is not None
 
     def running(self) -> list[tuple[str, str]]:
         return [(name, request_id) for name, server in self.servers.items() for request_id in server.requests]
@@ -176,7 +180,7 @@ class DispatchMachine(RuleBasedStateMachine):
         event = TokenEvent(
             request_id, tuple(range(start, end)), finish_reason=FinishReason.LENGTH if is_last else None
         )
-        self.act(self.dispatcher.news(name, event, self.now))
+        self.act(self.dispatcher.news(name, [event], self.now))
 
     @precondition(lambda self: self.running())
     @rule(
@@ -199,7 +203,7 @@ class DispatchMachine(RuleBasedStateMachine):
         self.update()
         for request_id in server.requests:
             late = TokenEvent(request_id, (99,), finish_reason=FinishReason.LENGTH)
-            assert not self.dispatcher.news(name, late, self.now)
+            assert not self.dispatcher.news(name, [late], self.now)
             assert not self.dispatcher.failed(name, request_id, EngineUnavailable("late"), self.now)
 
     @rule(data=st.data(), state=st.sampled_from(LIVE_STATES))
@@ -262,7 +266,7 @@ class DispatchMachine(RuleBasedStateMachine):
                 tokens = tuple(range(len(client.tokens), client.max_tokens))
                 del self.servers[name].requests[request_id]
                 event = TokenEvent(request_id, tokens, finish_reason=FinishReason.LENGTH)
-                self.act(self.dispatcher.news(name, event, self.now))
+                self.act(self.dispatcher.news(name, [event], self.now))
             self.wait(WAITING.max_wait_s)
         assert self.dispatcher.num_requests == 0
         assert all(client.num_ends == 1 or client.has_left for client in self.clients.values())
