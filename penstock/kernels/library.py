@@ -12,7 +12,18 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_void
 from pathlib import Path
 
 # In the order of `enum class Isa` in cpu/kernels.h.
-ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
+ISA_NAMES = (
+    "generic",
+    "neon_dot",
+    "avx2",
+    "avx2_vnni",
+    "avx512",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx",
+)
+# Names the set to use instead of the best one, to test and to measure the others.
+ISA_VARIABLE = "PENSTOCK_CPU_ISA"
 
 
 class AttentionLayerStruct(Structure):
@@ -95,15 +106,9 @@ _FUNCTIONS = (
     (
         "linear_add",
         c_int64,
-        (c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64),
-    ),
-    (
-        "linear_add_rounded",
-        c_int64,
-        (c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int64),
+        (c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int),
     ),
     ("fast_integers", c_int, ()),
-    ("most_integer_inputs", c_int64, ()),
     ("linear_set_bias", None, (c_void_p, c_void_p)),
     ("linear", None, (c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p)),
     ("largest", None, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),
@@ -219,8 +224,16 @@ def load() -> Library | None:
         except (OSError, AttributeError):
             continue  # built for another machine, or by another version
         library.set_num_threads(available_cores())
+        _hide_instruction_sets(library)
         return library
     return None
+
+
+def _hide_instruction_sets(library: Library) -> None:
+    """Use the instruction set that the environment names instead of the best one."""
+    name = os.environ.get(ISA_VARIABLE)
+    if name and (name not in ISA_NAMES or not library.set_isa(ISA_NAMES.index(name))):
+        raise ValueError(f"{ISA_VARIABLE}={name}: this processor has no such instruction set")
 
 
 def available_cores() -> int:

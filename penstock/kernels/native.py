@@ -20,6 +20,7 @@ from penstock.kernels.interface import (
     AttentionBatch,
     AttentionLayer,
     GatedLayer,
+    GroupQuantWeight,
     KVStore,
     RunLayers,
     SamplingBatch,
@@ -57,9 +58,9 @@ class NativeOps(ComposedBlocks):
         *,
         integer_products: bool = False,
     ) -> None:
-        """Keys and values are cached in `dtype`, or in int8. With `integer_products`, in bfloat16, quantized matrices
-        are rounded to 8 bits with a scale for each output, and multiplied with activations of 8 bits as whole
-        numbers."""
+        """Keys and values are cached in `dtype`, or in int8. With `integer_products`, quantized matrices are
+        multiplied as whole numbers: the weights as they come, the activations rounded to 8 bits with a scale for
+        every 32."""
         if dtype not in DTYPE_CODES:
             raise ValueError(f"the native CPU backend computes in float32 or bfloat16, not {dtype}")
         if kv_dtype not in (None, dtype, torch.int8):
@@ -71,7 +72,7 @@ class NativeOps(ComposedBlocks):
         self._rounded_kv = kv_dtype == torch.int8
         self._library = library
         self._dtype_code = DTYPE_CODES[dtype]
-        self._integer_products = integer_products and dtype == torch.bfloat16
+        self._integer_products = integer_products
         self._layers: dict[int, tuple[AttentionLayerStruct, AttentionLayer, list[Tensor | None]]] = {}
         self._batch: AttentionBatch | None = None
         self._batch_struct = AttentionBatchStruct()
@@ -79,8 +80,9 @@ class NativeOps(ComposedBlocks):
     def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> NativeLinear:
         packed = NativeLinear(self._library, parts[0].shape[1])
         parts, packed.input_order = with_common_order(parts)
-        if self._integer_products and packed.can_round(parts):
-            packed.add_rounded(parts)
+        quantized = [part for part in parts if isinstance(part, GroupQuantWeight)]
+        if self._integer_products and len(quantized) == len(parts):
+            packed.add_integers(quantized)
         else:
             packed.add(parts, self.dtype)
         if bias is not None:

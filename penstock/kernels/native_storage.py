@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import memmove
 from threading import Thread
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,27 +39,11 @@ class NativeLinear:
         for part in parts:
             self._add_part(part, dtype)
 
-    def can_round(self, parts: Sequence[WeightData]) -> TypeGuard[Sequence[GroupQuantWeight]]:
-        return self.in_features <= self._library.most_integer_inputs() and all(
-            isinstance(part, GroupQuantWeight) for part in parts
-        )
-
-    def add_rounded(self, parts: Sequence[GroupQuantWeight]) -> None:
-        """Stack quantized matrices, all rounded to 8 bits with a scale for each output."""
+    def add_integers(self, parts: Sequence[GroupQuantWeight]) -> None:
+        """Stack quantized matrices, as exact as they come, to be multiplied with activations of 8 bits."""
         for part in parts:
             self._check_inputs(part)
-            codes, scales = part.codes.contiguous(), part.scales.float().contiguous()
-            offsets = None if part.offsets is None else part.offsets.float().contiguous()
-            num_bytes = self._library.linear_add_rounded(
-                self.handle,
-                codes.shape[0],
-                codes.data_ptr(),
-                codes.dtype == torch.int8,
-                scales.data_ptr(),
-                None if offsets is None else offsets.data_ptr(),
-                part.group,
-            )
-            self._grow(codes.shape, num_bytes)
+            self._add_quantized(part, integer=True)
 
     def _add_part(self, weight: WeightData, dtype: torch.dtype) -> None:
         self._check_inputs(weight)
@@ -73,14 +56,16 @@ class NativeLinear:
             # No CPU multiplies float8: it stands for the bfloat16 that it unpacks to.
             self._add_part(DenseWeight(weight.dequantize(torch.bfloat16)), dtype)
         else:
-            self._add_quantized(weight if weight.group <= LARGEST_GROUP else weight.regrouped(LARGEST_GROUP))
+            self._add_quantized(weight)
 
     def set_bias(self, bias: Tensor) -> None:
         values = bias.to(torch.float32).contiguous()
         self._library.linear_set_bias(self.handle, values.data_ptr())
         self.num_bytes += values.nbytes
 
-    def _add_quantized(self, weight: GroupQuantWeight) -> None:
+    def _add_quantized(self, weight: GroupQuantWeight, integer: bool = False) -> None:
+        if weight.group > LARGEST_GROUP:
+            weight = weight.regrouped(LARGEST_GROUP)
         if weight.group not in (16, LARGEST_GROUP):
             raise ValueError(f"groups of {weight.group} are not supported, only of 16 and {LARGEST_GROUP}")
         scales, offsets = weight.scales.contiguous(), weight.offsets
@@ -95,10 +80,17 @@ class NativeLinear:
             tables[0],
             tables[1] if len(tables) > 1 else None,
             weight.group,
+            integer,
         )
 
     def _add(
-        self, code_format: int, values: Tensor, scales: Tensor | None, offsets: Tensor | None, group: int
+        self,
+        code_format: int,
+        values: Tensor,
+        scales: Tensor | None,
+        offsets: Tensor | None,
+        group: int,
+        integer: bool = False,
     ) -> None:
         num_bytes = self._library.linear_add(
             self.handle,
@@ -109,6 +101,7 @@ class NativeLinear:
             None if offsets is None else offsets.data_ptr(),
             scales is not None and scales.dtype == torch.float16,
             group,
+            integer,
         )
         self._grow(values.shape, num_bytes)
 

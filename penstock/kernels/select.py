@@ -19,7 +19,7 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the CPU backend found. `isa` is None where there is no native library."""
+    """What the CPU backend uses on this machine. `isa` is None where there is no native library."""
 
     native: bool
     isa: str | None
@@ -34,9 +34,11 @@ def select_ops(
     integer_products: bool = False,
     attention_backend: AttentionBackend = "auto",
 ) -> Ops:
-    """With `integer_products`, weights that come quantized may be multiplied as whole numbers where a CPU does that
-    faster. `kv_dtype` is that of the KV cache, where it is not `dtype`. On CUDA, `attention_backend` says who
-    computes attention over prompts."""
+    """The backend for a device and a type of activations.
+
+    With `integer_products`, a CPU that multiplies bytes fast multiplies quantized weights with activations of 8
+    bits. `kv_dtype` is the type of the KV cache, unless that is `dtype`. `attention_backend` chooses the kernels of
+    attention over prompts on CUDA."""
     device = torch.device(device)
     native = library.load()
     if (
@@ -61,7 +63,7 @@ def select_ops(
 
 
 def _may_use_flashinfer(device: torch.device) -> bool:
-    """Where it was measured against ours."""
+    """FlashInfer was compared with Penstock's own kernels on Hopper GPUs only."""
     return (
         importlib.util.find_spec("flashinfer") is not None
         and torch.cuda.get_device_capability(device) == HOPPER
@@ -72,9 +74,7 @@ def capabilities() -> Capabilities:
     native = library.load()
     if native is None:
         return Capabilities(native=False, isa=None, num_threads=torch.get_num_threads())
-    return Capabilities(
-        native=True, isa=library.ISA_NAMES[native.best_isa()], num_threads=native.num_threads()
-    )
+    return Capabilities(native=True, isa=library.ISA_NAMES[native.isa()], num_threads=native.num_threads())
 
 
 def preferred_cpu_dtype() -> torch.dtype:

@@ -65,15 +65,20 @@ def test_torch_does_not_spin_beside_the_kernels_threads(dtype: str, backend: str
     assert torch.get_num_threads() == left
 
 
-def test_only_auto_rounds_weights_that_come_quantized() -> None:
+def test_only_auto_multiplies_quantized_weights_in_whole_numbers() -> None:
     native = library.load()
     if native is None or not native.fast_integers():
         pytest.skip("needs a processor that multiplies bytes")
     codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
     weight = GroupQuantWeight(codes, torch.rand(32, 2), None, 32, 4)
-    sizes = {dtype: choose_ops(config(dtype=dtype)).pack_linear([weight]).num_bytes for dtype in DTYPES}
-    assert sizes["auto"] > codes.numel()
-    assert sizes["bfloat16"] == sizes["float32"] < codes.numel()
+    x = torch.randn(1, 64)
+
+    def error(dtype: str) -> float:
+        ops = choose_ops(config(dtype=dtype))
+        found = ops.logits(x.to(ops.dtype), ops.pack_linear([weight]))
+        return float((found - x @ weight.dequantize().T).norm() / found.norm())
+
+    assert error("float32") < 1e-5 < 1e-4 < error("auto") < 0.02
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -6,33 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.interface import Activation, DenseWeight, GroupQuantWeight
-from penstock.kernels.library import Library
+from penstock.kernels.interface import Activation, GroupQuantWeight
+from penstock.kernels.library import ISA_NAMES, Library
 from penstock.kernels.native import NativeOps
 from tests.kernels.attention_case import BLOCK_SIZE, make_batch, make_layer
 from tests.kernels.test_linear import BATCHES, quantized
 
-RUN = 64  # inputs that are rotated together
+GROUP = 32  # activations that share a scale
 
 
 @pytest.fixture
-def ops(library: Library, isa: str) -> NativeOps:
-    return NativeOps(library, torch.bfloat16, integer_products=True)
-
-
-def rotated(rows: Tensor) -> Tensor:
-    """Every 64 inputs by a Hadamard matrix, which is its own inverse; zeros fill the last 64."""
-    signs = torch.ones(1, 1)
-    while len(signs) < RUN:
-        signs = torch.cat([torch.cat([signs, signs], dim=1), torch.cat([signs, -signs], dim=1)])
-    runs = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % RUN)).unflatten(1, (-1, RUN))
-    return (runs @ (signs / RUN**0.5)).flatten(1)
+def ops(library: Library, isa: str, dtype: torch.dtype) -> NativeOps:
+    return NativeOps(library, dtype, integer_products=True)
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """8 bits with a scale for each row, which takes its largest element to 127."""
-    step = rows.abs().amax(dim=1, keepdim=True) / 127
-    return (rows / step).round() * step
+    """8 bits with a scale for every 32 numbers, which takes the largest of them to 127."""
+    padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    step = (padded.abs().amax(dim=2, keepdim=True) / 127).clamp_min(1e-30)
+    return ((padded / step).round() * step).flatten(1)[:, : rows.shape[1]]
 
 
 def stack(outputs: list[int], inputs: int) -> list[GroupQuantWeight]:
@@ -47,40 +39,39 @@ def stack(outputs: list[int], inputs: int) -> list[GroupQuantWeight]:
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [([1], 16), ([20, 33], 48), ([64, 16, 16], 64), ([100, 7], 576), ([48], 1536)]
 )
-def test_products_of_rounded_weights(ops: NativeOps, outputs: list[int], inputs: int, rows: int) -> None:
+def test_products_with_rounded_activations(
+    ops: NativeOps, outputs: list[int], inputs: int, rows: int
+) -> None:
     weights = stack(outputs, inputs)
     bias = torch.randn(sum(outputs)) if rows == 3 else None
     packed = ops.pack_linear(weights, bias)
-    assert (packed.out_features, packed.in_features) == (sum(outputs), inputs)
-    x = torch.randn(rows, inputs).bfloat16()
+    x = torch.randn(rows, inputs).to(ops.dtype)
     x[0, inputs // 2] = 50
-    wide, dense = rotated(x), rotated(torch.cat([weight.dequantize() for weight in weights]))
-    expected = rounded(wide) @ rounded(dense).T + (0 if bias is None else bias)
+    dense = torch.cat([weight.dequantize() for weight in weights])
+    expected = rounded(x) @ dense.T + (0 if bias is None else bias)
     logits = ops.logits(x, packed)
     assert logits.dtype == torch.float32
-    # Sums are exact, but numbers in the middle between two codes may become either: several at once, where zeros fill
-    # a run.
-    num_ties = 2.01 * RUN / min(inputs, RUN)
-    step, largest = wide.abs().amax(dim=1, keepdim=True) / 127, dense.abs().amax(dim=1)
-    assert ((logits - expected).abs() <= num_ties * step * largest + 1e-5).all()
-    assert torch.equal(ops.linear(x, packed), logits.bfloat16())
+    # Numbers in the middle between two codes may become either, which bfloat16 often has.
+    step = x.float().abs().amax(dim=1, keepdim=True) / 127
+    largest = dense.abs().amax(dim=1)
+    assert ((logits - expected).abs() <= 3.01 * step * largest + 1e-3).all()
+    assert torch.equal(ops.linear(x, packed), logits.to(ops.dtype))
 
 
-def test_an_outlier_does_not_drown_the_other_inputs(ops: NativeOps) -> None:
+def test_an_outlier_drowns_its_group_alone(ops: NativeOps) -> None:
     weight = quantized(64, 576, 32, 8, offsets=False, exact_halves=True)
-    x = torch.randn(20, 576).bfloat16()
+    x = torch.randn(20, 576).to(ops.dtype)
     x[:, 100] = 40
     expected = x.float() @ weight.dequantize().T
     error = ops.logits(x, ops.pack_linear([weight])) - expected
-    assert float(error.norm() / expected.norm()) < 0.015  # of which rounding without rotation makes 0.08
+    assert float(error.norm() / expected.norm()) < 0.02  # one scale for the whole row would make 0.08
 
 
 @pytest.mark.parametrize("inputs", [48, 576])
 def test_a_row_has_the_same_bits_in_every_batch(ops: NativeOps, inputs: int) -> None:
     packed = ops.pack_linear(stack([70, 40], inputs), torch.randn(110))
-    x = (
-        torch.randn(max(BATCHES), inputs).bfloat16()
-        * torch.logspace(-3, 3, max(BATCHES)).unsqueeze(1).bfloat16()
+    x = torch.randn(max(BATCHES), inputs).to(ops.dtype) * torch.logspace(-3, 3, max(BATCHES)).unsqueeze(1).to(
+        ops.dtype
     )
     alone = torch.cat([ops.linear(x[row : row + 1], packed) for row in range(len(x))])
     for rows in BATCHES:
@@ -114,19 +105,20 @@ def test_sums_are_exact_so_every_instruction_set_agrees(library: Library) -> Non
     packed = ops.pack_linear(stack([40, 25], 192))
     x = torch.randn(19, 192).bfloat16()
     results = []
-    for isa in range(library.best_isa() + 1):
-        assert library.set_isa(isa)
-        results.append(ops.logits(x, packed))
+    for isa in range(len(ISA_NAMES)):
+        if library.set_isa(isa):
+            results.append(ops.logits(x, packed))
+    library.set_isa(library.best_isa())
     for other in results[:-1]:
         torch.testing.assert_close(other, results[-1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("rows", "width"), [(1, 96), (7, 40), (40, 96), (150, 32)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 96), (7, 48), (40, 96), (150, 32)])
 def test_mlp_is_its_parts(ops: NativeOps, rows: int, width: int, activation: Activation) -> None:
     gate_up = ops.pack_linear([quantized(width, 48, 16, 4, True, True) for _ in range(2)])
-    down = ops.pack_linear([quantized(48, width, 8 if width % 16 else 16, 4, True, True)])
-    x = torch.randn(rows, 48).bfloat16()
+    down = ops.pack_linear([quantized(48, width, 16, 4, True, True)])
+    x = torch.randn(rows, 48).to(ops.dtype)
     expected = ops.linear(ops.gated(ops.linear(x, gate_up), activation), down)
     assert torch.equal(ops.mlp(x, gate_up, down, activation), expected)
 
@@ -136,7 +128,7 @@ def test_blocks_are_their_parts(ops: NativeOps, rows: int) -> None:
     layer = make_layer(num_heads=4, num_kv_heads=2, head_dim=16)
     qkv = ops.pack_linear([quantized(size, 48, 16, 4, True, True) for size in (64, 32, 32)])
     output = ops.pack_linear([quantized(48, 64, 16, 4, True, True)])
-    residual, norm = torch.randn(rows, 48).bfloat16(), torch.rand(48)
+    residual, norm = torch.randn(rows, 48).to(ops.dtype), torch.rand(48)
     store = ops.allocate_kv(2, 4, BLOCK_SIZE, 2, 16)
     batch = make_batch([([3, 0, 2], 0, rows)])
     normed = ops.rms_norm(residual, norm, 1e-5)
@@ -150,17 +142,14 @@ def test_embeddings_are_rows_of_the_packed_head(ops: NativeOps) -> None:
     ids = torch.tensor([0, 49, 17, 17, 3], dtype=torch.int32)
     weight = quantized(50, 80, 16, 4, True, False)
     table = ops.pack_embedding(weight, tied=ops.pack_linear([weight]))
-    expected = rotated(rounded(rotated(weight.dequantize())))[:, :80]
-    torch.testing.assert_close(ops.embed(ids, table), expected[ids.long()].bfloat16(), rtol=1e-2, atol=1e-5)
-    own = ops.pack_embedding(weight)
-    torch.testing.assert_close(
-        ops.embed(ids, own), weight.dequantize()[ids.long()].bfloat16(), rtol=1e-2, atol=1e-6
-    )
+    expected = weight.dequantize()[ids.long()].to(ops.dtype)
+    torch.testing.assert_close(ops.embed(ids, table), expected, rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(ops.embed(ids, ops.pack_embedding(weight)), expected, rtol=1e-2, atol=1e-6)
 
 
 def test_what_is_no_number_stays_none(ops: NativeOps) -> None:
     packed = ops.pack_linear([quantized(20, 64, 16, 4, True, True)])
-    x = torch.randn(3, 64).bfloat16()
+    x = torch.randn(3, 64).to(ops.dtype)
     x[0, 5], x[1, 40] = float("nan"), float("inf")
     logits = ops.logits(x, packed)
     assert logits[0].isnan().all()
@@ -172,18 +161,12 @@ def test_rows_and_weights_of_zeros(ops: NativeOps) -> None:
     weight = quantized(20, 64, 16, 8, False, True)
     weight.codes[3] = 0
     packed = ops.pack_linear([weight])
-    assert not ops.logits(torch.zeros(2, 64).bfloat16(), packed).any()
-    assert not ops.logits(torch.randn(2, 64).bfloat16(), packed)[:, 3].any()
+    assert not ops.logits(torch.zeros(2, 64).to(ops.dtype), packed).any()
+    assert not ops.logits(torch.randn(2, 64).to(ops.dtype), packed)[:, 3].any()
 
 
-def test_only_quantized_stacks_in_bfloat16_are_rounded(library: Library) -> None:
+def test_four_bits_stay_four_bits(library: Library) -> None:
     weight = quantized(64, 128, 32, 4, offsets=True, exact_halves=True)
-    whole_bytes = 64 * 128 + 64 * 8  # codes; a scale and a sum of codes for each output
-    rounding = NativeOps(library, torch.bfloat16, integer_products=True)
-    assert rounding.pack_linear([weight]).num_bytes == whole_bytes
-    assert rounding.pack_linear([DenseWeight(weight.dequantize())]).num_bytes == 64 * 128 * 2
-    for exact in (
-        NativeOps(library, torch.bfloat16),
-        NativeOps(library, torch.float32, integer_products=True),
-    ):
-        assert exact.pack_linear([weight]).num_bytes * 8 == 64 * 128 * 5
+    for dtype in (torch.float32, torch.bfloat16):
+        ops = NativeOps(library, dtype, integer_products=True)
+        assert ops.pack_linear([weight]).num_bytes * 8 == 64 * 128 * 5

@@ -14,8 +14,8 @@ void run_mlp(const Linear& gate_up, const Linear& down, Dtype dtype, Activation 
              const InputRows& in, const OutputRows& out) {
   static thread_local Scratch wide_rows, packed_rows;
   if (gates_integers(gate_up)) {
-    bf16* gated = packed_rows.get<bf16>(rows * down.in_features);
-    multiply_gated_integers(gate_up, rows, in, activation, gated);
+    void* gated = rows_of(packed_rows, rows, down.in_features);
+    multiply_gated_integers(gate_up, dtype, rows, in, activation, gated);
     return multiply(down, dtype, rows, InputRows::given(gated), out);
   }
   if (gates_on_the_way(gate_up, dtype, rows)) {

@@ -1,17 +1,13 @@
-// Products in whole numbers, for weights that come quantized: 8 bits a weight with a scale for each output, 8 bits an
-// activation with a scale for each row.
+// Products in whole numbers, for weights that come quantized. Weights keep the codes, scales and offsets that they come
+// with. Every 32 inputs of a row of activations are rounded to 8 bits with a scale of their own.
 //
-// Rows of activations have outliers, and a scale that reaches those would leave little of the rest. So every 64 inputs
-// are rotated, by a Hadamard transform (`rotation_impl.h`), before they are rounded, and so are the weights: products
-// stay what they were, and an outlier is spread over 64 codes.
+// Outputs are cut into panels of 16 and inputs into tiles of 32. The tiles of a panel follow each other in memory. A tile
+// holds scales and offsets as in linear.h, then the codes as [8 quads][16 outputs][4 inputs]: 512 bytes of 8-bit codes,
+// or 256 bytes of 4-bit codes, in which byte i of quad q holds quad q in its lower half and quad q + 4 in its upper half.
+// Padding has codes, scales and offsets of zero.
 //
-// A code of an activation is kept as a byte with 128 added. Rows go in blocks of 16: for each 64 inputs of a block there
-// is a tile [16 rows][64 inputs]. Products are summed exactly, and an output's offset takes 128 times the sum of its
-// codes away again.
-//
-// Outputs are cut into panels of 16 and inputs into tiles of 64. A tile is 1024 bytes, [16 quads of inputs][16 outputs]
-// [4 inputs], padded with zeros: an operand of an AMX product as it stands, and a run of operands of VNNI's. The tiles
-// of a panel follow each other, so that any two panels can be multiplied side by side.
+// The sum of code × code over a group of inputs is exact. An output adds the scaled sums of its groups in the order of
+// the inputs, so its bits depend neither on the other rows nor on the way in which a processor multiplies bytes.
 #pragma once
 
 #include "common.h"
@@ -19,44 +15,49 @@
 
 namespace penstock {
 
-constexpr int64_t kIntegerTileInputs = 64;  // and the inputs of one rotation
-constexpr int64_t kIntegerTileBytes = kPanelOutputs * kIntegerTileInputs;
 constexpr int64_t kQuadInputs = 4;
 constexpr int64_t kQuadBytes = kPanelOutputs * kQuadInputs;
-constexpr int64_t kIntegerBlockRows = 16;
-constexpr int64_t kRowsAtOnce = 2 * kIntegerBlockRows;
-constexpr int64_t kCodesTileBytes = kIntegerBlockRows * kIntegerTileInputs;
-constexpr int32_t kCodeOffset = 128;
-constexpr float kLargestIntegerCode = 127.0f;
-// With more inputs than this a sum could overflow.
-constexpr int64_t kMostIntegerInputs = 65536;
+constexpr int64_t kQuadsPerTile = kTileInputs / kQuadInputs;
+constexpr int64_t kRowsAtOnce = 32;
+constexpr float kLargestCode = 127.0f;
 
-// Two panels that are multiplied together, and the tiles that the thread will probably read next.
-struct PanelPair {
-  const Panel* panel[2];  // the second is null where a stack ends with an odd one
-  const uint8_t* next[2];
+// 8-bit codes are stored with this added: the byte products of x86 take weights without a sign, those of ARM with one.
+#if defined(__x86_64__)
+constexpr int32_t kCodeBias = 128;
+#else
+constexpr int32_t kCodeBias = 0;
+#endif
+
+// What is known of 32 activations of a row besides their codes.
+struct RoundedGroup {
+  float scale;
+  float sum;                // of the rounded activations
+  int32_t code_sum;
+  int32_t first_code_sum;   // of the first 16
 };
 
 // Plain pointers only: this is read by code that is compiled per instruction set.
 struct IntegerCall {
+  const Part* parts;
   const float* bias;  // null when absent
-  int64_t num_tiles;  // per panel
+  int64_t num_tiles;
   int64_t out_features;
-  uint8_t* codes;
-  float* row_scales;
+  int8_t* codes;         // [rows][tiles][32]
+  RoundedGroup* groups;  // [rows][tiles]
   void* y;
   Dtype y_dtype;
   bool adds;  // to y, after rounding
 
-  uint8_t* row_codes(int64_t row) const {
-    const int64_t block = row / kIntegerBlockRows;
-    return codes + block * num_tiles * kCodesTileBytes + row % kIntegerBlockRows * kIntegerTileInputs;
-  }
+  int8_t* row_codes(int64_t row) const { return codes + row * num_tiles * kTileInputs; }
+  RoundedGroup* row_groups(int64_t row) const { return groups + row * num_tiles; }
 };
 
-// What some rows and a pair of panels sum up to.
-struct alignas(64) IntegerSums {
-  int32_t of[2][kRowsAtOnce][kPanelOutputs];
+// How the codes of a panel are stored: two in a byte, as bytes of four bits, or as bytes of eight with the bias added.
+enum class CodeKind { nibbles, small_bytes, bytes };
+
+struct PanelCodes {
+  const uint8_t* data;
+  int64_t step;  // bytes from one tile to the next
 };
 
 }  // namespace penstock

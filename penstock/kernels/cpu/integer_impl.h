@@ -1,19 +1,17 @@
-// Products in whole numbers, compiled once per instruction set: how a row is rounded, how sums are scaled and written.
-// An Engine supplies the sums, which are exact, so they are the same in every batch and for every engine; it
-// may do something else meanwhile, after each tile of inputs.
+// Products in whole numbers, compiled once per instruction set: how a row is rounded and how sums are written. An Engine
+// supplies the scaled sums of some rows and one panel.
 #pragma once
 
 #include "elementwise_impl.h"
 #include "integer.h"
 #include "linear_write.h"
-#include "rotation_impl.h"
 #include "vec.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Magnitudes are in the order of their bits, NaN last: a row with a NaN gets a scale of NaN, and with it all its
-// products.
+// Magnitudes are in the order of their bits, NaN last: a group with a NaN gets a scale of NaN, and with it all products
+// of its row.
 PENSTOCK_INLINE Ints larger_magnitudes(Ints largest, Floats values) {
   const Ints magnitudes = as_ints(values) & broadcast_int(0x7fffffff);
   FOR_PARTS largest.part[i] = magnitudes.part[i] > largest.part[i] ? magnitudes.part[i] : largest.part[i];
@@ -29,208 +27,204 @@ PENSTOCK_INLINE float largest_lane(Ints magnitudes) {
   return value;
 }
 
-// Added to a small number, it leaves the nearest integer plus 128 in the lowest byte.
-constexpr float kCodeRounder = 12582912.0f + kCodeOffset;
+// Added to a small number, it leaves the nearest integer in the lowest bits.
+constexpr float kCodeRounder = 12582912.0f;
 
-[[maybe_unused]] static void round_row(const IntegerCall& call, const bf16* x, int64_t width, int64_t row) {
-  static thread_local Scratch scratch;
-  float* rotated = scratch.get<float>(call.num_tiles * kIntegerTileInputs);
-  Ints magnitudes = broadcast_int(0);
-  const auto rotate_run = [&](const bf16* from, float* to) {
-    Floats run[kRunRegisters];
-    for (int j = 0; j < kRunRegisters; ++j) run[j] = load(from + j * kLanes);
-    rotate(run);
-    for (int j = 0; j < kRunRegisters; ++j) {
-      magnitudes = larger_magnitudes(magnitudes, run[j]);
-      store(to + j * kLanes, run[j]);
-    }
-  };
-  const int64_t whole = width / kIntegerTileInputs * kIntegerTileInputs;
-  for (int64_t i = 0; i < whole; i += kIntegerTileInputs) rotate_run(x + i, rotated + i);
-  if (whole < width) {
-    bf16 last[kIntegerTileInputs] = {};
-    memcpy(last, x + whole, static_cast<size_t>(width - whole) * sizeof(bf16));
-    rotate_run(last, rotated + whole);
+template <typename T>
+PENSTOCK_INLINE void round_group(const T* x, int64_t count, int8_t* codes, RoundedGroup* group) {
+  const Floats halves[2] = {load_some(x, count), count > kLanes ? load_some(x + kLanes, count - kLanes) : zeros()};
+  const float largest = largest_lane(larger_magnitudes(larger_magnitudes(broadcast_int(0), halves[0]), halves[1]));
+  const Floats inverse = broadcast(largest > 0 ? kLargestCode / largest : 0.0f), rounder = broadcast(kCodeRounder);
+  int32_t sums[2];
+  for (int half = 0; half < 2; ++half) {
+    const Floats shifted = multiply_add(halves[half], inverse, rounder);
+    store_bytes(reinterpret_cast<uint8_t*>(codes) + half * kLanes, as_ints(shifted));
+    const float sum = reduce_sum(shifted - rounder);
+    sums[half] = sum == sum ? static_cast<int32_t>(sum) : 0;
   }
-  const float largest = largest_lane(magnitudes);
-  call.row_scales[row] = largest / kLargestIntegerCode;
-  const Floats inverse = broadcast(largest > 0 ? kLargestIntegerCode / largest : 0.0f);
-  const Floats rounder = broadcast(kCodeRounder);
-  uint8_t* to = call.row_codes(row);
-  for (int64_t i = 0; i < width; i += kIntegerTileInputs, to += kCodesTileBytes) {
-    for (int64_t j = 0; j < kIntegerTileInputs; j += kLanes) {
-      store_bytes(to + j, as_ints(multiply_add(load(rotated + i + j), inverse, rounder)));
+  group->scale = largest / kLargestCode;
+  group->code_sum = sums[0] + sums[1];
+  group->first_code_sum = sums[0];
+  group->sum = group->scale * static_cast<float>(group->code_sum);
+}
+
+template <typename T>
+static void round_row_of(const IntegerCall& call, const T* x, int64_t width, int64_t row) {
+  int8_t* codes = call.row_codes(row);
+  RoundedGroup* groups = call.row_groups(row);
+  for (int64_t t = 0; t < call.num_tiles; ++t) {
+    round_group(x + t * kTileInputs, width - t * kTileInputs, codes + t * kTileInputs, groups + t);
+  }
+}
+
+[[maybe_unused]] static void round_row(const IntegerCall& call, Dtype dtype, const void* x, int64_t width,
+                                       int64_t row) {
+  if (dtype == Dtype::float32) return round_row_of(call, static_cast<const float*>(x), width, row);
+  return round_row_of(call, static_cast<const bf16*>(x), width, row);
+}
+
+// Two codes in a byte become two bytes, in the order of 8-bit codes.
+static void unpack_nibbles(const uint8_t* from, int64_t step, int64_t num_tiles, uint8_t* to) {
+  for (int64_t t = 0; t < num_tiles; ++t, from += step, to += kTileElements) {
+    for (int i = 0; i < kTileElements / 2; ++i) {
+      to[i] = from[i] & 15;
+      to[i + kTileElements / 2] = static_cast<uint8_t>(from[i] >> 4);
     }
   }
 }
 
-PENSTOCK_INLINE Floats round_to_bf16(Floats value) {
-  bf16 rounded[kLanes];
+// From this many rows on, nibbles are unpacked once for all rows.
+constexpr int64_t kUnpackRows = 12;
+
+template <typename Engine, CodeKind kKind>
+PENSTOCK_INLINE void multiply_codes(const IntegerCall& call, const Part& part, const uint8_t* tiles,
+                                    const PanelCodes& codes, int64_t row, int64_t rows, float* sums) {
+  if (part.groups_per_tile == 1) {
+    Engine::template multiply<kKind, 1>(call, part, tiles, codes, row, rows, sums);
+  } else {
+    Engine::template multiply<kKind, 2>(call, part, tiles, codes, row, rows, sums);
+  }
+}
+
+// write(row, Floats) for every row and 16 outputs. `slot` tells buffers apart that are in use at the same time.
+template <typename Engine>
+struct PanelProduct {
+  const IntegerCall& call;
+  const Part& part;
+  const uint8_t* tiles;
+  PanelCodes codes;
+  CodeKind kind;
+
+  PanelProduct(const IntegerCall& of, const Panel& panel, int64_t rows, Scratch* scratch)
+      : call(of), part(of.parts[panel.part]), tiles(panel.tiles) {
+    codes = {tiles + part.codes_at(), part.tile_bytes};
+    kind = part.format == Format::int4 ? CodeKind::nibbles : CodeKind::bytes;
+    if (kind == CodeKind::nibbles && rows >= kUnpackRows) {
+      uint8_t* unpacked = scratch->get<uint8_t>(call.num_tiles * kTileElements);
+      unpack_nibbles(codes.data, codes.step, call.num_tiles, unpacked);
+      codes = {unpacked, kTileElements};
+      kind = CodeKind::small_bytes;
+    }
+  }
+
+  // sums[r * 16 + output]
+  void sum(int64_t row, int64_t rows, float* sums) const {
+    switch (kind) {
+      case CodeKind::nibbles: return multiply_codes<Engine, CodeKind::nibbles>(call, part, tiles, codes, row, rows, sums);
+      case CodeKind::small_bytes:
+        return multiply_codes<Engine, CodeKind::small_bytes>(call, part, tiles, codes, row, rows, sums);
+      case CodeKind::bytes: return multiply_codes<Engine, CodeKind::bytes>(call, part, tiles, codes, row, rows, sums);
+    }
+  }
+};
+
+template <typename Engine>
+static void multiply_panels_with(const IntegerCall& call, const Panel* panels, int64_t num_panels, int64_t first_row,
+                                 int64_t end_row) {
+  static thread_local Scratch scratch;
+  alignas(64) float sums[kRowsAtOnce * kPanelOutputs];
+  for (const Panel* panel = panels; panel < panels + num_panels; ++panel) {
+    const PanelProduct<Engine> product(call, *panel, end_row - first_row, &scratch);
+    for (int64_t row = first_row; row < end_row; row += kRowsAtOnce) {
+      const int64_t rows = end_row - row < kRowsAtOnce ? end_row - row : kRowsAtOnce;
+      product.sum(row, rows, sums);
+      for (int64_t r = 0; r < rows; ++r) {
+        write_outputs(call, row + r, panel->first_output, panel->num_outputs, load(sums + r * kPanelOutputs));
+      }
+    }
+  }
+}
+
+template <typename T>
+PENSTOCK_INLINE Floats rounded_as(const T*, Floats value) {
+  T rounded[kLanes];
   store(rounded, value);
   return load(rounded);
 }
 
-PENSTOCK_INLINE Floats scale_sums(const int32_t (&sums)[kPanelOutputs], Floats scales, Floats row_scale) {
-  return to_floats(load_ints(sums)) * scales * row_scale;
+// activation(gate) × up, rounded wherever the separate operations round.
+template <typename T>
+PENSTOCK_INLINE void write_gated(T* to, int64_t count, Activation activation, Floats gate, Floats up) {
+  store_some(to, activate_as(to, activation, rounded_as(to, gate)) * rounded_as(to, up), count);
 }
 
-// Which bytes of each of the next pair's tiles to ask memory for while some rows are summed: every turn takes its share,
-// so that memory is as busy with the last as with the first.
-struct BytesAhead {
-  int64_t first;
-  int64_t end;
-
-  bool is_all() const { return first == 0 && end == kIntegerTileBytes; }
-
-  static BytesAhead of_turn(int64_t turn, int64_t num_turns) {
-    const int64_t share = round_up(ceil_div(kIntegerTileBytes, num_turns), 64), first = turn * share;
-    return {first, first + share < kIntegerTileBytes ? first + share : kIntegerTileBytes};
-  }
-};
-
-// Rows of sums that wait to be written: so many, from this index on.
-struct WaitingRows {
-  const PanelPair* pair;
-  int64_t row;  // of the first
-  int64_t index;
-  int64_t count;
-};
-
-// write(rows, sums) for every row of every pair. Rows are written while the next are summed, some for each tile of
-// inputs, so that neither waits for the other.
-template <typename Engine, typename Write>
-PENSTOCK_INLINE void for_rows_of_pairs(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
-                                       int64_t first_row, int64_t end_row, const Write& write) {
-  IntegerSums buffers[2];
-  WaitingRows waiting = {};
-  int current = 0;
-  const auto write_some = [&](int64_t most) {
-    const int64_t count = waiting.count < most ? waiting.count : most;
-    if (count == 0) return;
-    write(WaitingRows{waiting.pair, waiting.row, waiting.index, count}, buffers[1 - current]);
-    waiting.row += count;
-    waiting.index += count;
-    waiting.count -= count;
-  };
-  const int64_t rows_per_tile = ceil_div(kRowsAtOnce, call.num_tiles);
-  const int64_t num_turns = ceil_div(end_row - first_row, kRowsAtOnce);
-  for (const PanelPair* pair = pairs; pair < pairs + num_pairs; ++pair) {
+template <typename Engine>
+static void multiply_gated_panels_with(const IntegerCall& call, const Panel* gates, const Panel* ups,
+                                       int64_t num_panels, Activation activation, int64_t first_row,
+                                       int64_t end_row) {
+  static thread_local Scratch gate_scratch, up_scratch;
+  alignas(64) float gate_sums[kRowsAtOnce * kPanelOutputs], up_sums[kRowsAtOnce * kPanelOutputs];
+  for (int64_t p = 0; p < num_panels; ++p) {
+    const PanelProduct<Engine> gate(call, gates[p], end_row - first_row, &gate_scratch);
+    const PanelProduct<Engine> up(call, ups[p], end_row - first_row, &up_scratch);
     for (int64_t row = first_row; row < end_row; row += kRowsAtOnce) {
       const int64_t rows = end_row - row < kRowsAtOnce ? end_row - row : kRowsAtOnce;
-      const BytesAhead ahead = BytesAhead::of_turn((row - first_row) / kRowsAtOnce, num_turns);
-      Engine::sum(call, *pair, row, rows, ahead, &buffers[current], [&] { write_some(rows_per_tile); });
-      write_some(kRowsAtOnce);
-      waiting = {pair, row, 0, rows};
-      current = 1 - current;
-    }
-  }
-  write_some(kRowsAtOnce);
-}
-
-// Rounded, or added to what is there after rounding.
-template <bool kAdds>
-PENSTOCK_INLINE void write_two(bf16* to, Floats first, Floats second) {
-  if (kAdds) {
-    bf16 rounded[2 * kLanes];
-    store_two(rounded, first, second);
-    first = load(rounded) + load(to);
-    second = load(rounded + kLanes) + load(to + kLanes);
-  }
-  store_two(to, first, second);
-}
-
-// write_row(to, number of outputs, scaled sums of the first panel, of the second) for bfloat16 rows, where y has the first panel's outputs.
-template <typename Engine, typename WriteRow>
-PENSTOCK_INLINE void for_scaled_rows(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
-                                     int64_t first_row, int64_t end_row, const WriteRow& write_row) {
-  const int64_t stride = call.out_features;
-  const float* row_scales = call.row_scales;
-  bf16* y = static_cast<bf16*>(call.y);
-  const auto write = [=](const WaitingRows& rows, const IntegerSums& sums) {
-    const Panel &first = *rows.pair->panel[0], &second = *rows.pair->panel[1];
-    const Floats first_scales = load(first.scales), second_scales = load(second.scales);
-    bf16* to = y + rows.row * stride + first.first_output;
-    for (int64_t i = 0; i < rows.count; ++i, to += stride) {
-      const Floats row_scale = broadcast(row_scales[rows.row + i]);
-      write_row(to, first.num_outputs, scale_sums(sums.of[0][rows.index + i], first_scales, row_scale),
-                scale_sums(sums.of[1][rows.index + i], second_scales, row_scale));
-    }
-  };
-  for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
-}
-
-// The most common case: whole panels of bfloat16 side by side, without bias.
-template <typename Engine, bool kAdds>
-static void multiply_whole_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
-                                  int64_t first_row, int64_t end_row) {
-  for_scaled_rows<Engine>(call, pairs, num_pairs, first_row, end_row,
-                          [](bf16* to, int64_t, Floats first, Floats second) { write_two<kAdds>(to, first, second); });
-}
-
-template <typename Engine>
-static void multiply_panels_with(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
-                                 int64_t first_row, int64_t end_row) {
-  bool whole = call.y_dtype == Dtype::bfloat16 && call.bias == nullptr;
-  for (const PanelPair* pair = pairs; whole && pair < pairs + num_pairs; ++pair) {
-    for (const Panel* panel : pair->panel) whole = whole && panel != nullptr && panel->num_outputs == kPanelOutputs;
-    whole = whole && pair->panel[1]->first_output == pair->panel[0]->first_output + kPanelOutputs;
-  }
-  if (whole && call.adds) return multiply_whole_panels<Engine, true>(call, pairs, num_pairs, first_row, end_row);
-  if (whole) return multiply_whole_panels<Engine, false>(call, pairs, num_pairs, first_row, end_row);
-  const auto write = [&](const WaitingRows& rows, const IntegerSums& sums) {
-    for (int p = 0; p < 2 && rows.pair->panel[p] != nullptr; ++p) {
-      const Panel& panel = *rows.pair->panel[p];
-      const Floats scales = load(panel.scales);
-      for (int64_t i = 0; i < rows.count; ++i) {
-        const Floats row_scale = broadcast(call.row_scales[rows.row + i]);
-        write_outputs(call, rows.row + i, panel.first_output, panel.num_outputs,
-                      scale_sums(sums.of[p][rows.index + i], scales, row_scale));
+      gate.sum(row, rows, gate_sums);
+      up.sum(row, rows, up_sums);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = (row + r) * call.out_features + gates[p].first_output, count = gates[p].num_outputs;
+        const Floats gated = load(gate_sums + r * kPanelOutputs), other = load(up_sums + r * kPanelOutputs);
+        if (call.y_dtype == Dtype::float32) {
+          write_gated(static_cast<float*>(call.y) + at, count, activation, gated, other);
+        } else {
+          write_gated(static_cast<bf16*>(call.y) + at, count, activation, gated, other);
+        }
       }
     }
-  };
-  for_rows_of_pairs<Engine>(call, pairs, num_pairs, first_row, end_row, write);
+  }
 }
 
-// activation(first) × second, rounded wherever the separate operations round.
-template <typename Engine, Activation kActivation>
-static void multiply_pairs_gated(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs, int64_t first_row,
-                                 int64_t end_row) {
-  for_scaled_rows<Engine>(call, pairs, num_pairs, first_row, end_row,
-                          [](bf16* to, int64_t num_outputs, Floats gates, Floats ups) {
-                            const Floats active = activate_roughly(kActivation, round_to_bf16(gates));
-                            store_some(to, active * round_to_bf16(ups), num_outputs);
-                          });
+PENSTOCK_INLINE Floats load_factors(const Part& part, const uint8_t* table, int64_t group) {
+  return part.half_scales ? load_halves(reinterpret_cast<const uint16_t*>(table) + group * kLanes)
+                          : load(reinterpret_cast<const float*>(table) + group * kLanes);
 }
 
-template <typename Engine>
-static void multiply_gated_panels_with(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs,
-                                       Activation activation, int64_t first_row, int64_t end_row) {
-  const auto multiply = activation == Activation::silu ? multiply_pairs_gated<Engine, Activation::silu>
-                                                       : multiply_pairs_gated<Engine, Activation::gelu_tanh>;
-  multiply(call, pairs, num_pairs, first_row, end_row);
-}
-
-// Sixteen outputs at a time, one input after the other.
+// The definition, in plain C++: for machines without dot products of bytes, and for tests.
 struct PlainEngine {
-  template <typename Meanwhile>
-  static void sum(const IntegerCall& call, const PanelPair& pair, int64_t row, int64_t rows, const BytesAhead&,
-                  IntegerSums* sums, const Meanwhile&) {
-    for (int p = 0; p < 2 && pair.panel[p] != nullptr; ++p) {
-      for (int64_t r = 0; r < rows; ++r) sum_row(call, *pair.panel[p], call.row_codes(row + r), sums->of[p][r]);
+  template <CodeKind kKind>
+  static int32_t code_at(const uint8_t* codes, int64_t input, int64_t output) {
+    const int64_t quad = input / kQuadInputs, lane = output * kQuadInputs + input % kQuadInputs;
+    if (kKind == CodeKind::bytes) {
+      return static_cast<int32_t>(static_cast<int8_t>(codes[quad * kQuadBytes + lane] ^ kCodeBias));
+    }
+    if (kKind == CodeKind::small_bytes) return codes[quad * kQuadBytes + lane];
+    const uint8_t both = codes[quad % 4 * kQuadBytes + lane];
+    return quad < 4 ? both & 15 : both >> 4;
+  }
+
+  template <CodeKind kKind, int kGroups>
+  static void multiply(const IntegerCall& call, const Part& part, const uint8_t* tiles, const PanelCodes& codes,
+                       int64_t row, int64_t rows, float* sums) {
+    for (int64_t r = 0; r < rows; ++r) {
+      Floats total = zeros();
+      for (int64_t t = 0; t < call.num_tiles; ++t) {
+        const uint8_t* tile = tiles + t * part.tile_bytes;
+        const int8_t* x = call.row_codes(row + r) + t * kTileInputs;
+        const RoundedGroup& rounded = call.row_groups(row + r)[t];
+        for (int64_t g = 0; g < kGroups; ++g) {
+          alignas(64) int32_t sum[kPanelOutputs];
+          for (int64_t o = 0; o < kPanelOutputs; ++o) {
+            sum[o] = 0;
+            for (int64_t i = g * kTileInputs / kGroups; i < (g + 1) * kTileInputs / kGroups; ++i) {
+              sum[o] += code_at<kKind>(codes.data + t * codes.step, i, o) * x[i];
+            }
+          }
+          const Floats scales = load_factors(part, tile, g) * broadcast(rounded.scale);
+          total = multiply_add(to_floats(load_ints(sum)), scales, total);
+          if (!part.has_offsets) continue;
+          const Floats offsets = load_factors(part, tile + part.table_bytes(), g);
+          total = multiply_add(offsets, broadcast(group_sum<kGroups>(rounded, g)), total);
+        }
+      }
+      store(sums + r * kPanelOutputs, total);
     }
   }
 
-  static void sum_row(const IntegerCall& call, const Panel& panel, const uint8_t* x, int32_t* to) {
-    Ints sum = load_ints(panel.offsets);
-    for (int64_t t = 0; t < call.num_tiles; ++t) {
-      for (int64_t input = 0; input < kIntegerTileInputs; ++input) {
-        const Ints codes = load_ints(panel.tiles + t * kIntegerTileBytes + input / kQuadInputs * kQuadBytes);
-        const int unused_bits = static_cast<int>(24 - 8 * (input % kQuadInputs));
-        const Ints code = shift_right_signed(shift_left(codes, unused_bits), 24);
-        sum = sum + code * broadcast_int(x[t * kCodesTileBytes + input]);
-      }
-    }
-    memcpy(to, &sum, sizeof sum);
+  template <int kGroups>
+  static float group_sum(const RoundedGroup& rounded, int64_t group) {
+    if (kGroups == 1) return rounded.sum;
+    const int32_t first = rounded.first_code_sum;
+    return rounded.scale * static_cast<float>(group == 0 ? first : rounded.code_sum - first);
   }
 };
 

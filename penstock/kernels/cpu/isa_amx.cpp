@@ -12,10 +12,10 @@ void pack_activations(const LinearCall& call, const bf16* x, int64_t first_row, 
 void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row);
 void multiply_gated(const LinearCall& call, const Strip& gate, const Strip& up, Activation activation,
                     int64_t first_row, int64_t end_row);
-void multiply_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs, int64_t first_row,
+void multiply_panels(const IntegerCall& call, const Panel* panels, int64_t num_panels, int64_t first_row,
                      int64_t end_row);
-void multiply_gated_panels(const IntegerCall& call, const PanelPair* pairs, int64_t num_pairs, Activation activation,
-                           int64_t first_row, int64_t end_row);
+void multiply_gated_panels(const IntegerCall& call, const Panel* gates, const Panel* ups, int64_t num_panels,
+                           Activation activation, int64_t first_row, int64_t end_row);
 void attend_tile_bf16(const AttendCall& call, const QueryTile& tile);
 void store_token_bf16(const AttendCall& call, int64_t token);
 

@@ -11,7 +11,8 @@ PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,
 #define PENSTOCK_ISA avx512_bf16
 #define PENSTOCK_REGISTER_BYTES 64
 #define PENSTOCK_NATIVE_BF16
-#include "integer_vnni.h"
+#define PENSTOCK_DOT_PRODUCTS
+#include "integer_x86.h"
 #include "table_impl.h"
 #include "unpack_bf16.h"
 
@@ -92,9 +93,7 @@ const penstock::Kernels* penstock::avx512_bf16_kernels() {
     Kernels made = avx512_bf16::make_table();
     made.multiply_strip_bf16 = avx512_bf16::dot_strip;
     made.activations = Activations::padded_bf16;
-    made.multiply_panels = avx512_bf16::multiply_panels_with<avx512_bf16::VnniEngine>;
-    made.multiply_gated_panels = avx512_bf16::multiply_gated_panels_with<avx512_bf16::VnniEngine>;
-    made.fast_integers = true;
+    avx512_bf16::use_engine<avx512_bf16::ByteEngine>(&made);
     return made;
   }();
   return &table;

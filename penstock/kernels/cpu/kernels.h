@@ -10,7 +10,9 @@ namespace penstock {
 
 constexpr int kSampleBlock = 64;
 
-enum class Isa : int32_t { generic = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 4 };
+// From the least to the best, on one kind of processor. Mirrored in library.py.
+enum class Isa : int32_t { generic, neon_dot, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx };
+constexpr int32_t kNumIsas = 8;
 
 struct ElementwiseArgs {
   Dtype dtype;
@@ -47,13 +49,12 @@ struct Kernels {
                          int64_t end_row);
   void (*pack_activations)(const LinearCall&, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
 
-  // Products in whole numbers. The first rotates a row in place, the second makes codes and finds their scale; the last
-  // leaves activation(first panel) × second panel, in bfloat16, where y has the first panel's outputs.
-  void (*rotate_row)(float* row, int64_t num_runs);
-  void (*round_row)(const IntegerCall&, const bf16* x, int64_t width, int64_t row);
-  void (*multiply_panels)(const IntegerCall&, const PanelPair*, int64_t num_pairs, int64_t first_row, int64_t end_row);
-  void (*multiply_gated_panels)(const IntegerCall&, const PanelPair*, int64_t num_pairs, Activation,
-                                int64_t first_row, int64_t end_row);
+  // Products in whole numbers: round one row of activations, multiply neighbouring panels, or multiply panels of gates
+  // and of ups and leave activation(gate) × up where y has the outputs of the gates.
+  void (*round_row)(const IntegerCall&, Dtype, const void* x, int64_t width, int64_t row);
+  void (*multiply_panels)(const IntegerCall&, const Panel*, int64_t num_panels, int64_t first_row, int64_t end_row);
+  void (*multiply_gated_panels)(const IntegerCall&, const Panel* gates, const Panel* ups, int64_t num_panels,
+                                Activation, int64_t first_row, int64_t end_row);
   bool fast_integers;
 
   void (*read_row)(const Part&, int64_t row, int64_t num_inputs, Dtype dtype, void* y);
@@ -76,8 +77,11 @@ Isa current_isa();
 
 // Null where this build has no such set.
 const Kernels* generic_kernels();
+const Kernels* neon_dot_kernels();
 const Kernels* avx2_kernels();
+const Kernels* avx2_vnni_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512_vnni_kernels();
 const Kernels* avx512_bf16_kernels();
 const Kernels* amx_kernels();
 

@@ -20,8 +20,6 @@ void pad_row(const bf16* from, int64_t width, int64_t padded, bf16* to) {
   std::fill(to + width, to + padded, bf16{0});
 }
 
-int64_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
-
 void reshape_rows(const LinearCall& call, Activations form, const bf16* from, int64_t first, int64_t count,
                   void* to) {
   const int64_t width = call.in_features, padded = call.num_tiles * kTileInputs;
@@ -97,6 +95,8 @@ void for_strips(const LinearCall& call, int64_t rows, const Body& body) {
 
 }  // namespace
 
+int64_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
 void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void* to) {
   const int64_t row_bytes = width * element_bytes(dtype);
   const uint8_t* from = static_cast<const uint8_t*>(in.data);
@@ -106,7 +106,7 @@ void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void
 
 void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, const OutputRows& out) {
   if (rows == 0) return;
-  if (linear.is_integer()) return multiply_integers(linear, rows, in, out);
+  if (linear.is_integer()) return multiply_integers(linear, dtype, rows, in, out);
   const Kernels& set = kernels();
   set.enter();
   LinearCall call = make_call(linear, out);
@@ -119,7 +119,7 @@ void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& 
 
 void find_largest(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, LargestOutputs* out) {
   if (rows == 0) return;
-  if (linear.is_integer()) return find_largest_integers(linear, rows, in, out);
+  if (linear.is_integer()) return find_largest_integers(linear, dtype, rows, in, out);
   const Kernels& set = kernels();
   set.enter();
   LinearCall call = make_call(linear, {});

@@ -11,7 +11,7 @@
 // with scales and offsets as [groups per tile][16 outputs], of float16 where that loses nothing, else float32.
 // Padding (outputs past the last, inputs past the last) has zero codes, scales and offsets.
 //
-// All parts of a stack have this order, or else all are int8_rows, whose order is in integer.h.
+// Stacks that are multiplied in whole numbers have another order, which is in integer.h.
 //
 // Why this order: a row of a tile is one 64-byte vector of bfloat16, so a 4-bit row of one group is a single table
 // look-up of its 16 possible values; and a tile is an operand of an AMX product as it stands.
@@ -28,12 +28,13 @@ constexpr int kTileInputs = 32;
 constexpr int kTileElements = kPanelOutputs * kTileInputs;
 constexpr int kStripPanels = 2;
 
-enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3, int8_rows = 4 };
+enum class Format : int32_t { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3 };
 
 struct Part {
   Format format;
   bool half_scales;
   bool has_offsets;
+  bool is_integer;  // in the order of integer.h
   int32_t groups_per_tile;  // 0 when not quantized
   int64_t rows;
   int64_t first_output;
@@ -43,22 +44,16 @@ struct Part {
   uint8_t* data;
   size_t data_bytes;
 
-  // Of int8_rows, for every output of every panel, behind the codes.
-  float* row_scales() const {
-    return reinterpret_cast<float*>(data + data_bytes) - 2 * num_panels * kPanelOutputs;
-  }
-  int32_t* code_offsets() const {
-    return reinterpret_cast<int32_t*>(data + data_bytes) - num_panels * kPanelOutputs;
-  }
-
   int64_t table_bytes() const { return groups_per_tile * kPanelOutputs * (half_scales ? 2 : 4); }
   int64_t codes_at() const { return table_bytes() * (has_offsets ? 2 : 1); }
   // A panel's first tile, and the distance from one of its tiles to the next.
   uint8_t* panel(int64_t index) const {
+    if (is_integer) return data + index * num_tiles * tile_bytes;
     const int64_t strip = index / kStripPanels;
     return data + strip * kStripPanels * num_tiles * tile_bytes + index % kStripPanels * tile_bytes;
   }
   int64_t tile_step(int64_t index) const {
+    if (is_integer) return tile_bytes;
     const int64_t panels_left = num_panels - index / kStripPanels * kStripPanels;
     return tile_bytes * (panels_left < kStripPanels ? panels_left : kStripPanels);
   }
@@ -74,11 +69,10 @@ struct Strip {
   const uint8_t* data;
 };
 
-// Of an int8_rows part: 16 outputs, fewer at its end. Scales and offsets are there for all 16.
+// Sixteen outputs of a part in the order of integer.h; fewer at the end of the part.
 struct Panel {
+  int32_t part;
   const uint8_t* tiles;
-  const float* scales;
-  const int32_t* offsets;  // of the sums: see integer.h
   int64_t first_output;
   int64_t num_outputs;
 };
@@ -88,8 +82,8 @@ struct Linear {
   int64_t out_features = 0;
   int64_t num_tiles;  // per panel
   std::vector<Part> parts;
-  std::vector<Strip> strips;  // empty where parts are int8_rows,
-  std::vector<Panel> panels;  // and then these are there
+  std::vector<Strip> strips;  // of parts in the order above
+  std::vector<Panel> panels;  // of parts in the order of integer.h
   std::vector<float> bias;  // empty, or padded to a whole panel
 
   explicit Linear(int64_t in);

@@ -4,10 +4,9 @@
 // of rows.
 #pragma once
 
-#include "integer.h"
+#include "integer_impl.h"
 #include "linear.h"
 #include "linear_write.h"
-#include "rotation_impl.h"
 #include "vec.h"
 
 namespace penstock {
@@ -49,6 +48,19 @@ PENSTOCK_INLINE Floats widen_run(const Part& part, const uint8_t* tile, int64_t 
   return multiply_add(code, broadcast(table.scale[output]), broadcast(table.offset[output]));
 }
 
+// The same of a tile in the order of integer.h.
+PENSTOCK_INLINE Floats widen_quads(const Part& part, const uint8_t* tile, int64_t output, int64_t input,
+                                   const GroupTable& table) {
+  const uint8_t* codes = tile + part.codes_at();
+  float values[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) {
+    values[i] = static_cast<float>(part.format == Format::int4
+                                       ? PlainEngine::code_at<CodeKind::nibbles>(codes, input + i, output)
+                                       : PlainEngine::code_at<CodeKind::bytes>(codes, input + i, output));
+  }
+  return multiply_add(load(values), broadcast(table.scale[output]), broadcast(table.offset[output]));
+}
+
 // One tile → [16 outputs][32 inputs] of float32.
 static void widen_tile(const Part& part, const uint8_t* tile, float* to) {
   GroupTable table = {};
@@ -66,19 +78,24 @@ template <int kOutputs, int kRows>
 static void multiply_block(const float* panel, int64_t step, int64_t num_inputs, const float* x, int64_t x_stride,
                            float* sums) {
   Floats sum[kOutputs * kRows];
+#pragma GCC unroll 16
   for (int i = 0; i < kOutputs * kRows; ++i) sum[i] = zeros();
   for (int64_t k = 0; k < num_inputs; k += kLanes) {
     const float* weights = panel + k / kTileInputs * step + k % kTileInputs;
     Floats activation[kRows];
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) activation[r] = load_some(x + r * x_stride + k, num_inputs - k);
+#pragma GCC unroll 4
     for (int o = 0; o < kOutputs; ++o) {
       const Floats weight = load(weights + o * kTileInputs);
+#pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         sum[o * kRows + r] = multiply_add(weight, activation[r], sum[o * kRows + r]);
       }
     }
   }
   float flat[kOutputs * kRows];
+#pragma GCC unroll 4
   for (int i = 0; i < kOutputs * kRows; i += 4) reduce_four(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], flat + i);
   for (int o = 0; o < kOutputs; ++o)
     for (int r = 0; r < kRows; ++r) sums[r * kPanelOutputs + o] = flat[o * kRows + r];
@@ -133,38 +150,18 @@ static void read_row_as(const Part& part, int64_t row, int64_t num_inputs, Eleme
   const uint8_t* tiles = part.panel(row / kPanelOutputs);
   const int64_t step = part.tile_step(row / kPanelOutputs);
   GroupTable table = {};
+  const int64_t output = row % kPanelOutputs;
   for (int64_t at = 0; at < num_inputs; at += kLanes) {
     const uint8_t* tile = tiles + at / kTileInputs * step;
     const int64_t input = at % kTileInputs;
     if (part.groups_per_tile > 0) load_table(part, tile, input * part.groups_per_tile / kTileInputs, &table);
-    store_some(y + at, widen_run(part, tile, row % kPanelOutputs, input, table), num_inputs - at);
-  }
-}
-
-template <typename Element>
-static void read_integer_row_as(const Part& part, int64_t row, int64_t num_inputs, Element* y) {
-  const uint8_t* tiles = part.data + row / kPanelOutputs * part.num_tiles * kIntegerTileBytes;
-  const uint8_t* lane = tiles + row % kPanelOutputs * kQuadInputs;
-  const Floats scale = broadcast(part.row_scales()[row]);
-  for (int64_t at = 0; at < num_inputs; at += kIntegerTileInputs) {
-    alignas(64) int8_t codes[kIntegerTileInputs];
-    for (int64_t i = 0; i < kIntegerTileInputs; ++i) {
-      codes[i] = static_cast<int8_t>(lane[(at + i) / kQuadInputs * kQuadBytes + i % kQuadInputs]);
-    }
-    Floats run[kRunRegisters];
-    for (int i = 0; i < kRunRegisters; ++i) run[i] = load_bytes(codes + i * kLanes) * scale;
-    rotate(run);
-    for (int64_t i = 0; i < kRunRegisters && at + i * kLanes < num_inputs; ++i) {
-      store_some(y + at + i * kLanes, run[i], num_inputs - at - i * kLanes);
-    }
+    const Floats run = part.is_integer ? widen_quads(part, tile, output, input, table)
+                                       : widen_run(part, tile, output, input, table);
+    store_some(y + at, run, num_inputs - at);
   }
 }
 
 static void read_row(const Part& part, int64_t row, int64_t num_inputs, Dtype dtype, void* y) {
-  if (part.format == Format::int8_rows) {
-    if (dtype == Dtype::float32) return read_integer_row_as(part, row, num_inputs, static_cast<float*>(y));
-    return read_integer_row_as(part, row, num_inputs, static_cast<bf16*>(y));
-  }
   if (dtype == Dtype::float32) return read_row_as(part, row, num_inputs, static_cast<float*>(y));
   return read_row_as(part, row, num_inputs, static_cast<bf16*>(y));
 }

@@ -25,7 +25,6 @@ int64_t code_bytes(Format format) {
     case Format::bfloat16: return kTileElements * 2;
     case Format::int8: return kTileElements;
     case Format::int4: return kTileElements / 2;
-    case Format::int8_rows: break;
   }
   return 0;
 }
@@ -54,6 +53,20 @@ void pack_table(const Part& part, const Source& source, const uint8_t* table, in
   }
 }
 
+// In quads, see integer.h.
+void pack_quads(const Source& source, bool nibbles, int64_t row, int64_t lane, int64_t input, int64_t count,
+                uint8_t* codes) {
+  const uint8_t* from = static_cast<const uint8_t*>(source.values) + row * source.in_features + input;
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t quad = k / kQuadInputs, at = lane * kQuadInputs + k % kQuadInputs;
+    if (nibbles) {
+      codes[quad % 4 * kQuadBytes + at] |= static_cast<uint8_t>((from[k] & 15) << (quad < 4 ? 0 : 4));
+    } else {
+      codes[quad * kQuadBytes + at] = static_cast<uint8_t>(from[k] ^ kCodeBias);
+    }
+  }
+}
+
 void pack_row_of_tile(const Part& part, const Source& source, int64_t row, int64_t lane, int64_t input,
                       uint8_t* tile) {
   const int64_t count = std::min<int64_t>(kTileInputs, source.in_features - input);
@@ -62,12 +75,14 @@ void pack_row_of_tile(const Part& part, const Source& source, int64_t row, int64
     pack_table(part, source, source.scales, row, lane, input, tile);
     if (part.has_offsets) pack_table(part, source, source.offsets, row, lane, input, tile + part.table_bytes());
   }
+  if (part.is_integer) {
+    return pack_quads(source, part.format == Format::int4, row, lane, input, count, codes);
+  }
   switch (part.format) {
     case Format::float32: return pack_elements<float>(source, row, lane, input, count, codes);
     case Format::bfloat16: return pack_elements<bf16>(source, row, lane, input, count, codes);
     case Format::int8: return pack_elements<uint8_t>(source, row, lane, input, count, codes);
     case Format::int4: return pack_nibbles(source, row, lane, input, count, codes);
-    case Format::int8_rows: break;
   }
 }
 
@@ -92,6 +107,14 @@ void add_strips(Linear& linear, const Part& part, int32_t index) {
   }
 }
 
+void add_panels(Linear& linear, const Part& part, int32_t index) {
+  for (int64_t panel = 0; panel < part.num_panels; ++panel) {
+    const int64_t first = panel * kPanelOutputs;
+    linear.panels.push_back({index, part.panel(panel), part.first_output + first,
+                             std::min<int64_t>(kPanelOutputs, part.rows - first)});
+  }
+}
+
 }  // namespace
 
 Linear::Linear(int64_t in) : in_features(in), num_tiles(ceil_div(in, kTileInputs)) {}
@@ -109,13 +132,15 @@ PENSTOCK_API Linear* penstock_linear_create(int64_t in_features) { return new (s
 PENSTOCK_API void penstock_linear_free(Linear* linear) { delete linear; }
 
 // `scales` and `offsets` are null for a dense matrix; `offsets` may be null. Returns the bytes held, or 0 when there
-// is no memory.
+// is no memory. With `is_integer`, which all parts of a stack share, the stack is multiplied in whole numbers.
 PENSTOCK_API int64_t penstock_linear_add(Linear* linear, int format, int64_t rows, const void* values,
-                                         const void* scales, const void* offsets, int half_scales, int64_t group) {
+                                         const void* scales, const void* offsets, int half_scales, int64_t group,
+                                         int is_integer) {
   Part part = {};
   part.format = static_cast<Format>(format);
   part.half_scales = half_scales != 0;
   part.has_offsets = offsets != nullptr;
+  part.is_integer = is_integer != 0;
   part.groups_per_tile = scales == nullptr ? 0 : static_cast<int32_t>(kTileInputs / group);
   part.rows = rows;
   part.first_output = linear->out_features;
@@ -131,7 +156,8 @@ PENSTOCK_API int64_t penstock_linear_add(Linear* linear, int format, int64_t row
   parallel_for(part.num_panels, [&](int64_t panel) { pack_panel(part, source, panel); });
   linear->parts.push_back(part);
   linear->out_features += rows;
-  add_strips(*linear, part, static_cast<int32_t>(linear->parts.size()) - 1);
+  const int32_t index = static_cast<int32_t>(linear->parts.size()) - 1;
+  part.is_integer ? add_panels(*linear, part, index) : add_strips(*linear, part, index);
   return static_cast<int64_t>(part.data_bytes);
 }
 

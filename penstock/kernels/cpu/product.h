@@ -30,6 +30,8 @@ struct OutputRows {
   bool adds = false;  // to what is there; the product is rounded first, as if it had been written and then added
 };
 
+int64_t element_bytes(Dtype dtype);
+
 // One row of `in`, which is not packed; given rows are where they are.
 void make_row(const InputRows& in, Dtype dtype, int64_t width, int64_t row, void* to);
 
@@ -60,11 +62,11 @@ bool gates_on_the_way(const Linear& gate_up, Dtype dtype, int64_t rows);
 // activation(gate) × up, packed for the next product.
 void multiply_gated(const Linear& gate_up, int64_t rows, const InputRows& in, Activation activation, bf16* out);
 
-// The same four for matrices of whole numbers, whose activations are bfloat16. The gated rows are left as they are.
-void multiply_integers(const Linear& linear, int64_t rows, const InputRows& in, const OutputRows& out);
-void find_largest_integers(const Linear& linear, int64_t rows, const InputRows& in, LargestOutputs* out);
+// The same four for matrices that are multiplied in whole numbers. Gated rows are written in `dtype`.
+void multiply_integers(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, const OutputRows& out);
+void find_largest_integers(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, LargestOutputs* out);
 bool gates_integers(const Linear& gate_up);
-void multiply_gated_integers(const Linear& gate_up, int64_t rows, const InputRows& in, Activation activation,
-                             bf16* out);
+void multiply_gated_integers(const Linear& gate_up, Dtype dtype, int64_t rows, const InputRows& in,
+                             Activation activation, void* out);
 
 }  // namespace penstock

@@ -11,6 +11,13 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+template <typename Engine>
+[[maybe_unused]] static void use_engine(Kernels* table) {
+  table->multiply_panels = multiply_panels_with<Engine>;
+  table->multiply_gated_panels = multiply_gated_panels_with<Engine>;
+  table->fast_integers = true;
+}
+
 static Kernels make_table() {
   Kernels table = {};
   table.enter = [] {};
@@ -21,7 +28,6 @@ static Kernels make_table() {
   table.multiply_strip_f32 = multiply_strip;
   table.multiply_strip_bf16 = multiply_strip;
   table.activations = Activations::widened;
-  table.rotate_row = rotate_row;
   table.round_row = round_row;
   table.multiply_panels = multiply_panels_with<PlainEngine>;
   table.multiply_gated_panels = multiply_gated_panels_with<PlainEngine>;

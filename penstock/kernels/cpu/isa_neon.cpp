@@ -1,0 +1,31 @@
+// ARMv8.2 with dot products of bytes. The vectors are those of the baseline.
+#include "kernels.h"
+
+#if defined(__aarch64__)
+
+#include "target.h"
+PENSTOCK_TARGET_BEGIN("arch=armv8.2-a+dotprod")
+
+#include <arm_neon.h>
+
+#define PENSTOCK_ISA neon_dot
+#define PENSTOCK_REGISTER_BYTES 16
+#include "integer_neon.h"
+#include "table_impl.h"
+
+PENSTOCK_TARGET_END
+
+const penstock::Kernels* penstock::neon_dot_kernels() {
+  static const Kernels table = [] {
+    Kernels made = neon_dot::make_table();
+    neon_dot::use_engine<neon_dot::NeonEngine>(&made);
+    return made;
+  }();
+  return &table;
+}
+
+#else
+
+const penstock::Kernels* penstock::neon_dot_kernels() { return nullptr; }
+
+#endif
