@@ -16,7 +16,7 @@ from penstock.core.request import Request, SamplingParams
 from penstock.gateway.adapters import RegisteredAdapter
 from penstock.gateway.catalogue import Catalogue
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
 _TENANT = "\x01adapter-trial"  # no workspace's, so that nobody's cache is touched
@@ -71,4 +71,4 @@ async def try_given(engine: EngineClient, catalogue: Catalogue) -> None:
         try:
             await trial.run(entry)
         except PenstockError as error:
-            log.error("the adapter %s cannot be used: %s", entry.adapter.name, error.message)
+            logger.error("the adapter %s cannot be used: %s", entry.adapter.name, error.message)

@@ -22,7 +22,7 @@ from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from penstock.core.gateway_config import NamesConfig
 from penstock.core.request import Adapter
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "adapters.json"
 MAX_NAME_LENGTH = 256
@@ -95,7 +95,7 @@ class AdapterRegistry:
             try:
                 self._added = _read(self._file)
             except (OSError, msgspec.DecodeError) as error:
-                log.error("the adapters stay as they are: %s cannot be read: %s", self._file, error)
+                logger.error("the adapters stay as they are: %s cannot be read: %s", self._file, error)
         return self._added
 
 

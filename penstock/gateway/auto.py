@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock
@@ -20,12 +20,13 @@ from penstock.core.errors import ModelNotFound, PenstockError, PermissionDenied
 from penstock.gateway.catalogue import Catalogue
 from penstock.gateway.choice import Delta
 from penstock.gateway.complexity import Assessment, PromptText, assess
+from penstock.gateway.metric_table import metric_by
 from penstock.gateway.model_settings import AUTO, AutoSettings
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPart, TextPrompt, Usage
 from penstock.gateway.stream import AnswerStream
 from penstock.gateway.wrapped_answer import WrappedAnswer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Ask = Callable[[GenerationRequest], Awaitable[AnswerStream]]
 
@@ -53,7 +54,7 @@ class AutoModel(Collector):
         if not ladder:
             raise PermissionDenied("This key may use none of the models behind 'auto'.", param="model")
         first, *larger = ladder
-        log.debug("auto chose %s: score %.2f by %s", first, assessment.score, assessment.reasons)
+        logger.debug("auto chose %s: score %.2f by %s", first, assessment.score, assessment.reasons)
         self._chosen[first] += 1
         larger = larger[: settings.max_escalations]
         if not larger:
@@ -87,7 +88,7 @@ class AutoModel(Collector):
             try:
                 answer = await self._ask_model(_asked_again_of(name, asked))
             except PenstockError as error:
-                log.info("auto cannot ask %s: %s", name, error.message)
+                logger.info("auto cannot ask %s: %s", name, error.message)
             else:
                 self._escalated[name] += 1
                 return answer
@@ -106,14 +107,8 @@ class AutoModel(Collector):
         return usable
 
     def collect(self) -> Iterator[Metric]:
-        for name, help_text, counts in (
-            ("penstock_auto_requests", "Requests for auto, by the model asked first.", self._chosen),
-            ("penstock_auto_escalations", "Unsure answers asked for again, of this model.", self._escalated),
-        ):
-            counter = CounterMetricFamily(name, help_text, labels=("model_name",))
-            for model_name, count in counts.items():
-                counter.add_metric([model_name], count)
-            yield counter
+        yield metric_by("auto_requests", self._chosen)
+        yield metric_by("auto_escalations", self._escalated)
 
 
 class CascadingAnswer(WrappedAnswer):
@@ -158,7 +153,7 @@ class CascadingAnswer(WrappedAnswer):
             try:
                 better = await larger.collect()
             except PenstockError as error:
-                log.info("auto stays with %s: %s", before.model, error.message)
+                logger.info("auto stays with %s: %s", before.model, error.message)
                 self._spent.append(larger.usage)
                 self._answer = before
                 break
@@ -193,7 +188,7 @@ def _asked_of(model: str, request: GenerationRequest) -> GenerationRequest:
 
 
 def _asked_again_of(model: str, request: GenerationRequest) -> GenerationRequest:
-    """In the books too: each has its own row."""
+    """A request of its own in the ledger too."""
     request_id = f"{request.request_id}-{model}" if request.request_id else ""
     return msgspec.structs.replace(_asked_of(model, request), request_id=request_id)
 

@@ -1,7 +1,7 @@
 """One answer on its way from engine events to its reader: detokenized, cut at a stop string, split into reasoning,
 text and tool calls where it may hold them, and buffered.
 
-Does no waiting and wakes nobody: `stream.Generation` owns the choices of a request and does both.
+A choice does no waiting and wakes nobody: `generation.Generation` owns the choices of a request and does both.
 """
 
 from __future__ import annotations
@@ -55,6 +55,25 @@ class Delta(msgspec.Struct, frozen=True):
     reasoning: str = ""  # comes before the text of the same delta
     tool_calls: tuple[ToolCallDelta, ...] = ()  # come after it
     stop_sequence: str | None = None  # which stop string ended the answer, with finish_reason
+
+
+def merge_deltas(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one answer, in order, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    calls: dict[int, ToolCallDelta] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls):
+        known = calls.get(call.index)
+        if known is not None:
+            call = msgspec.structs.replace(known, arguments=known.arguments + call.arguments)
+        calls[call.index] = call
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        details=tuple(detail for delta in deltas for detail in delta.details),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(calls[index] for index in sorted(calls)),
+    )
 
 
 class ParsedAnswer:

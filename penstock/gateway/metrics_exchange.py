@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from penstock.gateway.metrics import is_of_engine
+from penstock.gateway.metric_table import is_told_once
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 1 << 24
@@ -62,7 +62,7 @@ def merge(pages: Sequence[bytes]) -> bytes:
             samples = values.setdefault(family.name, {})
             for sample in family.samples:
                 key = sample.name, frozenset(sample.labels.items())
-                samples[key] = _joined(samples.get(key), sample, is_of_engine(family.name))
+                samples[key] = _joined(samples.get(key), sample, is_told_once(family.name))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families([_filled(family, values[name]) for name, family in families.items()]))
     return generate_latest(registry)

@@ -1,7 +1,7 @@
 """Everything that may change while a gateway runs, in one TOML file: limits, prices, safety policies, tiers, caches.
 
 A file is checked as a whole. `parse_settings` gives settings that every part can use, or a ConfigError that names
-the key and the line. Knows nothing of when a file is read: `settings_keeper` does that.
+the key and the line. Knows nothing of when a file is read: `settings_file` does that.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         GuardPolicies(_ask_nobody).apply(self.guards)  # also compiles patterns, and forgets the result
 
 
-async def _ask_nobody(wish: GenerationRequest) -> NoReturn:
+async def _ask_nobody(request: GenerationRequest) -> NoReturn:
     raise AssertionError("settings that are only checked ask no model")
 
 
@@ -105,8 +105,8 @@ def _refusal(document: dict[str, Any], text: str, file_name: str, message: str) 
 
 
 def _resolve(document: dict[str, Any], place: str, message: str) -> Path:
-    """The path that a validation error speaks of. It writes `[...]` for a key of a dict: the one is meant without
-    whose siblings the error stays the same."""
+    """The path that a validation error is about. The error writes `[...]` in place of a dictionary's key; that key is
+    found by validating each entry of the dictionary alone, until one gives the same error."""
     path: Path = ()
     inside: Any = document
     for name, index, unnamed in _PATH_STEP.findall(place):

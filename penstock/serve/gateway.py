@@ -26,8 +26,8 @@ from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.gateway.adapter_trial import try_given
 from penstock.gateway.adapters import open_adapters
 from penstock.gateway.batches.runner import StoredWork
-from penstock.gateway.control_desk import ControlDesk
 from penstock.gateway.external.models import ExternalModels
+from penstock.gateway.fleet_control import FleetControl
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.pool_metrics import PoolMetrics
 from penstock.gateway.replica_metrics import ReplicaMetrics
@@ -82,7 +82,7 @@ async def open_gateway(
     listener: socket.socket,
     *,
     is_open: bool,
-    control: ControlDesk,
+    control: FleetControl,
 ) -> AsyncIterator[RunningGateway]:
     """Serve `fleet`, which is ready, until the context ends; `control` answers operators."""
     num_processes = config.server.api_workers

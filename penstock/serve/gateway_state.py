@@ -30,7 +30,7 @@ from penstock.gateway.ratelimits.build import RunningLimiter, build_limiter
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.settings import Settings
-from penstock.gateway.settings_keeper import SettingsKeeper
+from penstock.gateway.settings_file import SettingsFile
 from penstock.gateway.store.database import Database
 from penstock.serve.stores import data_dir
 
@@ -39,7 +39,7 @@ from penstock.serve.stores import data_dir
 class GatewayState:
     """`settings` is None without a settings file, `ledger` where nobody asked for one."""
 
-    settings: SettingsKeeper | None
+    settings: SettingsFile | None
     ledger: UsageLedger | None
     reuse: AnswerReuse
 
@@ -85,8 +85,10 @@ def _apply(gateway: Gateway, settings: Settings) -> None:
 async def open_gateway_state(
     config: ServeConfig, database: Database, *, is_open: bool
 ) -> AsyncIterator[GatewayState]:
-    keeper = SettingsKeeper(Path(config.gateway.settings).expanduser()) if config.gateway.settings else None
-    settings = keeper.load() if keeper is not None else Settings()
+    settings_file = (
+        SettingsFile(Path(config.gateway.settings).expanduser()) if config.gateway.settings else None
+    )
+    settings = settings_file.load() if settings_file is not None else Settings()
     wants_ledger = config.ledger.usage_ledger
     if wants_ledger is None:
         # One key on the command line is no reason to write files; keys and tokens that tell callers apart are.
@@ -104,12 +106,12 @@ async def open_gateway_state(
         reuse = AnswerReuse(settings.response_cache, keys)
         stack.push_async_callback(keys.close)
         await stack.enter_async_context(_running(keys.run()))
-        if keeper is not None:
-            keeper.attach(lambda new: reuse.apply(new.response_cache, new.idempotency))
+        if settings_file is not None:
+            settings_file.attach(lambda new: reuse.apply(new.response_cache, new.idempotency))
             if ledger is not None:
-                keeper.attach(lambda new: ledger.set_prices(PriceTable(new.prices)))
-            await stack.enter_async_context(_reloading(keeper))
-        yield GatewayState(keeper, ledger, reuse)
+                settings_file.attach(lambda new: ledger.set_prices(PriceTable(new.prices)))
+            await stack.enter_async_context(_reloading(settings_file))
+        yield GatewayState(settings_file, ledger, reuse)
 
 
 def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) -> UsageLedger:
@@ -131,14 +133,14 @@ def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) ->
 
 
 @contextlib.asynccontextmanager
-async def _reloading(keeper: SettingsKeeper) -> AsyncIterator[None]:
+async def _reloading(settings_file: SettingsFile) -> AsyncIterator[None]:
     """Reload when the file changes and on SIGHUP."""
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
 
     async def reload() -> None:
-        with contextlib.suppress(ConfigError):  # the keeper has said it
-            await keeper.reload()
+        with contextlib.suppress(ConfigError):  # the settings_file has said it
+            await settings_file.reload()
 
     def on_hangup() -> None:
         task = asyncio.create_task(reload())
@@ -147,7 +149,7 @@ async def _reloading(keeper: SettingsKeeper) -> AsyncIterator[None]:
 
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
-        async with _running(keeper.watch()):
+        async with _running(settings_file.watch()):
             yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)

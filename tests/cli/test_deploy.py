@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.api.http.authenticate import OPEN_PATHS
-from penstock.gateway.pool_metrics import POOL_METRICS
+from penstock.gateway.metric_table import METRICS
 from penstock.serve import environment
 from penstock.serve.config import settings
 
@@ -58,4 +58,4 @@ def test_keda_scales_by_a_metric_that_is_exported() -> None:
     (trigger,) = documents()["ScaledObject"]["spec"]["triggers"]
     names = re.findall(r"penstock_(\w+)", trigger["metadata"]["query"])
     assert names
-    assert set(names) <= POOL_METRICS
+    assert set(names) <= METRICS.keys()

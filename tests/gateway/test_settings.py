@@ -13,9 +13,9 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.request import Tier
-from penstock.gateway import settings_keeper
+from penstock.gateway import settings_file
 from penstock.gateway.settings import Settings, changed_settings, parse_settings
-from penstock.gateway.settings_keeper import SettingsKeeper
+from penstock.gateway.settings_file import SettingsFile
 from penstock.gateway.tiers import TierSettings
 from penstock.gateway.toml_lines import key_lines, nearest_line
 
@@ -171,7 +171,7 @@ class TestKeeper:
         self, file: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO)
-        keeper, seen = SettingsKeeper(file), []
+        keeper, seen = SettingsFile(file), []
         keeper.load()
         keeper.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
         file.write_text("[response_cache]\nttl_s = 2\n")
@@ -181,7 +181,7 @@ class TestKeeper:
         assert "setting response_cache.ttl_s: 1.0 → 2.0" in caplog.messages
 
     async def test_a_bad_file_changes_nothing(self, file: Path) -> None:
-        keeper, seen = SettingsKeeper(file), []
+        keeper, seen = SettingsFile(file), []
         before = keeper.load()
         keeper.attach(lambda settings: seen.append(settings))
         file.write_text("[response_cache]\nttl_s = 'x'\n")
@@ -192,7 +192,7 @@ class TestKeeper:
         assert (keeper.num_applied, keeper.num_refused) == (0, 1)
 
     async def test_when_one_part_refuses_the_others_go_back(self, file: Path) -> None:
-        keeper, seen = SettingsKeeper(file), []
+        keeper, seen = SettingsFile(file), []
 
         def refuse(settings: Settings) -> None:
             if settings.response_cache.ttl_s == 2.0:
@@ -210,8 +210,8 @@ class TestKeeper:
     async def test_a_changed_file_is_noticed_and_a_bad_one_is_tried_once(
         self, file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(settings_keeper, "POLL_S", 0.001)
-        keeper = SettingsKeeper(file)
+        monkeypatch.setattr(settings_file, "POLL_S", 0.001)
+        keeper = SettingsFile(file)
         keeper.load()
         watching = asyncio.create_task(keeper.watch())
         await asyncio.sleep(0.02)
@@ -232,7 +232,7 @@ class TestKeeper:
 
     async def test_a_missing_file_is_a_sentence(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory\."):
-            SettingsKeeper(tmp_path / "none.toml").load()
+            SettingsFile(tmp_path / "none.toml").load()
 
 
 def test_tiers_default_to_what_keys_allow() -> None:

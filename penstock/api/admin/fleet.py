@@ -14,9 +14,9 @@ from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import ConfigError, InvalidRequest, NotFound
-from penstock.gateway.control_desk import ControlDesk
 from penstock.gateway.external.models import ExternalModels
-from penstock.gateway.settings_keeper import SettingsKeeper
+from penstock.gateway.fleet_control import FleetControl
+from penstock.gateway.settings_file import SettingsFile
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.audit import Actor, announce, write_entry
 
@@ -39,13 +39,13 @@ class ReleaseList(msgspec.Struct, frozen=True):
 class ClusterEndpoints:
     def __init__(
         self,
-        desk: ControlDesk,
+        control: FleetControl,
         database: Database,
         max_body_bytes: int,
         external: ExternalModels | None = None,
     ) -> None:
         """`external` servers are shown beside the replicas."""
-        self._desk = desk
+        self._control = control
         self._external = external
         self._database = database
         self._max_body_bytes = max_body_bytes
@@ -62,27 +62,29 @@ class ClusterEndpoints:
         ]
 
     async def show(self, request: Request) -> Response:
-        view = await self._desk.cluster()
+        view = await self._control.cluster()
         if self._external is not None:
             replicas = (*view.replicas, *self._external.replica_views())
             view = msgspec.structs.replace(view, replicas=replicas)
         return _json(view)
 
     async def list_releases(self, request: Request) -> Response:
-        view = await self._desk.cluster()
+        view = await self._control.cluster()
         return _json(ReleaseList([_shown(release) for release in view.releases]))
 
     async def start(self, request: Request) -> Response:
         order = self._order.decode(await read_body(request, self._max_body_bytes))
-        return await self._done(request, "release.start", await self._desk.start_release(order))
+        return await self._done(request, "release.start", await self._control.start_release(order))
 
     async def promote(self, request: Request) -> Response:
         which = self._which.decode(await read_body(request, self._max_body_bytes) or b"{}")
-        return await self._done(request, "release.promote", await self._desk.promote_release(which.model))
+        return await self._done(request, "release.promote", await self._control.promote_release(which.model))
 
     async def roll_back(self, request: Request) -> Response:
         which = self._which.decode(await read_body(request, self._max_body_bytes) or b"{}")
-        return await self._done(request, "release.rollback", await self._desk.roll_back_release(which.model))
+        return await self._done(
+            request, "release.rollback", await self._control.roll_back_release(which.model)
+        )
 
     async def _done(self, request: Request, action: str, release: ReleaseView) -> Response:
         actor = Actor(principal_of(request).key_id, request_id_of(request))
@@ -115,18 +117,18 @@ class Reloaded(msgspec.Struct, frozen=True):
 
 
 class SettingsEndpoints:
-    def __init__(self, keeper: SettingsKeeper | None, database: Database) -> None:
-        self._keeper = keeper
+    def __init__(self, settings_file: SettingsFile | None, database: Database) -> None:
+        self._settings_file = settings_file
         self._database = database
 
     def routes(self) -> list[Route]:
         return [Route("/admin/settings/reload", self.reload, methods=["POST"])]
 
     async def reload(self, request: Request) -> Response:
-        if self._keeper is None:
+        if self._settings_file is None:
             raise NotFound("This server has no settings file.", hint="Start it with --settings FILE.")
         try:
-            reloaded = Reloaded(await self._keeper.reload())
+            reloaded = Reloaded(await self._settings_file.reload())
         except ConfigError as error:
             raise InvalidRequest(
                 f"The settings stay as they are: {error.message}", param=error.param, hint=error.hint

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 from penstock.api.http.errors import error_body
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
+from penstock.gateway.metric_table import metrics
 
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
 MAX_DISCARDED_BYTES = 64 << 20
@@ -46,16 +47,15 @@ class ConnectionMetrics(Collector):
         self.num_stalled = 0
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "penstock_connections_open", "Connections that are open.", value=self.num_open
+        yield from metrics(
+            (
+                ("connections_open", self.num_open),
+                ("connections_refused", self.num_refused),
+                ("connections_timed_out", self.num_timed_out),
+                ("connections_malformed", self.num_malformed),
+                ("connections_stalled", self.num_stalled),
+            )
         )
-        for name, help_text, count in (
-            ("refused", "Connections refused because too many were open.", self.num_refused),
-            ("timed_out", "Connections whose request did not arrive in time.", self.num_timed_out),
-            ("malformed", "Connections closed for what they sent.", self.num_malformed),
-            ("stalled", "Connections dropped because their client stopped reading.", self.num_stalled),
-        ):
-            yield CounterMetricFamily(f"penstock_connections_{name}", help_text, value=count)
 
 
 @dataclass(frozen=True, slots=True)

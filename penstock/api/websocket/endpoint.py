@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
@@ -43,6 +43,7 @@ from penstock.core.errors import (
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.metric_table import metrics
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.stream import AnswerStream, ReaderGone
 
@@ -65,14 +66,15 @@ class SocketMetrics(Collector):
         self.num_too_slow = 0
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("penstock_websockets_open", "WebSockets that are open.", value=self.num_open)
-        for name, help_text, count in (
-            ("accepted", "WebSockets that were accepted.", self.num_accepted),
-            ("refused", "WebSockets refused because too many were open.", self.num_refused),
-            ("requests", "Requests that came over WebSockets.", self.num_requests),
-            ("too_slow", "WebSockets closed because their reader fell behind.", self.num_too_slow),
-        ):
-            yield CounterMetricFamily(f"penstock_websockets_{name}", help_text, value=count)
+        yield from metrics(
+            (
+                ("websockets_open", self.num_open),
+                ("websockets_accepted", self.num_accepted),
+                ("websockets_refused", self.num_refused),
+                ("websockets_requests", self.num_requests),
+                ("websockets_too_slow", self.num_too_slow),
+            )
+        )
 
 
 class WebSocketEndpoint:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.gateway.batches.batch import Outcome
+from penstock.gateway.metric_table import metric, metric_by
 
 _COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")
 
@@ -21,15 +22,6 @@ class BatchMetrics(Collector):
         self.retries = 0
 
     def collect(self) -> Iterator[Metric]:
-        lines = CounterMetricFamily(
-            "penstock_batch_lines", "Lines of batches that were run, by outcome.", labels=("outcome",)
-        )
-        for outcome, count in self.lines.items():
-            lines.add_metric((outcome,), count)
-        yield lines
-        yield CounterMetricFamily(
-            "penstock_batch_line_retries",
-            "Lines that had to wait for limits or an engine and be tried again.",
-            self.retries,
-        )
-        yield GaugeMetricFamily("penstock_batches_running", "Batches in hand.", self._num_running())
+        yield metric_by("batch_lines", self.lines)
+        yield metric("batch_line_retries", self.retries)
+        yield metric("batches_running", self._num_running())

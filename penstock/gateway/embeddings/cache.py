@@ -11,10 +11,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.request import Pooling
+from penstock.gateway.metric_table import metric
 
 _ENTRY_BYTES = 200  # what Python needs for an entry besides its vector
 
@@ -65,12 +66,9 @@ class EmbeddingCache(Collector):
             self._num_bytes -= _size(dropped)
 
     def collect(self) -> Iterator[Metric]:
-        for name, help_text, value in (
-            ("penstock_embedding_cache_hits", "Texts whose vector was known.", self.num_hits),
-            ("penstock_embedding_cache_misses", "Texts that had to be embedded.", self.num_misses),
-        ):
-            yield CounterMetricFamily(name, help_text, value=value)
-        yield GaugeMetricFamily("penstock_embedding_cache_bytes", "Memory in use.", value=self._num_bytes)
+        yield metric("embedding_cache_hits", self.num_hits)
+        yield metric("embedding_cache_misses", self.num_misses)
+        yield metric("embedding_cache_bytes", self._num_bytes)
 
 
 def cache_key(workspace_id: str, generation: int, pooling: Pooling, text: str | tuple[int, ...]) -> bytes:

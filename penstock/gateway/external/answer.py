@@ -21,7 +21,7 @@ from penstock.gateway.external.choice import ExternalChoice
 from penstock.gateway.prompts import Usage
 from penstock.gateway.stream import MeteredAnswer, StreamContext
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class ExternalAnswer(MeteredAnswer[ExternalChoice]):
@@ -74,7 +74,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         except PenstockError as error:
             self.fail(error)
         except Exception:
-            log.exception("request %s failed at an external server", call.id)
+            logger.exception("request %s failed at an external server", call.id)
             self.fail(PenstockError("The server met an error that it did not foresee."))
         else:
             self._finish(choice, choice.ending)

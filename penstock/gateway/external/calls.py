@@ -40,19 +40,19 @@ _PLAIN_OPTIONS = (
 
 
 def calls_for(
-    request_id: str, wish: GenerationRequest, *, model: str, max_tokens: int | None, region: str
+    request_id: str, request: GenerationRequest, *, model: str, max_tokens: int | None, region: str
 ) -> list[ExternalCall]:
     """One for each answer: the n answers of a prompt follow each other, with consecutive seeds."""
     calls: list[ExternalCall] = []
-    for prompt in wish.prompts:
+    for prompt in request.prompts:
         is_chat = isinstance(prompt, ChatPrompt)
-        body = {**_prompt_fields(prompt), **_sampling_fields(wish.sampling, is_chat=is_chat)}
+        body = {**_prompt_fields(prompt), **_sampling_fields(request.sampling, is_chat=is_chat)}
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         body["stream_options"] = {"include_usage": True}
         text = _text_of(prompt)
-        for sibling in range(wish.n):
-            seed = wish.sampling.seed
+        for sibling in range(request.n):
+            seed = request.sampling.seed
             calls.append(
                 ExternalCall(
                     id=f"{request_id}-{len(calls)}",
@@ -60,9 +60,9 @@ def calls_for(
                     api="chat/completions" if is_chat else "completions",
                     body=body if seed is None else {**body, "seed": seed + sibling},
                     text=text,
-                    tenant=wish.principal.workspace_id,
+                    tenant=request.principal.workspace_id,
                     region=region,
-                    affinity_key=wish.prompt_cache_key or "",
+                    affinity_key=request.prompt_cache_key or "",
                 )
             )
     return calls

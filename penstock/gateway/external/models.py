@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.cluster.external.load import ServerLoad
@@ -15,12 +15,11 @@ from penstock.core.cluster_view import ReplicaView
 from penstock.core.errors import InvalidRequest
 from penstock.dispatch.breaker import Circuit
 from penstock.gateway.checks import check_request
+from penstock.gateway.metric_table import metric, metric_by
 from penstock.gateway.prompts import GenerationRequest
 from penstock.router import ReplicaState
 
 UNKNOWN_VOCAB_SIZE = 1 << 31  # more than any vocabulary has
-# Of the servers themselves: every gateway process tells the same.
-EXTERNAL_METRICS = frozenset({"external_up", "external_load"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +96,21 @@ class ExternalModels(Collector):
         return views
 
     def collect(self) -> Iterator[Metric]:
-        labels = ("server",)
-        up = GaugeMetricFamily("penstock_external_up", "Whether a server answers.", labels=labels)
-        opened = GaugeMetricFamily(
-            "penstock_external_circuit_open", "Whether requests avoid a server that failed.", labels=labels
+        views = {view.name: view for view in self.pool.views()}
+        yield metric_by(
+            "external_up", {name: view.state is ReplicaState.READY for name, view in views.items()}
         )
-        running = GaugeMetricFamily(
-            "penstock_external_requests_running", "Requests sent from here and not answered.", labels=labels
+        yield metric_by(
+            "external_circuit_open",
+            {name: view.circuit is not Circuit.CLOSED for name, view in views.items()},
         )
-        told = GaugeMetricFamily(
-            "penstock_external_load", "Requests at a server, as it tells.", labels=(*labels, "state")
-        )
-        attempts = CounterMetricFamily(
-            "penstock_external_attempts",
-            "Requests to a server, by how they ended.",
-            labels=(*labels, "outcome"),
-        )
-        for view in self.pool.views():
-            up.add_metric([view.name], view.state is ReplicaState.READY)
-            opened.add_metric([view.name], view.circuit is not Circuit.CLOSED)
-            running.add_metric([view.name], view.num_running)
-            for outcome, count in view.outcomes.items():
-                attempts.add_metric([view.name, outcome], count)
-            if view.load is not None:
-                told.add_metric([view.name, "running"], view.load.num_running)
-                told.add_metric([view.name, "waiting"], view.load.num_waiting)
-        yield from (up, opened, running, told, attempts)
-        yield CounterMetricFamily(
-            "penstock_external_retries", "Requests sent to another server.", value=self.pool.num_retries
-        )
+        yield metric_by("external_requests_running", {name: view.num_running for name, view in views.items()})
+        loads = {name: view.load for name, view in views.items() if view.load is not None}
+        running = {(name, "running"): load.num_running for name, load in loads.items()}
+        waiting = {(name, "waiting"): load.num_waiting for name, load in loads.items()}
+        yield metric_by("external_load", running | waiting)
+        attempts = {
+            (name, outcome): count for name, view in views.items() for outcome, count in view.outcomes.items()
+        }
+        yield metric_by("external_attempts", attempts)
+        yield metric("external_retries", self.pool.num_retries)

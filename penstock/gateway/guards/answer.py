@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.core.request import FinishReason
-from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.choice import Delta, ToolCallDelta, merge_deltas
 from penstock.gateway.guards.guard import Subject
 from penstock.gateway.guards.inputs import RunLater, reviewed, watch
 from penstock.gateway.guards.reports import Case
@@ -165,7 +165,7 @@ class GuardedAnswer(WrappedAnswer):
     async def _read_all(self) -> list[Delta]:
         while not self._is_over:
             self._push(await anext(self._answer))
-        return [_merged(deltas) for deltas in self._seen]
+        return [merge_deltas(deltas) for deltas in self._seen]
 
     async def _decided(self, deltas: list[Delta]) -> list[Delta]:
         """Whole answers, less those that a review refuses."""
@@ -183,27 +183,8 @@ class GuardedAnswer(WrappedAnswer):
     def _finish(self) -> None:
         watching, self._watching = self._watching, ()
         if watching:
-            subjects = [_subject(_merged(deltas)) for deltas in self._seen if deltas]
+            subjects = [_subject(merge_deltas(deltas)) for deltas in self._seen if deltas]
             self._run_later(watch(self._case, watching, subjects, "output"))
-
-
-def _merged(deltas: list[Delta]) -> Delta:
-    """All deltas of one answer, as one."""
-    calls: dict[int, ToolCallDelta] = {}
-    for call in (call for delta in deltas for call in delta.tool_calls):
-        known = calls.get(call.index)
-        calls[call.index] = (
-            call
-            if known is None
-            else msgspec.structs.replace(known, arguments=known.arguments + call.arguments)
-        )
-    return msgspec.structs.replace(
-        deltas[-1],
-        text="".join(delta.text for delta in deltas),
-        reasoning="".join(delta.reasoning for delta in deltas),
-        tool_calls=tuple(calls.values()),
-        details=tuple(detail for delta in deltas for detail in delta.details),
-    )
 
 
 def _subject(delta: Delta) -> Subject:

@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.guards.policy import Direction, Policy, PolicyRule
 from penstock.gateway.guards.settings import Action
+from penstock.gateway.metric_table import metric_by
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_QUOTED_CHARS = 200
 
@@ -29,30 +30,9 @@ class GuardMetrics(Collector):
         self.checked: Counter[tuple[str, str]] = Counter()  # policy, direction
 
     def collect(self) -> Iterator[Metric]:
-        checked = CounterMetricFamily(
-            "penstock_guard_checks",
-            "Prompts and answers that a policy looked at.",
-            labels=("policy", "direction"),
-        )
-        for labels, count in self.checked.items():
-            checked.add_metric(list(labels), count)
-        yield checked
-        findings = CounterMetricFamily(
-            "penstock_guard_findings",
-            "What rules found, by the action taken.",
-            labels=("policy", "rule", "direction", "action"),
-        )
-        for finding, count in self.findings.items():
-            findings.add_metric(list(finding), count)
-        yield findings
-        failures = CounterMetricFamily(
-            "penstock_guard_failures",
-            "Guards that broke or took too long, by what the policy made of it.",
-            labels=("policy", "rule", "outcome"),
-        )
-        for failure, count in self.failures.items():
-            failures.add_metric(list(failure), count)
-        yield failures
+        yield metric_by("guard_checks", self.checked)
+        yield metric_by("guard_findings", self.findings)
+        yield metric_by("guard_failures", self.failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +53,7 @@ class Case:
         if rule.action is Action.ALLOW:
             return
         quoted = f" in {text[:MAX_QUOTED_CHARS]!r}" if text and self.policy.log_text else ""
-        log.info(
+        logger.info(
             "guard %s: %s %s because it %s%s",
             rule.name,
             rule.action.value,
@@ -86,7 +66,7 @@ class Case:
     def failed(self, rule: PolicyRule, direction: Direction, reason: str) -> None:
         outcome = "open" if rule.fails_open else "closed"
         self.metrics.failures[self.policy.name, rule.name, outcome] += 1
-        log.warning(
+        logger.warning(
             "guard %s failed, and its policy is %s: %s",
             rule.name,
             outcome,

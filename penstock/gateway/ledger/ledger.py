@@ -47,7 +47,7 @@ from penstock.gateway.ledger.spend import LedgerSpendBook, SpendReader
 from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_rows, usage_totals
 from penstock.gateway.store.database import Database
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WhenUnrecorded: TypeAlias = Literal["serve", "refuse"]
 
@@ -139,7 +139,7 @@ class UsageLedger:
         is_written = self._flushed_to == self._journal.end and not self._open and not self._unwritten
         self._journal.close(delete=is_written)
         if self._unwritten:
-            log.error("%d usage rows were lost: neither disk nor database took them", len(self._unwritten))
+            logger.error("%d usage rows were lost: neither disk nor database took them", len(self._unwritten))
 
     async def totals(self, query: UsageQuery) -> list[UsageTotal]:
         """Includes every request that this process has settled, as long as the database takes rows."""
@@ -191,7 +191,7 @@ class UsageLedger:
             num_interrupted += sum(row.status == "interrupted" for row in batch)
         self.metrics.recovered_rows += num_rows
         if num_rows or orphan.num_damaged_lines:
-            log.warning(
+            logger.warning(
                 "recovered %d usage rows that a stopped gateway left behind (%d requests were interrupted, %d lines "
                 "were damaged)",
                 num_rows,
@@ -206,7 +206,7 @@ class UsageLedger:
         num_inserted, refused = await self._database.run(lambda connection: _insert_all(connection, rows))
         for request_id in refused:
             self.metrics.refused_rows += 1
-            log.error("the database refused the usage row of request %s, which is dropped", request_id)
+            logger.error("the database refused the usage row of request %s, which is dropped", request_id)
         return num_inserted
 
     def _append(self, line: bytes) -> bool:
@@ -218,12 +218,12 @@ class UsageLedger:
             self.metrics.journal_failures += 1
             if not self._is_failing:
                 policy = "requests are refused" if self._refuses else "rows are kept in memory"
-                log.error("the usage journal cannot be written, so %s: %s", policy, error)
+                logger.error("the usage journal cannot be written, so %s: %s", policy, error)
             self._is_failing = True
             return False
         if self._is_failing:
             self._is_failing = False
-            log.warning("the usage journal can be written again")
+            logger.warning("the usage journal can be written again")
         return True
 
     def _rotate(self) -> None:
@@ -236,7 +236,7 @@ class UsageLedger:
             self._unwritten.append(row)
             return
         self.metrics.lost_rows += 1
-        log.error("the usage row of request %s is lost: no disk, no database, no memory", row.request_id)
+        logger.error("the usage row of request %s is lost: no disk, no database, no memory", row.request_id)
 
     async def _flush_quietly(self) -> None:
         try:
@@ -246,7 +246,7 @@ class UsageLedger:
         else:
             if self._database_is_away:
                 self._database_is_away = False
-                log.warning("usage reaches the database again")
+                logger.warning("usage reaches the database again")
 
     async def _recover_quietly(self) -> None:
         # A database that is away is the flush's to report.
@@ -258,13 +258,13 @@ class UsageLedger:
             await asyncio.to_thread(self._journal.sync)
         except OSError as error:
             self.metrics.journal_failures += 1
-            log.error("the usage journal cannot be synced to the disk: %s", error)
+            logger.error("the usage journal cannot be synced to the disk: %s", error)
 
     def _note_database_away(self, error: Exception) -> None:
         self.metrics.flush_failures += 1
         if not self._database_is_away:
             self._database_is_away = True
-            log.error("usage stays in the journal for now: %s", error)
+            logger.error("usage stays in the journal for now: %s", error)
 
 
 def recovered_rows(entries: Iterator[JournalEntry]) -> Iterator[UsageRow]:
@@ -311,4 +311,4 @@ async def _repeat(work: Callable[[], Awaitable[None]], interval_s: float) -> Non
         try:
             await work()
         except Exception:
-            log.exception("the usage ledger's background work failed; it is tried again")
+            logger.exception("the usage ledger's background work failed; it is tried again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.gateway.ledger.journal import Journal
@@ -13,6 +13,7 @@ from penstock.gateway.ledger.prices import PICODOLLARS_PER_DOLLAR
 from penstock.gateway.ledger.rows import UsageRow
 from penstock.gateway.ledger.spend import LedgerSpendBook
 from penstock.gateway.ledger.throughput import TokenMeter
+from penstock.gateway.metric_table import metric_by, metrics
 
 
 class LedgerMetrics(Collector):
@@ -40,50 +41,30 @@ class LedgerMetrics(Collector):
         meter.add(row.prompt_tokens - row.cached_tokens, row.completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        rows = CounterMetricFamily(
-            "penstock_usage_rows", "Requests in the usage ledger.", labels=("model_name", "status")
-        )
-        for (model, status), count in self.rows.items():
-            rows.add_metric([model, status], count)
-        yield rows
-        cost = CounterMetricFamily(
-            "penstock_usage_cost_dollars", "What they cost at the configured prices.", labels=("model_name",)
-        )
-        for model, picodollars in self.cost_picodollars.items():
-            cost.add_metric([model], picodollars / PICODOLLARS_PER_DOLLAR)
-        yield cost
+        yield metric_by("usage_rows", self.rows)
+        costs = self.cost_picodollars.items()
+        yield metric_by("usage_cost_dollars", {model: cost / PICODOLLARS_PER_DOLLAR for model, cost in costs})
         yield from self._speeds()
-        for name, help_text, value in (
-            ("journal_failures", "Lines that the usage journal did not take.", self.journal_failures),
-            ("flush_failures", "Times that the database did not take usage rows.", self.flush_failures),
-            ("recovered_rows", "Rows recovered from journals of stopped processes.", self.recovered_rows),
-            ("refused_rows", "Rows dropped because the database will never take them.", self.refused_rows),
-            ("lost_rows", "Rows lost: no disk, no database, no memory.", self.lost_rows),
-        ):
-            yield CounterMetricFamily(f"penstock_usage_{name}", help_text, value=value)
-        yield GaugeMetricFamily(
-            "penstock_usage_journal_bytes",
-            "Bytes of usage rows that are in the journal, written to the database or not.",
-            value=self._journal.num_bytes,
+        yield from metrics(
+            (
+                ("usage_journal_failures", self.journal_failures),
+                ("usage_flush_failures", self.flush_failures),
+                ("usage_recovered_rows", self.recovered_rows),
+                ("usage_refused_rows", self.refused_rows),
+                ("usage_lost_rows", self.lost_rows),
+                ("usage_journal_bytes", self._journal.num_bytes),
+            )
         )
 
     def _speeds(self) -> Iterator[Metric]:
-        speed = GaugeMetricFamily(
-            "penstock_tokens_per_hour",
-            "Tokens of finished requests in the last hour; input without cached tokens.",
-            labels=("model_name", "kind"),
-        )
-        price = GaugeMetricFamily(
-            "penstock_accelerator_dollars_per_million_tokens",
-            "The accelerators' hour divided by the tokens that this process made of it.",
-            labels=("model_name",),
-        )
+        speeds: dict[tuple[str, ...], float] = {}
+        prices: dict[str, float] = {}
         for model, meter in self._meters.items():
             rate = meter.rate()
-            speed.add_metric([model, "input"], rate.input)
-            speed.add_metric([model, "output"], rate.output)
+            speeds[model, "input"] = rate.input
+            speeds[model, "output"] = rate.output
             dollars_per_hour = self._book.prices.dollars_per_hour(model)
             if dollars_per_hour is not None and (dollars := rate.dollars_per_million(dollars_per_hour)):
-                price.add_metric([model], dollars)
-        yield speed
-        yield price
+                prices[model] = dollars
+        yield metric_by("tokens_per_hour", speeds)
+        yield metric_by("accelerator_dollars_per_million_tokens", prices)

@@ -27,7 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from penstock.gateway.ratelimits.metrics import LimiterMetrics
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_BATCH = 128
 MAX_PENDING_POSTS = 100_000
@@ -84,7 +84,7 @@ class ScriptPipe:
     async def start(self) -> None:
         """Try to reach Redis once, then keep at it in the background."""
         if not await self._comes_up():
-            log.warning("Redis, which limits are shared through, does not answer")
+            logger.warning("Redis, which limits are shared through, does not answer")
         self._task = asyncio.create_task(self._run(), name="limits-script-pipe")
 
     async def flushed(self) -> None:
@@ -137,7 +137,7 @@ class ScriptPipe:
             if not self._is_up:
                 await asyncio.sleep(PROBE_INTERVAL_S)
                 if await self._comes_up():
-                    log.warning(
+                    logger.warning(
                         "Redis answers again: limits are shared, %d settlements follow", len(self._queue)
                     )
                 continue
@@ -152,7 +152,7 @@ class ScriptPipe:
             async with asyncio.timeout(self._timeout_s):
                 await self._load_scripts()
         except (RedisError, OSError) as error:
-            log.debug("Redis does not answer: %s", error)
+            logger.debug("Redis does not answer: %s", error)
             return False
         self._is_up = self._metrics.redis_is_up = True
         return True
@@ -199,7 +199,7 @@ class ScriptPipe:
             self._hashes[name] = await self._client.script_load(text)
 
     async def _go_down(self, batch: Sequence[_Call], error: Exception) -> None:
-        log.warning("Redis, which limits are shared through, is gone: %s", error or type(error).__name__)
+        logger.warning("Redis, which limits are shared through, is gone: %s", error or type(error).__name__)
         self._is_up = self._metrics.redis_is_up = False
         self._metrics.redis_errors += 1
         self._fail_callers(batch, may_have_run=True)
@@ -212,7 +212,7 @@ class ScriptPipe:
 
     def _give_up(self, call: _Call, error: Exception) -> None:
         """Sending it again would end the same way."""
-        log.error("Redis refused a %s of limits: %s", call.script, error)
+        logger.error("Redis refused a %s of limits: %s", call.script, error)
         self._metrics.redis_errors += 1
         if call.is_kept:
             self._metrics.settlements_lost += 1

@@ -30,7 +30,7 @@ from penstock.gateway.reuse.shared import SharedAnswer
 from penstock.gateway.store.database import Database
 from penstock.gateway.stream import AnswerStream
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_KEY_CHARS = 255
 LEASE_S = 30.0
@@ -179,7 +179,7 @@ class IdempotentAnswers:
             try:
                 result = await self._database.run(attempt)
             except StoreUnavailable as error:
-                log.warning("idempotency keys hold within this process only: %s", error)
+                logger.warning("idempotency keys hold within this process only: %s", error)
                 return None
             if isinstance(result, Claimed):
                 return None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from penstock.core.request import FinishReason
-from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.choice import Delta, merge_deltas
 from penstock.gateway.prompts import Usage
 from penstock.gateway.stream import AnswerStream
 
@@ -53,27 +53,4 @@ def merged(batches: Iterable[Sequence[Delta]]) -> list[Delta]:
     for deltas in batches:
         for delta in deltas:
             by_index.setdefault(delta.index, []).append(delta)
-    return [_merged_answer(by_index[index]) for index in sorted(by_index)]
-
-
-def _merged_answer(deltas: Sequence[Delta]) -> Delta:
-    if len(deltas) == 1:
-        return deltas[0]
-    return msgspec.structs.replace(
-        deltas[-1],
-        text="".join(delta.text for delta in deltas),
-        details=tuple(detail for delta in deltas for detail in delta.details),
-        reasoning="".join(delta.reasoning for delta in deltas),
-        tool_calls=_merged_calls(deltas),
-    )
-
-
-def _merged_calls(deltas: Sequence[Delta]) -> tuple[ToolCallDelta, ...]:
-    calls: dict[int, ToolCallDelta] = {}
-    for piece in (call for delta in deltas for call in delta.tool_calls):
-        before = calls.get(piece.index)
-        if before is None:
-            calls[piece.index] = piece
-        else:
-            calls[piece.index] = msgspec.structs.replace(before, arguments=before.arguments + piece.arguments)
-    return tuple(calls[index] for index in sorted(calls))
+    return [merge_deltas(by_index[index]) for index in sorted(by_index)]

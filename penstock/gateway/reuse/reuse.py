@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock, SystemClock
+from penstock.gateway.metric_table import metrics
 from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.reuse.cache import AnswerCache
@@ -89,23 +90,12 @@ class AnswerReuse(Collector):
         return self._settings.ttl_s if request.principal.caches_responses else 0.0
 
     def collect(self) -> Iterator[Metric]:
-        for name, help_text, value in (
-            ("response_cache_hits", "Requests answered from the response cache.", self.num_hits),
-            ("response_cache_misses", "Requests that the response cache could not answer.", self.num_misses),
+        yield from metrics(
             (
-                "idempotent_replays",
-                "Requests that got an earlier one's answer.",
-                self.idempotency.num_replayed,
-            ),
-            (
-                "idempotency_conflicts",
-                "Idempotency keys that came with another request.",
-                self.idempotency.num_conflicts,
-            ),
-        ):
-            yield CounterMetricFamily(f"penstock_{name}", help_text, value=value)
-        yield GaugeMetricFamily(
-            "penstock_response_cache_bytes",
-            "Bytes of answers in the response cache.",
-            value=self._cache.num_bytes,
+                ("response_cache_hits", self.num_hits),
+                ("response_cache_misses", self.num_misses),
+                ("idempotent_replays", self.idempotency.num_replayed),
+                ("idempotency_conflicts", self.idempotency.num_conflicts),
+                ("response_cache_bytes", self._cache.num_bytes),
+            )
         )

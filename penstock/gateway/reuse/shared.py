@@ -17,7 +17,7 @@ from penstock.gateway.reuse.replay import NOTHING_USED
 from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
 from penstock.gateway.wrapped_answer import WrappedAnswer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Gets the encoded answer, or None when it came to no end that is worth repeating.
 OnOver = Callable[[bytes | None], Awaitable[None]]
@@ -69,7 +69,7 @@ class SharedAnswer:
         except (PenstockError, ReaderGone) as error:
             self.error = error
         except Exception:
-            log.exception("request %s failed while it was followed", self.answer.id)
+            logger.exception("request %s failed while it was followed", self.answer.id)
             self.error = PenstockError("The server met an error that it did not foresee.")
         finally:
             self.is_over = True

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+
+from penstock.gateway.metric_table import metric, metric_by
 
 
 class AuthenticationMetrics(Collector):
@@ -16,17 +18,6 @@ class AuthenticationMetrics(Collector):
         self.remembered_keys = 0
 
     def collect(self) -> Iterator[Metric]:
-        refusals = CounterMetricFamily(
-            "penstock_authentication_refusals", "Callers who were not let in.", labels=("code",)
-        )
-        for code, count in self.refusals.items():
-            refusals.add_metric([code], count)
-        yield refusals
-        yield CounterMetricFamily(
-            "penstock_key_check_failures",
-            "Times that the database did not say whether keys changed.",
-            value=self.failed_checks,
-        )
-        yield GaugeMetricFamily(
-            "penstock_remembered_keys", "Keys, known or unknown, held in memory.", value=self.remembered_keys
-        )
+        yield metric_by("authentication_refusals", self.refusals)
+        yield metric("key_check_failures", self.failed_checks)
+        yield metric("remembered_keys", self.remembered_keys)

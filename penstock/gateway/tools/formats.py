@@ -123,21 +123,21 @@ def tool_schema(tool: Tool) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
-def tool_format_of(card: ModelCard, wish: str = AUTO) -> ToolFormat | None:
+def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
     """The format that a model writes calls in: as configured, else as its template or architecture shows. None when
     calls are not to be parsed at all."""
-    if wish == NO_PARSER:
+    if setting == NO_PARSER:
         return None
-    if wish != AUTO:
-        return FORMATS[wish]
+    if setting != AUTO:
+        return FORMATS[setting]
     for sign, tool_format in _SIGNS:
         if sign in (card.chat_template or ""):
             return tool_format
     return GEMMA if card.architecture.lower().startswith("gemma") else HERMES
 
 
-def reasons(card: ModelCard, wish: str = AUTO) -> bool:
+def reasons(card: ModelCard, setting: str = AUTO) -> bool:
     """Whether answers of a model may begin with reasoning: as configured, else as its template shows."""
-    if wish == AUTO:
+    if setting == AUTO:
         return THINK_START in (card.chat_template or "")
-    return wish != NO_PARSER
+    return setting != NO_PARSER

@@ -8,7 +8,7 @@ from typing import Protocol
 from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
 
 
-class ControlDesk(Protocol):
+class FleetControl(Protocol):
     @property
     def pools(self) -> tuple[PoolView, ...]:
         """As of a moment ago."""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.errors import ConfigError
+from penstock.gateway.metric_table import metric, metric_by
 from penstock.gateway.settings import Settings, changed_settings, parse_settings
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
 _MAX_LOGGED_CHANGES = 50
@@ -29,7 +30,7 @@ Apply: TypeAlias = Callable[[Settings], None]
 _Stamp: TypeAlias = tuple[int, int, int] | None  # None when the file is not there
 
 
-class SettingsKeeper(Collector):
+class SettingsFile(Collector):
     """`load` first. Used from the event loop; also a collector of metrics."""
 
     def __init__(self, file: Path) -> None:
@@ -62,13 +63,13 @@ class SettingsKeeper(Collector):
                 self._apply(settings)
             except ConfigError as error:
                 self.num_refused += 1
-                log.error("the settings stay as they are: %s", error.message)
+                logger.error("the settings stay as they are: %s", error.message)
                 raise
             self.num_applied += 1
             self._applied_at = time.time()
-            log.info("settings reloaded from %s, changes: %d", self._file, len(changes))
+            logger.info("settings reloaded from %s, changes: %d", self._file, len(changes))
             for change in changes[:_MAX_LOGGED_CHANGES]:
-                log.info("setting %s", change)
+                logger.info("setting %s", change)
             return changes
 
     async def watch(self) -> None:
@@ -84,7 +85,7 @@ class SettingsKeeper(Collector):
             except ConfigError:
                 continue  # said and counted; the same file is not tried again
             except Exception:
-                log.exception("the settings could not be reloaded")
+                logger.exception("the settings could not be reloaded")
 
     def _apply(self, settings: Settings) -> None:
         applied: list[Apply] = []
@@ -109,17 +110,8 @@ class SettingsKeeper(Collector):
         return parse_settings(text, self._file.name)
 
     def collect(self) -> Iterator[Metric]:
-        reloads = CounterMetricFamily(
-            "penstock_settings_reloads", "Times that the settings file was read again.", labels=("result",)
-        )
-        reloads.add_metric(["applied"], self.num_applied)
-        reloads.add_metric(["refused"], self.num_refused)
-        yield reloads
-        yield GaugeMetricFamily(
-            "penstock_settings_applied_timestamp_seconds",
-            "When the settings in use were read.",
-            value=self._applied_at,
-        )
+        yield metric_by("settings_reloads", {"applied": self.num_applied, "refused": self.num_refused})
+        yield metric("settings_applied_timestamp_seconds", self._applied_at)
 
 
 def _stamp_of(file: Path) -> _Stamp:
