@@ -15,6 +15,7 @@ from penstock.api.admin.tenants import AdminEndpoints
 from penstock.api.anthropic.batches import KIND as ANTHROPIC
 from penstock.api.anthropic.batches import MESSAGES_PATH, MessageBatchEndpoints, MessageBatches
 from penstock.api.anthropic.endpoints import AnthropicEndpoints
+from penstock.api.files import FilesEndpoints
 from penstock.api.http.access_log import AccessLog, RequestJournal
 from penstock.api.http.application import Application, CallerLimits, RequestIds, posted_endpoints
 from penstock.api.http.authenticate import Authenticate
@@ -25,7 +26,6 @@ from penstock.api.openai.batches import KIND as OPENAI
 from penstock.api.openai.batches import OpenAIBatchEndpoints, OpenAIBatches
 from penstock.api.openai.embeddings import EmbeddingEndpoints
 from penstock.api.openai.endpoints import OpenAIEndpoints
-from penstock.api.openai.files import FilesEndpoints
 from penstock.api.openai.responses_endpoints import ResponsesEndpoints
 from penstock.api.openai.responses_service import Responses
 from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint

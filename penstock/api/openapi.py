@@ -54,12 +54,12 @@ from penstock.api.anthropic.batches import (
 )
 from penstock.api.anthropic.endpoints import TokenCount
 from penstock.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from penstock.api.files import FileDeleted, FileList, FileObject
 from penstock.api.http.errors import AnthropicErrorBody, ErrorBody
 from penstock.api.models import ModelEntry, ModelList
 from penstock.api.openai.answers import ChatCompletion, Completion
 from penstock.api.openai.batches import BatchList, CreateBatch, WireBatch
 from penstock.api.openai.embeddings import CreateEmbeddings, EmbeddingList
-from penstock.api.openai.files import FileDeleted, FileList, FileObject
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.responses_answers import ResponseBody
 from penstock.api.openai.responses_endpoints import DeletedResponse, InputItemList, InputTokens

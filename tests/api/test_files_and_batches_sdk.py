@@ -85,6 +85,30 @@ def test_a_file_lives(served: ServedWork) -> None:
         sdk.files.content(file.id)
 
 
+@pytest.mark.parametrize("is_beta", [False, True])
+def test_a_file_of_anthropics_client_lives(served: ServedWork, is_beta: bool) -> None:
+    """Its API knows no purpose, and its files have another shape."""
+    sdk = served.anthropic()
+    files: Any = sdk.beta.files if is_beta else sdk.files
+    file = files.upload(file=("notes.txt", b"hello", "text/plain"), expires_in_seconds=7200)
+    assert (file.type, file.filename, file.mime_type, file.size_bytes) == (
+        "file",
+        "notes.txt",
+        "text/plain",
+        5,
+    )
+    assert (file.expires_at - file.created_at).total_seconds() == 7200
+    assert files.retrieve_metadata(file.id) == file
+    assert files.download(file.id).read() == b"hello"
+    more = [files.upload(file=("more.bin", b"x")).id for _ in range(4)]
+    assert [each.id for each in files.list(limit=2)] == [*more[::-1], file.id]
+    assert files.delete(file.id).type == "file_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        files.retrieve_metadata(file.id)
+    with pytest.raises(anthropic.BadRequestError, match="expires_in_seconds"):
+        files.upload(file=b"x", expires_in_seconds=5)
+
+
 def test_files_are_listed_page_by_page(served: ServedWork) -> None:
     sdk = served.openai()
     ids = [sdk.files.create(file=b"x", purpose="batch").id for _ in range(5)]

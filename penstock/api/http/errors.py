@@ -22,7 +22,7 @@ ANTHROPIC_OVERLOADED = 529
 
 _MESSAGES_PATH = "/v1/messages"
 # Both APIs have these paths; Anthropic's clients always send their version header.
-_SHARED_PATHS = ("/v1/models",)
+_SHARED_PATHS = ("/v1/models", "/v1/files")  # in which the headers tell the two APIs apart
 _ANTHROPIC_VERSION = b"anthropic-version"
 
 _ANTHROPIC_TYPES = {

@@ -126,14 +126,14 @@ class UploadReader:
         self._part = _Part()
 
     def _on_headers_finished(self) -> None:
-        if self._part.name == self._file_field and self._part.filename is not None:
+        if self._part.name == self._file_field:  # with a file name or, from some clients, without
             if self._wants_upload:
                 raise InvalidRequest("The form has more than one file.", param=self._file_field)
             self._wants_upload = True
-            self.form.filename = self._part.filename
+            self.form.filename = self._part.filename or ""
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
-        if self._part.filename is not None and self._part.name == self._file_field:
+        if self._part.name == self._file_field:
             self._file_data.append(data[start:end])
             return
         self._part.data += data[start:end]

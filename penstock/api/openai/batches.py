@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.files import checked_expiry
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import error_body
 from penstock.api.http.parsing import BodyDecoder, integer_of, read_body, text_of
-from penstock.api.openai.files import checked_expiry
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Details, LineAnswer, LineResult

@@ -1,12 +1,16 @@
-"""The files of workspaces: upload, list, read, delete, expire. Knows no HTTP.
+"""The files of workspaces: upload, list, read, delete, expire. This module knows no HTTP.
 
-A file of another workspace does not exist. Bytes are on the disk before the row that names them is committed, and a
-row goes before its bytes do, so that a crash leaves at most bytes that nobody can name.
+A file of another workspace looks as if it did not exist. Bytes are on the disk before the row that names them is
+committed, and a row goes before its bytes do, so that a crash leaves at most bytes that nobody can name.
+
+An upload reserves room in its workspace's quota before its bytes reach the disk. The reservation is a row in the
+table of files that nobody sees; it becomes the file's row at the end, and expires if the process dies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import Callable
@@ -26,6 +30,9 @@ from penstock.gateway.store.paging import Order, read_page
 _WRITE_BYTES = 1 << 20  # how much of an upload is gathered before a thread writes it
 _MAX_FILENAME_CHARS = 512
 _MAX_EXPIRED_AT_ONCE = 1000
+_RESERVED_AHEAD_BYTES = 8 << 20  # so that a long upload asks the database once in a while
+_RESERVED_FOR_S = 24 * 3600.0  # longer than an upload may take
+_UPLOADING = "uploading"  # the purpose of reservations
 
 
 class FilesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,26 +80,29 @@ class FileStore:
         self._database = database
         self._wall_clock = wall_clock
 
-    async def upload(self) -> Upload:
+    async def upload(self, workspace_id: str) -> Upload:
         file_id = new_file_id()
         file = await asyncio.to_thread(self.folder.begin, file_id)
-        return Upload(self.folder, file_id, file, self.config.max_file_bytes)
+        return Upload(self, workspace_id, file_id, file)
 
     async def create(
         self,
-        workspace_id: str,
         upload: Upload,
         *,
         filename: str,
         purpose: str,
         expires_after_s: float | None = None,
     ) -> StoredFile:
-        """Keep what was uploaded."""
-        num_bytes = await upload.publish()
+        """Make a file of what was uploaded."""
+        try:
+            num_bytes = await upload.publish()
+        except RequestTooLarge:
+            await upload.abandon()
+            raise
         now = self._wall_clock()
         file = StoredFile(
             id=upload.file_id,
-            workspace_id=workspace_id,
+            workspace_id=upload.workspace_id,
             filename=filename[-_MAX_FILENAME_CHARS:].replace("\0", ""),
             purpose=purpose,
             num_bytes=num_bytes,
@@ -100,11 +110,25 @@ class FileStore:
             expires_at=None if expires_after_s is None else now + expires_after_s,
         )
         try:
-            await self._database.run(lambda connection: self._insert_within_quota(connection, file))
+            await self._database.run(lambda connection: _replace_reservation(connection, file))
         except Exception:
             await asyncio.to_thread(self.folder.remove, file.id)
             raise
         return file
+
+    async def reserve(self, workspace_id: str, file_id: str, num_bytes: int, *, ahead: int) -> int:
+        """Reserve room for `num_bytes` of an upload, and for `ahead` more if there is room, and return how much was
+        reserved. Raises RequestTooLarge when the workspace has too little room."""
+        return await self._database.run(
+            lambda connection: self._reserve(connection, workspace_id, file_id, num_bytes, ahead)
+        )
+
+    async def release(self, file_id: str) -> None:
+        """Give back the room of an upload that was abandoned."""
+        is_reservation = tables.files.c.id == file_id, tables.files.c.purpose == _UPLOADING
+        await self._database.run(
+            lambda connection: connection.execute(delete(tables.files).where(*is_reservation))
+        )
 
     async def get(self, workspace_id: str, file_id: str) -> StoredFile:
         row = None
@@ -147,7 +171,7 @@ class FileStore:
         await asyncio.to_thread(self.folder.remove, file_id)
 
     async def remove_expired(self) -> int:
-        """How many went. Until this comes by, an expired file is invisible already."""
+        """Remove expired files, which are invisible already, and return how many there were."""
 
         def remove(connection: Connection) -> list[str]:
             is_expired = tables.files.c.expires_at <= self._wall_clock()
@@ -162,24 +186,39 @@ class FileStore:
         await asyncio.to_thread(self.folder.remove_abandoned)
         return len(expired)
 
-    def _insert_within_quota(self, connection: Connection, file: StoredFile) -> None:
+    def _reserve(
+        self, connection: Connection, workspace_id: str, file_id: str, num_bytes: int, ahead: int
+    ) -> int:
+        lock_workspace(connection, workspace_id)
+        is_other = tables.files.c.workspace_id == workspace_id, tables.files.c.id != file_id
         used = connection.execute(
-            select(func.coalesce(func.sum(tables.files.c.num_bytes), 0)).where(
-                tables.files.c.workspace_id == file.workspace_id
-            )
+            select(func.coalesce(func.sum(tables.files.c.num_bytes), 0)).where(*is_other)
         ).scalar_one()
-        if used + file.num_bytes > self.config.max_workspace_bytes:
+        room = self.config.max_workspace_bytes - used
+        if num_bytes > room:
             raise RequestTooLarge(
                 f"The workspace's files would take more than the {self.config.max_workspace_bytes} bytes that it may "
                 "keep.",
                 hint="Delete files that are no longer needed.",
             )
-        insert_file(connection, file)
+        now = self._wall_clock()
+        reservation = StoredFile(
+            id=file_id,
+            workspace_id=workspace_id,
+            filename="",
+            purpose=_UPLOADING,
+            num_bytes=min(num_bytes + ahead, room),
+            created_at=now,
+            expires_at=now + _RESERVED_FOR_S,
+        )
+        _replace_reservation(connection, reservation)
+        return reservation.num_bytes
 
     def _of_workspace(self, workspace_id: str) -> Select[Any]:
         expires_at = tables.files.c.expires_at
         return select(tables.files).where(
             tables.files.c.workspace_id == workspace_id,
+            tables.files.c.purpose != _UPLOADING,
             or_(expires_at.is_(None), expires_at > self._wall_clock()),
         )
 
@@ -188,39 +227,60 @@ class FileStore:
 
 
 class Upload:
-    """Bytes on their way to the disk, which sees them in large pieces from another thread. Either the store keeps
-    them (`FileStore.create`) or they must be abandoned."""
+    """Bytes on their way to the disk, in large pieces that another thread writes. The caller passes the upload to
+    `FileStore.create`, or abandons it."""
 
-    def __init__(self, folder: FileFolder, file_id: str, file: BinaryIO, max_bytes: int) -> None:
+    def __init__(self, store: FileStore, workspace_id: str, file_id: str, file: BinaryIO) -> None:
+        self.workspace_id = workspace_id
         self.file_id = file_id
-        self._folder = folder
+        self._store = store
         self._file = file
-        self._max_bytes = max_bytes
         self._pending = bytearray()
         self._num_bytes = 0
+        self._num_reserved = 0
 
     async def write(self, data: bytes) -> None:
         self._num_bytes += len(data)
-        if self._num_bytes > self._max_bytes:
-            raise RequestTooLarge(f"A file may have at most {self._max_bytes} bytes.", param="file")
+        max_bytes = self._store.config.max_file_bytes
+        if self._num_bytes > max_bytes:
+            raise RequestTooLarge(f"A file may have at most {max_bytes} bytes.", param="file")
         self._pending += data
         if len(self._pending) >= _WRITE_BYTES:
             await self._write_pending()
 
     async def publish(self) -> int:
-        """How many bytes it has."""
-        await self._write_pending()
-        await asyncio.to_thread(self._folder.publish, self.file_id, self._file)
+        """Move the file to its place, and return its size in bytes."""
+        await self._write_pending(reserved_ahead=0)
+        await asyncio.to_thread(self._store.folder.publish, self.file_id, self._file)
         return self._num_bytes
 
     async def abandon(self) -> None:
         """Does nothing after `publish`."""
-        if not self._file.closed:
-            await asyncio.to_thread(self._folder.abandon, self._file)
+        if self._file.closed:
+            return
+        await asyncio.to_thread(self._store.folder.abandon, self._file)
+        if self._num_reserved:
+            await self._store.release(self.file_id)
 
-    async def _write_pending(self) -> None:
+    async def _write_pending(self, reserved_ahead: int = _RESERVED_AHEAD_BYTES) -> None:
+        if self._num_bytes > self._num_reserved:
+            self._num_reserved = await self._store.reserve(
+                self.workspace_id, self.file_id, self._num_bytes, ahead=reserved_ahead
+            )
         pending, self._pending = self._pending, bytearray()
         await asyncio.to_thread(self._file.write, pending)
+
+
+def lock_workspace(connection: Connection, workspace_id: str) -> None:
+    """Until the transaction ends, no other one gets past this line for the same workspace. SQLite has one writer."""
+    if connection.dialect.name == "postgresql":
+        digest = hashlib.blake2b(workspace_id.encode(), digest_size=8).digest()
+        connection.execute(select(func.pg_advisory_xact_lock(int.from_bytes(digest, signed=True))))
+
+
+def _replace_reservation(connection: Connection, file: StoredFile) -> None:
+    connection.execute(delete(tables.files).where(tables.files.c.id == file.id))
+    insert_file(connection, file)
 
 
 def _file(row: Row[Any]) -> StoredFile:

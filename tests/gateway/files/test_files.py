@@ -34,12 +34,10 @@ def store(tmp_path: Path, wall: Wall) -> FileStore:
 async def keep(
     store: FileStore, data: bytes = b"data", workspace_id: str = "w1", expires_after_s: float | None = None
 ) -> StoredFile:
-    upload = await store.upload()
+    upload = await store.upload(workspace_id)
     for start in range(0, len(data), 100):
         await upload.write(data[start : start + 100])
-    return await store.create(
-        workspace_id, upload, filename="a.jsonl", purpose="batch", expires_after_s=expires_after_s
-    )
+    return await store.create(upload, filename="a.jsonl", purpose="batch", expires_after_s=expires_after_s)
 
 
 async def test_what_is_kept_can_be_read(store: FileStore) -> None:
@@ -100,7 +98,7 @@ async def test_an_expired_file_is_invisible_and_then_removed(store: FileStore, w
 
 
 async def test_an_upload_is_bounded(store: FileStore, tmp_path: Path) -> None:
-    upload = await store.upload()
+    upload = await store.upload("w1")
     with pytest.raises(RequestTooLarge):
         await upload.write(b"x" * 5001)
     await upload.abandon()
@@ -116,8 +114,54 @@ async def test_a_workspace_is_bounded(store: FileStore, tmp_path: Path) -> None:
     assert len(list((tmp_path / "files").iterdir())) == 3
 
 
+async def test_parallel_uploads_cannot_fill_more_than_the_quota(tmp_path: Path, wall: Wall) -> None:
+    """Room is reserved before bytes reach the disk, so that parallel uploads count against each other."""
+    piece = b"x" * (1 << 20)
+    config = FilesConfig(max_file_bytes=4 << 20, max_workspace_bytes=6 << 20)
+    store = FileStore(Database("sqlite://"), tmp_path, config, wall_clock=wall)
+    uploads = [await store.upload("w1") for _ in range(6)]
+    refused = 0
+    for _ in range(3):
+        for upload in list(uploads):
+            try:
+                await upload.write(piece)
+            except RequestTooLarge:
+                refused += 1
+                uploads.remove(upload)
+                await upload.abandon()
+        on_disk = sum(path.stat().st_size for path in (tmp_path / "files").iterdir())
+        assert on_disk <= config.max_workspace_bytes
+    assert (refused, len(uploads)) == (5, 1)
+    file = await store.create(uploads[0], filename="a", purpose="batch")
+    assert [shown.id for shown in (await store.page("w1")).files] == [file.id]
+    # What the others had reserved is free again, and so is what this upload reserved beyond its size.
+    next_upload = await store.upload("w1")
+    for _ in range(3):
+        await next_upload.write(piece)
+    with pytest.raises(RequestTooLarge):
+        await next_upload.write(b"y" * (1 << 20))
+    await next_upload.abandon()
+    assert (await store.page("w1")).files == [file]
+
+
+async def test_the_room_of_an_upload_whose_process_died_is_free_after_a_day(
+    tmp_path: Path, wall: Wall
+) -> None:
+    config = FilesConfig(max_workspace_bytes=2 << 20)
+    store = FileStore(Database("sqlite://"), tmp_path, config, wall_clock=wall)
+    lost = await store.upload("w1")
+    await lost.write(b"x" * (1 << 20))
+    with pytest.raises(NotFound):
+        await store.get("w1", lost.file_id)
+    with pytest.raises(RequestTooLarge):
+        await keep(store, b"x" * 1000)
+    wall.now += 25 * 3600
+    await store.remove_expired()
+    await keep(store, b"x" * 1000)
+
+
 async def test_an_unfinished_upload_is_not_a_file(store: FileStore) -> None:
-    upload = await store.upload()
+    upload = await store.upload("w1")
     await upload.write(b"half")
     assert not store.folder.exists(upload.file_id)
     assert (await store.page("w1")).files == []

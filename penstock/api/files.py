@@ -1,8 +1,10 @@
-"""/v1/files as OpenAI's clients know it: upload, list, look at, read and delete the files of one's workspace."""
+"""/v1/files in both APIs' shapes: upload, list, look at, read and delete the files of a workspace."""
 
 from __future__ import annotations
 
 import asyncio
+import mimetypes
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -10,7 +12,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from penstock.api.anthropic.answers import timestamp
 from penstock.api.http.context import principal_of
+from penstock.api.http.errors import is_anthropic
 from penstock.api.http.multipart import UploadReader
 from penstock.api.http.parsing import choice_of, integer_of, text_of
 from penstock.core.errors import InvalidRequest, NotFound
@@ -19,7 +23,10 @@ from penstock.gateway.store.paging import Order
 
 UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
+MAX_ANTHROPIC_EXPIRY_S = 90 * 24 * 3600
+ANTHROPIC_PURPOSE = "user_data"  # of files from Anthropic's clients, whose API knows no purpose
 _MAX_PAGE = 10_000
+_ANTHROPIC_PAGE, _MAX_ANTHROPIC_PAGE = 20, 1000
 _ORDERS: tuple[Order, ...] = ("asc", "desc")
 
 
@@ -48,6 +55,32 @@ class FileDeleted(msgspec.Struct):
     object: Literal["file"] = "file"
 
 
+class FileMetadata(msgspec.Struct):
+    """A file as Anthropic's clients see it."""
+
+    id: str
+    filename: str
+    mime_type: str
+    size_bytes: int
+    created_at: str
+    downloadable: bool
+    expires_at: str | None = None
+    type: Literal["file"] = "file"
+
+
+class FileMetadataList(msgspec.Struct):
+    data: list[FileMetadata]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    next_page: str | None
+
+
+class FileMetadataDeleted(msgspec.Struct):
+    id: str
+    type: Literal["file_deleted"] = "file_deleted"
+
+
 class FilesEndpoints:
     def __init__(self, files: FileStore) -> None:
         self._files = files
@@ -64,31 +97,33 @@ class FilesEndpoints:
     async def create_file(self, request: Request) -> Response:
         reader = UploadReader(
             request,
-            self._files.upload,
+            partial(self._files.upload, principal_of(request).workspace_id),
             file_field="file",
             max_file_bytes=self._files.config.max_file_bytes,
         )
         try:
             form = await reader.read()
-            purpose = form.fields.get("purpose", "")
+            for_anthropic = is_anthropic(request.scope)
+            purpose = form.fields.get("purpose", ANTHROPIC_PURPOSE if for_anthropic else "")
             if purpose not in UPLOAD_PURPOSES:
                 raise InvalidRequest(
                     f"The purpose {purpose[:64]!r} is none of {', '.join(UPLOAD_PURPOSES)}.", param="purpose"
                 )
             assert form.upload is not None
             file = await self._files.create(
-                principal_of(request).workspace_id,
                 form.upload,
                 filename=form.filename or "file",
                 purpose=purpose,
-                expires_after_s=_expiry(form.fields),
+                expires_after_s=_expiry_of_anthropic(form.fields) if for_anthropic else _expiry(form.fields),
             )
         finally:
             if reader.form.upload is not None:
                 await reader.form.upload.abandon()
-        return _json(_file_object(file))
+        return _json(_shown(file, request))
 
     async def list_files(self, request: Request) -> Response:
+        if is_anthropic(request.scope):
+            return await self._list_for_anthropic(request)
         page = await self._files.page(
             principal_of(request).workspace_id,
             purpose=text_of(request, "purpose"),
@@ -100,13 +135,24 @@ class FilesEndpoints:
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         return _json(FileList(data, page.has_more, first_id, last_id))
 
+    async def _list_for_anthropic(self, request: Request) -> Response:
+        page = await self._files.page(
+            principal_of(request).workspace_id,
+            limit=integer_of(request, "limit", default=_ANTHROPIC_PAGE, low=1, high=_MAX_ANTHROPIC_PAGE),
+            after=text_of(request, "page") or text_of(request, "after_id"),
+        )
+        data = [_file_metadata(file) for file in page.files]
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        next_page = last_id if page.has_more else None
+        return _json(FileMetadataList(data, page.has_more, first_id, last_id, next_page))
+
     async def show_file(self, request: Request) -> Response:
-        return _json(_file_object(await self._file_of(request)))
+        return _json(_shown(await self._file_of(request), request))
 
     async def delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
         await self._files.delete(principal_of(request).workspace_id, file_id)
-        return _json(FileDeleted(file_id))
+        return _json(FileMetadataDeleted(file_id) if is_anthropic(request.scope) else FileDeleted(file_id))
 
     async def read_file(self, request: Request) -> Response:
         file = await self._file_of(request)
@@ -141,6 +187,35 @@ def _expiry(fields: dict[str, str]) -> float | None:
             param="expires_after",
         )
     return checked_expiry(int(seconds[:12]), "expires_after")
+
+
+def _expiry_of_anthropic(fields: dict[str, str]) -> float | None:
+    seconds = fields.get("expires_in_seconds")
+    if seconds is None:
+        return None
+    is_number = seconds.isascii() and seconds.isdecimal() and len(seconds) < 12
+    if not is_number or not MIN_EXPIRY_S <= int(seconds) <= MAX_ANTHROPIC_EXPIRY_S:
+        raise InvalidRequest(
+            f"expires_in_seconds must be between {MIN_EXPIRY_S} and {MAX_ANTHROPIC_EXPIRY_S}.",
+            param="expires_in_seconds",
+        )
+    return float(seconds)
+
+
+def _shown(file: StoredFile, request: Request) -> FileObject | FileMetadata:
+    return _file_metadata(file) if is_anthropic(request.scope) else _file_object(file)
+
+
+def _file_metadata(file: StoredFile) -> FileMetadata:
+    return FileMetadata(
+        file.id,
+        file.filename,
+        mimetypes.guess_type(file.filename)[0] or "application/octet-stream",
+        file.num_bytes,
+        timestamp(file.created_at),
+        downloadable=True,
+        expires_at=None if file.expires_at is None else timestamp(file.expires_at),
+    )
 
 
 def _file_object(file: StoredFile) -> FileObject:
