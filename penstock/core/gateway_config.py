@@ -70,6 +70,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stored_response_days: Annotated[
         float, Meta(description="How long a stored response can be looked up or continued.", gt=0)
     ] = 30.0
+    stored_response_bytes: Annotated[
+        int,
+        Meta(description="Bytes of stored responses that a workspace may keep; the oldest go first.", ge=1),
+    ] = 1 << 30
     names: NamesConfig = NamesConfig()
 
 

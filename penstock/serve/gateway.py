@@ -124,7 +124,9 @@ async def open_gateway(
             config.server,
             tenants=tenants,
             work=work,
-            responses=DatabaseResponses(database) if is_shared else MemoryResponses(),
+            responses=DatabaseResponses(database, max_workspace_bytes=config.gateway.stored_response_bytes)
+            if is_shared
+            else MemoryResponses(),
             journal=journal,
             more_routes=[*state.routes(database), *cluster.routes()],
         )

@@ -410,7 +410,7 @@ def tool_result(content: Any = "x") -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 100_000}, "context"),
-        ({"temperature": 1.5}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"temprature": 0.5}, "temperature"),

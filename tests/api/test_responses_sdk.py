@@ -13,7 +13,7 @@ from penstock.core.errors import EngineUnavailable
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 from tests.api.conftest import Serve, Served
-from tests.api.scripted import THINKING_TEMPLATE, prompt_of, scripted
+from tests.api.scripted import THINKING_TEMPLATE, TOOL_TEMPLATE, prompt_of, scripted
 from tests.gateway.fake_engine import FakeEngine
 
 WEATHER: Any = {
@@ -351,7 +351,8 @@ def test_input_tokens_are_counted(serve: Serve) -> None:
         ({"background": True, "store": False}, "store"),
         ({"background": True, "stream": True}, "stream"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
@@ -367,3 +368,60 @@ def test_refusals(serve: Serve, options: dict[str, Any], param: str) -> None:
     assert error.value.status_code in (400, 404)
     assert error.value.param == param
     assert served.engine.added == []
+
+
+def test_an_item_of_an_earlier_response_can_be_referred_to(serve: Serve) -> None:
+    """Vercel's AI SDK sends such references in every second turn."""
+    served = serve(scripted("one"))
+    first = served.sdk().responses.create(model="bytes", input="Hello")
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    user = {"role": "user", "content": "And now?"}
+    served.sdk().responses.create(model="bytes", input=[reference, user])  # type: ignore[list-item]
+    assert prompt_of(served.engine.added[-1]).count("one") == 1
+    items = [{"type": "item_reference", "id": "msg_0123456789abcdef-0"}, user]
+    with pytest.raises(openai.NotFoundError, match="no item"):
+        served.sdk().responses.create(model="bytes", input=items)  # type: ignore[arg-type]
+
+
+def test_references_cannot_blow_a_request_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.gateway.responses.store.MAX_HISTORY_BYTES", 10_000)
+    served = serve(scripted("word " * 100))
+    first = served.sdk().responses.create(model="bytes", input="Hello")
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="10000 bytes"):
+        served.sdk().responses.create(model="bytes", input=[reference] * 1000)  # type: ignore[arg-type]
+
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Applies a patch."}
+
+
+def test_custom_tools_take_free_text(serve: Serve) -> None:
+    served = serve(
+        scripted(
+            '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** a"}}</tool_call>',
+            template=TOOL_TEMPLATE,
+        )
+    )
+    sdk = served.sdk()
+    response = sdk.responses.create(model="bytes", input="Fix it.", tools=[PATCH])  # type: ignore[list-item]
+    (call,) = response.output
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input) == ("apply_patch", "*** a")
+    events = list(sdk.responses.create(model="bytes", input="Fix it.", tools=[PATCH], stream=True))  # type: ignore[list-item]
+    assert [event.type for event in events[3:6]] == [
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "response.output_item.done",
+    ]
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    for start in (
+        {"previous_response_id": response.id, "input": [output]},
+        {"input": [{"role": "user", "content": "Fix it."}, call.model_dump(exclude_none=True), output]},
+    ):
+        sdk.responses.create(model="bytes", tools=[PATCH], **start)  # type: ignore[arg-type, list-item]
+        prompt = prompt_of(served.engine.added[-1])
+        assert "*** a" in prompt
+        assert "<|tool|>done" in prompt
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    with pytest.raises(openai.BadRequestError, match="format"):
+        sdk.responses.create(model="bytes", input="x", tools=[PATCH | {"format": grammar}])  # type: ignore[list-item]

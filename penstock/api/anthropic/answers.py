@@ -53,7 +53,6 @@ class MessageUsage(msgspec.Struct, frozen=True):
 
 class TextContent(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingContent(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
@@ -155,7 +154,7 @@ class MessageEvents:
             parts.append(b"%b%b}}\n\n" % (self._delta_head, _to_json(delta.reasoning)))
         if delta.text:
             if self._open_kind != "text":
-                parts.append(self._start_block("text", b'{"type":"text","text":"","citations":null}'))
+                parts.append(self._start_block("text", b'{"type":"text","text":""}'))
             parts.append(b"%b%b}}\n\n" % (self._delta_head, _to_json(delta.text)))
         parts += [self._tool_call(call) for call in delta.tool_calls]
         return b"".join(parts)

@@ -177,10 +177,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
                 hint="Send all messages, without thread.",
             )
         self._check_thinking()
-        if self.temperature is not None and not 0 <= self.temperature <= 1:
-            raise InvalidRequest(
-                f"temperature must be between 0 and 1, not {self.temperature}.", param="temperature"
-            )
         wishes: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,

@@ -14,11 +14,13 @@ import msgspec
 from penstock.api.openai.answers import SERVICE_TIERS, chat_logprobs
 from penstock.api.openai.responses_items import (
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
     OutputText,
     ReasoningText,
+    custom_input_of,
 )
 from penstock.api.openai.responses_requests import (
     ReasoningOptions,
@@ -144,9 +146,12 @@ def response_usage(usage: Usage) -> ResponseUsage:
 class ResponseEvents:
     """Implements EventWriter. At most one output item is open at a time; whatever else begins closes it."""
 
-    def __init__(self, body: ResponseBody, *, wants_logprobs: bool) -> None:
+    def __init__(
+        self, body: ResponseBody, *, wants_logprobs: bool, custom_tools: frozenset[str] = frozenset()
+    ) -> None:
         self.body = body
         self._wants_logprobs = wants_logprobs
+        self._custom_tools = custom_tools
         self._sequence_number = 0
         self._open: OutputItem | None = None
         self._pieces: list[str] = []  # of the open item's text or arguments
@@ -222,11 +227,15 @@ class ResponseEvents:
     def _add_call(self, call: ToolCallDelta) -> bytes:
         events = b""
         if call.id is not None:
-            item = OutputCall(self._item_id("fc"), call.id, call.name or "", "", "in_progress")
-            events = self._begin(item)
+            kind, prefix = (
+                (OutputCustomCall, "ctc") if call.name in self._custom_tools else (OutputCall, "fc")
+            )
+            events = self._begin(kind(self._item_id(prefix), call.id, call.name or "", "", "in_progress"))
         if not call.arguments:
             return events
         self._pieces.append(call.arguments)
+        if isinstance(self._open, OutputCustomCall):  # the text inside the JSON is known at the end
+            return events
         return events + self._delta(call.arguments, b"")
 
     def _item_id(self, prefix: str) -> str:
@@ -240,7 +249,7 @@ class ResponseEvents:
         events += self._event("response.output_item.added", output_index=index, item=item)
         place: dict[str, Any] = {"item_id": item.id, "output_index": index}
         kind = "response.function_call_arguments.delta"
-        if not isinstance(item, OutputCall):
+        if isinstance(item, OutputMessage | OutputReasoning):
             place["content_index"] = 0
             part = OutputText("", []) if isinstance(item, OutputMessage) else ReasoningText("")
             item.content.append(part)  # type: ignore[arg-type]
@@ -264,6 +273,10 @@ class ResponseEvents:
             events = self._event(
                 "response.function_call_arguments.done", **place, name=item.name, arguments=whole
             )
+        elif isinstance(item, OutputCustomCall):
+            item.input = custom_input_of(whole)
+            events = self._event("response.custom_tool_call_input.delta", **place, delta=item.input)
+            events += self._event("response.custom_tool_call_input.done", **place, input=item.input)
         else:
             place["content_index"] = 0
             part = item.content[0]

@@ -6,6 +6,7 @@ thought, said and called between two turns of others is one turn of its own.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -20,7 +21,22 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 _ROLES = frozenset({"user", "assistant", "system", "developer"})
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+_RESPONSE_OF_ITEM = re.compile(r"(?:msg|fc|ctc|rs)_(\w+)-\d+")
+# The parameters that a custom tool, which takes any text, has for the model.
+CUSTOM_TOOL_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 class ContentPart(msgspec.Struct, omit_defaults=True):
@@ -41,6 +57,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None  # of a custom tool's call
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
@@ -80,11 +97,37 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
     status: ItemStatus
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 def new_id(kind: str) -> str:
     return f"{_ID_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
+
+
+def response_id_of(item_id: str) -> str | None:
+    """The id of the response whose output holds an item. Only items of outputs have such ids."""
+    found = _RESPONSE_OF_ITEM.fullmatch(item_id)
+    return None if found is None else f"resp_{found[1]}"
+
+
+def custom_input_of(arguments: str) -> str:
+    """The text that the model passed to a custom tool. A call that was cut off gives what was written of it."""
+    try:
+        return msgspec.json.decode(arguments, type=_CustomArguments).input
+    except msgspec.DecodeError:
+        return arguments
+
+
+class _CustomArguments(msgspec.Struct):
+    input: str
 
 
 def input_items(wire: str | list[InputItem]) -> list[InputItem]:
@@ -132,8 +175,11 @@ class _Chat:
                 parts = item.content if isinstance(item.content, list) else item.summary
                 self._reasoning += [part.text or "" for part in parts or ()]
             case "function_call":
-                self._calls.append(_call(item, param))
-            case "function_call_output":
+                self._calls.append(_call(item, item.arguments or "{}", param))
+            case "custom_tool_call":
+                arguments = msgspec.json.encode(_CustomArguments(item.input or "")).decode()
+                self._calls.append(_call(item, arguments, param))
+            case "function_call_output" | "custom_tool_call_output":
                 self.end_turn()
                 if item.call_id is None:
                     raise InvalidRequest(f"{param}.call_id is missing.", param=f"{param}.call_id")
@@ -170,10 +216,10 @@ class _Chat:
         self.messages.append(ChatMessage(role, texts))
 
 
-def _call(item: InputItem, param: str) -> ToolCall:
+def _call(item: InputItem, arguments: str, param: str) -> ToolCall:
     if item.call_id is None or item.name is None:
         raise InvalidRequest(f"{param} must have a call_id and a name.", param=param)
-    return ToolCall(item.call_id, item.name, item.arguments or "{}")
+    return ToolCall(item.call_id, item.name, arguments)
 
 
 def _texts(content: str | list[ContentPart] | None, param: str) -> tuple[TextPart, ...]:

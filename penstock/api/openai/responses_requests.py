@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.api.openai.messages import AllowedTool, AllowedTools, ToolMode, allowed_choice, named_choice
 from penstock.api.openai.requests import TIERS, ReasoningEffort, ServiceTier, thinking_of
-from penstock.api.openai.responses_items import InputItem, messages_of
+from penstock.api.openai.responses_items import CUSTOM_TOOL_PARAMETERS, InputItem, messages_of
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar, Tier
 from penstock.gateway import grammars
@@ -22,12 +22,21 @@ MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 
 
+class ToolFormat(msgspec.Struct, omit_defaults=True):
+    """What a custom tool takes."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
 class ResponseTool(msgspec.Struct, omit_defaults=True):
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: ToolFormat | None = None  # of a custom tool
 
 
 class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
@@ -101,6 +110,11 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     prompt: Any = None
 
     @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of tools that take free text instead of JSON."""
+        return frozenset(tool.name or "" for tool in self.tools or () if tool.type == "custom")
+
+    @property
     def is_stored(self) -> bool:
         return self.store is not False
 
@@ -158,19 +172,27 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     def _tools(self) -> tuple[Tool, ...]:
         tools = []
         for position, tool in enumerate(self.tools or ()):
-            if tool.type != "function" or tool.name is None:
+            if tool.type not in ("function", "custom") or tool.name is None:
                 raise InvalidRequest(
-                    f"tools[{position}] is of type {tool.type!r}; only functions with a name are supported.",
+                    f"tools[{position}] is of type {tool.type!r}; only functions and custom tools with a name are "
+                    "supported.",
                     param="tools",
                 )
-            tools.append(Tool(tool.name, tool.description, tool.parameters or {}, bool(tool.strict)))
+            if tool.format is not None and tool.format.type != "text":
+                raise InvalidRequest(
+                    f"tools[{position}].format is {tool.format.type!r}; custom tools take only text here.",
+                    param="tools",
+                )
+            is_custom = tool.type == "custom"
+            parameters = CUSTOM_TOOL_PARAMETERS if is_custom else tool.parameters or {}
+            tools.append(Tool(tool.name, tool.description, parameters, is_custom or bool(tool.strict)))
         return tuple(tools)
 
     def _tool_choice(self, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
         parallel = self.parallel_tool_calls is not False
         choice = self.tool_choice
         if isinstance(choice, ResponseToolChoice):
-            if choice.type == "function" and choice.name is not None:
+            if choice.type in ("function", "custom") and choice.name is not None:
                 return tools, named_choice(choice.name, tools, parallel=parallel)
             if choice.type == "allowed_tools" and choice.tools is not None:
                 allowed = AllowedTools(choice.tools, choice.mode or "auto")

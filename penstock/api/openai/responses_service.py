@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from penstock.api.openai.responses_answers import ResponseBody, ResponseError, ResponseEvents, new_response
-from penstock.api.openai.responses_items import InputItem, input_items
+from penstock.api.openai.responses_items import InputItem, input_items, response_id_of
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreUnavailable
 from penstock.core.identity import Principal
 from penstock.gateway.choice import Delta
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.responses.store import ResponseStore, StoredResponse
+from penstock.gateway.responses.store import HistoryBound, ResponseStore, StoredResponse
 from penstock.gateway.served_model import ServedModel
 from penstock.gateway.stream import AnswerStream, ReaderGone
 from penstock.gateway.wrapped_answer import WrappedAnswer
@@ -105,14 +105,16 @@ class Responses:
     ) -> RecordedAnswer:
         """`sign` adds to a wish what is known about its caller."""
         request.check()
-        own_items = input_items(request.input)
+        own_items = await self._own_items(request, principal)
         items = [*await self._earlier_items(request, principal), *own_items]
         wish = sign(request.to_generation(items))
         if request.truncation == "auto":
             wish = msgspec.structs.replace(wish, drops_oldest_turns=True)
         answer = await self._gateway.submit(wish)
         body = new_response(request, answer)
-        events = ResponseEvents(body, wants_logprobs=request.wants_logprobs)
+        events = ResponseEvents(
+            body, wants_logprobs=request.wants_logprobs, custom_tools=request.custom_tools
+        )
         record = StoredResponse(
             id=body.id,
             workspace_id=principal.workspace_id,
@@ -131,7 +133,8 @@ class Responses:
         request.check()
         model = self._model(request, principal)
         async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
-            items = [*await self._earlier_items(request, principal), *input_items(request.input)]
+            own_items = await self._own_items(request, principal)
+            items = [*await self._earlier_items(request, principal), *own_items]
             return len(await model.token_ids(request.chat_prompt(items)))
 
     async def find(self, principal: Principal, response_id: str) -> StoredResponse:
@@ -166,6 +169,29 @@ class Responses:
             if await self._store.replace(cancelled):
                 self._stop(response_id)
         return (await self.find(principal, response_id)).body
+
+    async def _own_items(self, request: ResponseRequest, principal: Principal) -> list[InputItem]:
+        """The items of the request, with those in place that it only refers to."""
+        outputs: dict[str, dict[str | None, InputItem]] = {}  # of the responses referred to, by item id
+        bound = HistoryBound("input")
+        items: list[InputItem] = []
+        for position, item in enumerate(input_items(request.input)):
+            if item.type != "item_reference":
+                items.append(item)
+                continue
+            param = f"input[{position}].id"
+            response_id = response_id_of(item.id or "")
+            if response_id is not None and response_id not in outputs:
+                found = await self._store.find(principal.workspace_id, response_id)
+                output = _decode_output(found.body).output if found is not None and found.is_final else []
+                outputs[response_id] = {known.id: known for known in output}
+                bound.add(0 if found is None else len(found.body))
+            referred = outputs.get(response_id or "", {}).get(item.id)
+            if referred is None:
+                raise NotFound(f"There is no item with the id {item.id!r}.", param=param)
+            bound.add(len(_to_json(referred)), num_responses=0)
+            items.append(referred)
+        return items
 
     async def _earlier_items(self, request: ResponseRequest, principal: Principal) -> list[InputItem]:
         if request.previous_response_id is None:

@@ -6,21 +6,34 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from penstock.gateway.responses.store import StoredResponse, refuse_long_history
+from penstock.gateway.responses.store import HistoryBound, StoredResponse
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import responses
 
 _SWEEP_EVERY_S = 600.0
+_MAX_WORKSPACE_BYTES = 1 << 30
+_CHECKED_SHARE = 1 / 64  # a workspace is measured again after it has added so much of what it may keep
+_DELETED_AT_ONCE = 100
 
 
 class DatabaseResponses:
-    def __init__(self, database: Database, *, now: Callable[[], float] = time.time) -> None:
+    """Deletes the oldest responses of a workspace that stores more than `max_workspace_bytes`."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        max_workspace_bytes: int = _MAX_WORKSPACE_BYTES,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._database = database
+        self._max_workspace_bytes = max_workspace_bytes
         self._now = now
         self._swept_at = 0.0
+        self._num_added: dict[str, int] = {}  # bytes per workspace since it was last measured
 
     async def add(self, response: StoredResponse) -> None:
         await self._database.run(lambda connection: self._add(connection, response))
@@ -65,6 +78,7 @@ class DatabaseResponses:
             connection.execute(responses.delete().where(responses.c.expires_at <= now))
         insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
         connection.execute(insert(responses).values(_row(response)).on_conflict_do_nothing())
+        self._bound_workspace(connection, response)
 
     def _replace(self, connection: Connection, response: StoredResponse) -> bool:
         replaced = connection.execute(
@@ -76,7 +90,36 @@ class DatabaseResponses:
             )
             .values(_row(response))
         )
+        self._bound_workspace(connection, response)
         return replaced.rowcount == 1
+
+    def _bound_workspace(self, connection: Connection, added: StoredResponse) -> None:
+        """The newest response stays, whatever its size. Measuring a workspace reads its index and is not done for
+        each response."""
+        workspace_id = added.workspace_id
+        is_known = workspace_id in self._num_added
+        num_added = self._num_added.get(workspace_id, 0) + added.num_bytes
+        self._num_added[workspace_id] = num_added
+        if is_known and num_added < self._max_workspace_bytes * _CHECKED_SHARE:
+            return
+        self._num_added[workspace_id] = 0
+        size = func.length(responses.c.body) + func.length(responses.c.input_items)
+        in_workspace = responses.c.workspace_id == workspace_id
+        total = connection.execute(select(func.coalesce(func.sum(size), 0)).where(in_workspace)).scalar_one()
+        oldest = (
+            select(responses.c.id, size)
+            .where(in_workspace, responses.c.is_final, responses.c.id != added.id)
+            .order_by(responses.c.created_at)
+            .limit(_DELETED_AT_ONCE)
+        )
+        while total > self._max_workspace_bytes and (rows := connection.execute(oldest).all()):
+            ids = []
+            for response_id, num_bytes in rows:
+                if total <= self._max_workspace_bytes:
+                    break
+                ids.append(response_id)
+                total -= num_bytes
+            connection.execute(responses.delete().where(responses.c.id.in_(ids)))
 
     def _renew(self, connection: Connection, response_ids: Collection[str], lease_until: float) -> None:
         is_running = responses.c.id.in_(response_ids), responses.c.is_final.is_(False)
@@ -96,13 +139,14 @@ class DatabaseResponses:
         self, connection: Connection, workspace_id: str, response_id: str, keep_until: float
     ) -> list[StoredResponse] | None:
         found: list[StoredResponse] = []
+        bound = HistoryBound()
         next_id: str | None = response_id
         while next_id is not None:
             response = self._find(connection, workspace_id, next_id)
             if response is None:
                 return None
             found.append(response)
-            refuse_long_history(len(found))
+            bound.add(response.num_bytes)
             next_id = response.previous_id
         connection.execute(
             responses.update()

@@ -1,4 +1,4 @@
-"""What keeps responses: the noun, the protocol, and a bounded store in memory for servers without a database."""
+"""Stored responses: the record, the protocol of stores, and a bounded store in memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from penstock.core.errors import InvalidRequest
 
 MAX_HISTORY = 1000  # responses in one conversation
+MAX_HISTORY_BYTES = 32 << 20  # of one conversation, as stored
 MAX_MEMORY_BYTES = 64 << 20
 
 
@@ -27,6 +28,10 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     input_items: bytes
     previous_id: str | None = None
     lease_until: float | None = None  # of one that is not final: its gateway is alive until then at least
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.input_items)
 
     def is_lost(self, now: float) -> bool:
         """Whether the gateway that should finish it has gone."""
@@ -61,11 +66,25 @@ class ResponseStore(Protocol):
     async def delete(self, workspace_id: str, response_id: str) -> bool: ...
 
 
-def refuse_long_history(length: int) -> None:
-    if length > MAX_HISTORY:
-        raise InvalidRequest(
-            f"The conversation has more than {MAX_HISTORY} responses.", param="previous_response_id"
-        )
+class HistoryBound:
+    """Refuses a conversation that is too long to be read into memory. Call `add` for each part of it."""
+
+    def __init__(self, param: str = "previous_response_id") -> None:
+        self._param = param
+        self._num_responses = 0
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int, *, num_responses: int = 1) -> None:
+        self._num_responses += num_responses
+        self._num_bytes += num_bytes
+        if self._num_responses > MAX_HISTORY:
+            raise InvalidRequest(
+                f"The conversation has more than {MAX_HISTORY} responses.", param=self._param
+            )
+        if self._num_bytes > MAX_HISTORY_BYTES:
+            raise InvalidRequest(
+                f"The conversation has more than {MAX_HISTORY_BYTES} bytes.", param=self._param
+            )
 
 
 class MemoryResponses:
@@ -103,13 +122,14 @@ class MemoryResponses:
         self, workspace_id: str, response_id: str, *, keep_until: float
     ) -> list[StoredResponse] | None:
         found: list[StoredResponse] = []
+        bound = HistoryBound()
         next_id: str | None = response_id
         while next_id is not None:
             response = await self.find(workspace_id, next_id)
             if response is None:
                 return None
             found.append(response)
-            refuse_long_history(len(found))
+            bound.add(response.num_bytes)
             next_id = response.previous_id
         for response in found:
             kept = msgspec.structs.replace(response, expires_at=max(response.expires_at, keep_until))
@@ -125,15 +145,11 @@ class MemoryResponses:
         key = (response.workspace_id, response.id)
         self._forget(key)
         self._responses[key] = response
-        self._num_bytes += _size(response)
+        self._num_bytes += response.num_bytes
         while self._num_bytes > self._max_bytes:
             self._forget(next(iter(self._responses)))
 
     def _forget(self, key: tuple[str, str]) -> None:
         response = self._responses.pop(key, None)
         if response is not None:
-            self._num_bytes -= _size(response)
-
-
-def _size(response: StoredResponse) -> int:
-    return len(response.body) + len(response.input_items)
+            self._num_bytes -= response.num_bytes

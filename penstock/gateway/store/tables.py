@@ -224,6 +224,7 @@ responses = Table(
     Column("input_items", LargeBinary, nullable=False),
     Column("previous_id", String(64)),  # no foreign key: what it continues may be deleted
     Column("lease_until", Double),  # of one that is not final: renewed by the gateway that makes it
+    Index("ix_responses_workspace_id_created_at", "workspace_id", "created_at"),
 )
 
 # Owner: gateway/releases. `body` is all that is known of a release, as JSON; the other columns are for people.

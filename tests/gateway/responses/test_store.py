@@ -163,3 +163,34 @@ async def test_an_id_that_no_database_could_look_for_does_not_exist(store: Respo
     assert await store.find("w", "a\0") is None
     assert await store.history("w", "a\0", keep_until=3000.0) is None
     assert not await store.delete("w", "a\0")
+
+
+async def test_a_conversation_is_bounded_in_bytes(
+    store: ResponseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_HISTORY_BYTES", 1000)
+    await store.add(response("a", body=b"x" * 400, input_items=b"y" * 100))
+    await store.add(response("b", "a", body=b"x" * 400, input_items=b"y" * 100))
+    assert await store.history("w", "b", keep_until=0.0) is not None
+    await store.add(response("c", "b", body=b"x"))
+    with pytest.raises(InvalidRequest, match="1000 bytes"):
+        await store.history("w", "c", keep_until=0.0)
+
+
+async def test_a_workspace_is_bounded_in_bytes(tmp_path: Path, clock: FakeClock) -> None:
+    """The oldest responses of the workspace go, those of other workspaces and those that still run stay."""
+    database = Database(sqlite_url(tmp_path))
+    store = DatabaseResponses(database, max_workspace_bytes=10_000, now=clock.now)
+    await store.add(response("theirs", workspace_id="v", body=b"x" * 9000, created_at=1.0))
+    await store.add(response("running", is_final=False, created_at=1.0, lease_until=1e9))
+    for number in range(300):
+        await store.add(response(f"r{number}", body=b"x" * 100, created_at=10.0 + number))
+    kept = [number for number in range(300) if await store.find("w", f"r{number}") is not None]
+    assert kept == list(range(300 - len(kept), 300))
+    assert 90 <= len(kept) <= 100
+    assert await store.find("v", "theirs") is not None
+    assert await store.find("w", "running") is not None
+    await store.replace(response("running", body=b"x" * 20_000, created_at=1.0))
+    assert await store.find("w", "running") is not None  # the newest outcome stays, whatever its size
+    assert await store.find("w", "r299") is None
+    database.close()
