@@ -12,7 +12,11 @@ import pytest
 from tests.api.conftest import Serve
 from tests.api.scripted import scripted
 
-PACKAGES = ("ai@6", "@ai-sdk/anthropic@3", "@ai-sdk/openai@3")  # the last that refuse a null for an absent field
+PACKAGES = (
+    "ai@6",
+    "@ai-sdk/anthropic@3",
+    "@ai-sdk/openai@3",
+)  # the last that refuse a null for an absent field
 SCRIPT = Path(__file__).with_name("vercel_ai_sdk.mjs")
 
 
