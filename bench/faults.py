@@ -52,8 +52,8 @@ Fault = Callable[[Rig], Awaitable[str]]
 
 
 def busiest(rig: Rig) -> str:
-    ledgers = {replica_id: rig.fleet.router.ledger(replica_id) for replica_id in rig.fleet.replicas}
-    return max(ledgers, key=lambda name: ledger.own_requests if (ledger := ledgers[name]) else 0)
+    loads = {replica_id: rig.fleet.router.load(replica_id) for replica_id in rig.fleet.replicas}
+    return max(loads, key=lambda name: load.own_requests if (load := loads[name]) else 0)
 
 
 async def restarted(rig: Rig, count: int) -> None:

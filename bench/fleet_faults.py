@@ -14,7 +14,7 @@ from penstock.control.autoscaler import AutoscalerConfig
 from penstock.dispatch import DispatchConfig
 from penstock.dispatch.outliers import OutlierConfig
 from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
-from penstock.simulator.faults import Kill, LoseNews, SlowDown
+from penstock.simulator.faults import Kill, LoseKVEvents, SlowDown
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import shared_prefix_workload
 
@@ -41,7 +41,7 @@ def scenarios(num_requests: int, num_replicas: int, rate: float) -> dict[str, Si
             faults=(SlowDown(half_s, 0, 4.0),),
             dispatch=DispatchConfig(outliers=OutlierConfig(slow_factor=inf)),
         ),
-        "a fifth of KV events is lost": replace(usual, faults=(LoseNews(0.0, 2.0 * half_s, 0.2),)),
+        "a fifth of KV events is lost": replace(usual, faults=(LoseKVEvents(0.0, 2.0 * half_s, 0.2),)),
         "four gateways that know nothing of each other": replace(usual, num_gateways=4),
         "half of the replicas, until more are started": replace(
             usual, num_replicas=num_replicas // 2, autoscaler=scaling

@@ -188,9 +188,9 @@ class ControlLink:
                 for model in models
             },
             token_s={
-                member.id: ledger.token_s
+                member.id: load.token_s
                 for member in fleet.members
-                if (ledger := fleet.router.ledger(member.id)) is not None
+                if (load := fleet.router.load(member.id)) is not None
             },
             reasons=dict(new_reasons),
             num_prompt_tokens=routed - told_routed,

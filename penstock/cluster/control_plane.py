@@ -36,7 +36,7 @@ from penstock.cluster.figures import RecentTimes
 from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseDesk, Resolve
 from penstock.cluster.replica import Member, ReplicaSpec
-from penstock.cluster.scaling import PoolScaler, ReplicaKeeper
+from penstock.cluster.scaling import PoolScaler, ReplicaManager
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import ClusterView, PoolView, ReplicaView, RoutingView
 from penstock.core.errors import PenstockError
@@ -65,7 +65,7 @@ class ControlPlane:
 
     def __init__(
         self,
-        keeper: ReplicaKeeper,
+        manager: ReplicaManager,
         pools: Sequence[tuple[ReplicaSpec, AutoscalerConfig | None]],
         store: ReleaseStore,
         resolve_weights: Resolve,
@@ -73,13 +73,13 @@ class ControlPlane:
         drain_timeout_s: float = 60.0,
         look_interval_s: float = LOOK_INTERVAL_S,
     ) -> None:
-        self._keeper = keeper
+        self._manager = manager
         self._base_revisions = {spec.model: spec.revision for spec, _ in pools}
         self._store = store
         self._look_interval_s = look_interval_s
-        self.pools = [PoolScaler(keeper, spec, scaling, drain_timeout_s) for spec, scaling in pools]
+        self.pools = [PoolScaler(manager, spec, scaling, drain_timeout_s) for spec, scaling in pools]
         self.releases = ReleaseDesk(
-            self.pools, keeper, store, resolve_weights, self._announce, interval_s=look_interval_s
+            self.pools, manager, store, resolve_weights, self._announce, interval_s=look_interval_s
         )
         self._directive_number = 0
         self._gateways: dict[int, _Gateway] = {}
@@ -142,7 +142,7 @@ class ControlPlane:
 
     def view(self) -> ClusterView:
         now = asyncio.get_running_loop().time()
-        members = self._keeper.members()
+        members = self._manager.members()
         present = {member.id for member in members}
         self._times = {name: times for name, times in self._times.items() if name in present}
         return ClusterView(
@@ -159,7 +159,7 @@ class ControlPlane:
         )
 
     def _replica_view(self, member: Member, now: float) -> ReplicaView:
-        stats = self._keeper.stats(member.id)
+        stats = self._manager.stats(member.id)
         times = self._times.get(member.id, _ReplicaTimes())
         queries = stats.prefix_cache_queries
         return ReplicaView(
@@ -174,10 +174,10 @@ class ControlPlane:
             num_waiting_tokens=stats.num_waiting_tokens,
             kv_usage=stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0,
             cached_share=stats.prefix_cache_hits / queries if queries else None,
-            ttft_p50_s=times.ttfts_s.percentile(0.5, now),
-            ttft_p95_s=times.ttfts_s.percentile(0.95, now),
-            itl_p50_s=times.itls_s.percentile(0.5, now),
-            itl_p95_s=times.itls_s.percentile(0.95, now),
+            ttft_p50_s=times.ttfts_s.percentile(50, now),
+            ttft_p95_s=times.ttfts_s.percentile(95, now),
+            itl_p50_s=times.itls_s.percentile(50, now),
+            itl_p95_s=times.itls_s.percentile(95, now),
         )
 
     def _note(self, report: Report, now: float) -> None:

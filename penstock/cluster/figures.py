@@ -8,16 +8,9 @@ from collections.abc import Sequence
 
 from penstock.cluster.control_messages import ModelReport, Sample
 from penstock.control.gates import Evidence, Figures
+from penstock.core.percentile import percentile
 
 MAX_TIMES = 20_000  # of each kind, that percentiles are taken over; older ones are dropped
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least this share of them do not exceed; None when there are none."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 class RecentTimes:
@@ -30,10 +23,10 @@ class RecentTimes:
     def add(self, value_s: float, now: float) -> None:
         self._times.append((now, value_s))
 
-    def percentile(self, share: float, now: float) -> float | None:
+    def percentile(self, percent: float, now: float) -> float | None:
         while self._times and now - self._times[0][0] > self._window_s:
             self._times.popleft()
-        return percentile([value_s for _, value_s in self._times], share)
+        return _percentile([value_s for _, value_s in self._times], percent)
 
 
 class RecentRate:
@@ -72,12 +65,12 @@ class _RevisionFigures:
         return Figures(
             num_requests=self.num_requests,
             num_errors=self.num_errors,
-            ttft_p95_s=percentile(self.ttfts_s, 0.95),
-            itl_p95_s=percentile(self.itls_s, 0.95),
+            ttft_p95_s=_percentile(self.ttfts_s, 95),
+            itl_p95_s=_percentile(self.itls_s, 95),
         )
 
 
-class EvidenceBook:
+class EvidenceCollector:
     """What was seen of a release in its present stage. Whatever began in another stage proves nothing."""
 
     def __init__(self, stable: str, candidate: str) -> None:
@@ -110,3 +103,7 @@ class EvidenceBook:
             num_compared=self._num_compared,
             num_diverged=self._num_diverged,
         )
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return percentile(sorted(values), percent) if values else None

@@ -10,10 +10,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 
-from penstock.cluster.figures import EvidenceBook
+from penstock.cluster.figures import EvidenceCollector
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.scaling import PoolScaler, ReplicaKeeper
+from penstock.cluster.scaling import PoolScaler, ReplicaManager
 from penstock.control.release import Happening, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseView
 from penstock.core.errors import PenstockError
@@ -32,17 +32,17 @@ class ReleaseRun:
         self,
         record: ReleaseRecord,
         pools: Sequence[PoolScaler],
-        keeper: ReplicaKeeper,
+        manager: ReplicaManager,
         store: ReleaseStore,
         announce: Callable[[], Awaitable[None]],
         interval_s: float,
     ) -> None:
         self.record = record
         self.rules = Releases(record.config)
-        self.book = EvidenceBook(record.state.stable, record.state.candidate)
-        self.book.begin(record.state.stage_number)
+        self.collector = EvidenceCollector(record.state.stable, record.state.candidate)
+        self.collector.begin(record.state.stage_number)
         self._pools = pools
-        self._keeper = keeper
+        self._manager = manager
         self._store = store
         self._announce = announce  # returns when every gateway has heard of the present state
         self._interval_s = interval_s
@@ -77,7 +77,7 @@ class ReleaseRun:
             await asyncio.wait((self._driver,))
 
     def view(self) -> ReleaseView:
-        state, evidence = self.state, self.book.evidence()
+        state, evidence = self.state, self.collector.evidence()
         split = self.rules.split(state)
         reports = self.rules.reports(state, evidence) if state.stage in _GATED else ()
         return ReleaseView(
@@ -145,7 +145,7 @@ class ReleaseRun:
             if self._is_candidate_lost():
                 await self._happen(Happening.CANDIDATE_LOST, "no replica of it is ready")
                 return
-            after = self.rules.judged(state, self.book.evidence(), time.time())
+            after = self.rules.judged(state, self.collector.evidence(), time.time())
             if after is state:
                 continue
             # More requests only once there is somebody to answer them.
@@ -190,9 +190,9 @@ class ReleaseRun:
         for pool, spec, count in zip(self._pools, specs, counts, strict=True):
             for member in pool.members():
                 if member.replica.revision == spec.revision and member.replica.state is ReplicaState.DRAINING:
-                    self._keeper.resume(member.id)
+                    self._manager.resume(member.id)
             num_missing = count - len(pool.serving(spec.revision))
-            launches += [asyncio.create_task(self._keeper.launch(spec)) for _ in range(num_missing)]
+            launches += [asyncio.create_task(self._manager.launch(spec)) for _ in range(num_missing)]
         try:
             await asyncio.gather(*launches)
         finally:  # one that fails, or an operator's order, ends the others
@@ -212,7 +212,7 @@ class ReleaseRun:
             for pool, spec in zip(self._pools, specs, strict=True)
             for member in pool.serving(spec.revision)
         ]
-        descriptions = [self._keeper.ready(member.id) for member in members]
+        descriptions = [self._manager.ready(member.id) for member in members]
         return {ready.model.tokenizer_json for ready in descriptions if ready is not None}
 
     def _counts(self, candidate_share: float) -> list[int]:
@@ -256,4 +256,4 @@ class ReleaseRun:
             # A database that is away must not keep a bad candidate in service.
             log.error("the release's state could not be written down: %s", error.message)
         self.record = record
-        self.book.begin(state.stage_number)
+        self.collector.begin(state.stage_number)

@@ -18,7 +18,7 @@ from penstock.cluster.control_messages import ActiveRelease, Report
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
 from penstock.cluster.release_run import ReleaseRun
 from penstock.cluster.revisions import changed
-from penstock.cluster.scaling import PoolScaler, ReplicaKeeper
+from penstock.cluster.scaling import PoolScaler, ReplicaManager
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound
@@ -34,7 +34,7 @@ class ReleaseDesk:
     def __init__(
         self,
         pools: Sequence[PoolScaler],
-        keeper: ReplicaKeeper,
+        manager: ReplicaManager,
         store: ReleaseStore,
         resolve_weights: Resolve,
         announce: Callable[[], Awaitable[None]],
@@ -42,7 +42,7 @@ class ReleaseDesk:
         interval_s: float,
     ) -> None:
         self._pools = pools
-        self._keeper = keeper
+        self._manager = manager
         self._store = store
         self._resolve_weights = resolve_weights
         self._announce = announce
@@ -114,11 +114,11 @@ class ReleaseDesk:
         for sample in report.samples:
             run = self._runs.get(sample.model)
             if run is not None:
-                run.book.add(sample)
+                run.collector.add(sample)
         for model, of_model in report.models.items():
             run = self._runs.get(model)
             if run is not None:
-                run.book.add_comparisons(of_model)
+                run.collector.add_comparisons(of_model)
 
     def active(self) -> tuple[ActiveRelease, ...]:
         """For gateways."""
@@ -153,7 +153,7 @@ class ReleaseDesk:
 
     def _run(self, record: ReleaseRecord) -> ReleaseRun:
         pools = self._of(record.model)
-        return ReleaseRun(record, pools, self._keeper, self._store, self._announce, self._interval_s)
+        return ReleaseRun(record, pools, self._manager, self._store, self._announce, self._interval_s)
 
     def _of(self, model: str) -> list[PoolScaler]:
         return [pool for pool in self._pools if pool.spec.model == model]

@@ -1,7 +1,7 @@
 """Carries out what the autoscaler decides for one pool of replicas: gathers its signals, starts, drains and stops.
 
 A pool is the replicas of one model and role that stand in for each other. How many there should be is
-`control/autoscaler`'s business; how a replica is started is the keeper's, which the supervisor is.
+`control/autoscaler`'s business; how a replica is started is the manager's, which the supervisor is.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | 
     )
 
 
-class ReplicaKeeper(Protocol):
+class ReplicaManager(Protocol):
     """What the control plane asks of whoever runs replicas."""
 
     def members(self) -> tuple[Member, ...]: ...
@@ -153,12 +153,12 @@ class PoolScaler:
 
     def __init__(
         self,
-        keeper: ReplicaKeeper,
+        manager: ReplicaManager,
         spec: ReplicaSpec,
         config: AutoscalerConfig | None,
         drain_timeout_s: float,
     ) -> None:
-        self._keeper = keeper
+        self._manager = manager
         self.spec = spec
         self.figures = PoolFigures(config or AutoscalerConfig())
         self.is_releasing = False  # while another revision is compared with this one, none of this one leaves
@@ -178,7 +178,7 @@ class PoolScaler:
         """Of this pool, whichever revision."""
         return [
             member
-            for member in self._keeper.members()
+            for member in self._manager.members()
             if (member.spec.model, member.spec.role) == (self.spec.model, self.spec.role)
             and member.replica.state is not ReplicaState.GONE
         ]
@@ -209,13 +209,13 @@ class PoolScaler:
         members = [member for member in self.members() if member.replica.revision == self.spec.revision]
         replicas = [self._signal(member) for member in members]
         ready = [replica.id for replica in replicas if replica.phase is Phase.READY]
-        queued = sum(self._keeper.stats(member.id).num_waiting_tokens for member in members)
+        queued = sum(self._manager.stats(member.id).num_waiting_tokens for member in members)
         return Signals(
             replicas=tuple(replicas),
             queued_prefill_tokens=queued + self.figures.held_tokens,
             arriving_prefill_tokens_per_s=self.figures.arrived_tokens.per_s(now),
             drain_tokens_per_s=self.figures.drain_tokens_per_s(ready),
-            ttft_p95_s=self.figures.ttfts_s.percentile(0.95, now),
+            ttft_p95_s=self.figures.ttfts_s.percentile(95, now),
             held_requests=self.figures.held_requests,
         )
 
@@ -260,7 +260,7 @@ class PoolScaler:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _signal(self, member: Member) -> ReplicaSignal:
-        stats = self._keeper.stats(member.id)
+        stats = self._manager.stats(member.id)
         usage = stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
         phase = _PHASES[member.replica.state]
         return ReplicaSignal(member.id, phase, stats.num_running + stats.num_waiting, usage)
@@ -305,7 +305,7 @@ class PoolScaler:
 
     async def _launch(self) -> None:
         try:
-            await self._keeper.launch(self.spec)
+            await self._manager.launch(self.spec)
         except PenstockError as error:
             self._failures += 1
             pause_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures, 16))
@@ -321,11 +321,11 @@ class PoolScaler:
 
     async def _leave(self, replica_id: str) -> None:
         with contextlib.suppress(NotFound):  # it died meanwhile
-            await self._keeper.drain(replica_id, self._drain_timeout_s)
-            await self._keeper.stop(replica_id)
+            await self._manager.drain(replica_id, self._drain_timeout_s)
+            await self._manager.stop(replica_id)
 
     def _resume(self, replica_id: str) -> None:
-        if self._keeper.resume(replica_id) and (task := self._drains.pop(replica_id, None)) is not None:
+        if self._manager.resume(replica_id) and (task := self._drains.pop(replica_id, None)) is not None:
             task.cancel()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

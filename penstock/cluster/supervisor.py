@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.cluster.life import ReplicaLife
 from penstock.cluster.replica import Launcher, Member, ReplicaSpec
+from penstock.cluster.replica_process import ReplicaProcess
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, LoadProgress
 from penstock.router import ReplicaState
@@ -28,11 +28,11 @@ IDLE_HEARTBEATS = 3
 
 
 @dataclass(slots=True)
-class _Post:
+class _Slot:
     """A place that is to be filled. When its replica dies, another one takes it."""
 
-    life: ReplicaLife
-    keeper: asyncio.Task[None] | None = None
+    process: ReplicaProcess
+    watcher: asyncio.Task[None] | None = None
     num_restarts: int = 0
     is_leaving: bool = field(default=False)  # no successor is started any more
 
@@ -48,90 +48,92 @@ class Supervisor:
         self._launchers = launchers
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on_progress = on_progress
-        self._posts: list[_Post] = []
-        self._num_lives = 0
+        self._slots: list[_Slot] = []
+        self._num_processes = 0
         self.on_change: list[Callable[[tuple[Member, ...]], None]] = []  # called with all members
 
     async def launch(self, spec: ReplicaSpec) -> str:
         """Returns the id of a replica that is ready. Raises the engine's own error when it cannot start; from then on
         a replica that ends is replaced, whatever the reason."""
         # Of several that load at once, one is shown.
-        on_progress = self._on_progress if not self._posts else None
-        post = _Post(self._new_life(spec, on_progress))
-        self._posts.append(post)
+        on_progress = self._on_progress if not self._slots else None
+        slot = _Slot(self._new_process(spec, on_progress))
+        self._slots.append(slot)
         self._tell()
         try:
-            await post.life.begin(self._launchers[spec.launcher])
+            await slot.process.begin(self._launchers[spec.launcher])
         except BaseException:
-            await self._remove(post)
+            await self._remove(slot)
             raise
-        post.keeper = asyncio.create_task(self._keep(post))
-        return post.life.id
+        slot.watcher = asyncio.create_task(self._watch(slot))
+        return slot.process.id
 
     def members(self) -> tuple[Member, ...]:
         """Everyone who is not gone, in the order of their launch."""
-        return tuple(post.life.member() for post in self._posts if post.life.state is not ReplicaState.GONE)
+        return tuple(
+            slot.process.member() for slot in self._slots if slot.process.state is not ReplicaState.GONE
+        )
 
     def stats(self, replica_id: str) -> EngineStats:
         """As of its latest heartbeat."""
-        return self._post(replica_id).life.stats
+        return self._slot(replica_id).process.stats
 
     def ready(self, replica_id: str) -> EngineReady | None:
         """What it serves, once it knows."""
-        return self._post(replica_id).life.ready
+        return self._slot(replica_id).process.ready
 
     def pid(self, replica_id: str) -> int | None:
         """Of its process, where that is on this machine."""
-        return self._post(replica_id).life.pid
+        return self._slot(replica_id).process.pid
 
     @property
     def num_restarts(self) -> int:
         """Replicas that took the place of one that died, of those that are still wanted."""
-        return sum(post.num_restarts for post in self._posts)
+        return sum(slot.num_restarts for slot in self._slots)
 
     async def drain(self, replica_id: str, timeout_s: float) -> bool:
         """Send it nothing new and let it finish what it has. False when that took too long, or was called off. One
         that dies meanwhile is not replaced."""
-        post = self._post(replica_id)
-        life = post.life
-        post.is_leaving = True
-        life.drain()
-        first_heartbeat = life.heartbeats
+        slot = self._slot(replica_id)
+        process = slot.process
+        slot.is_leaving = True
+        process.drain()
+        first_heartbeat = process.heartbeats
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while life.state is ReplicaState.DRAINING:
-                    if life.stats.num_running or life.stats.num_waiting:
-                        first_heartbeat = life.heartbeats
-                    elif life.heartbeats >= first_heartbeat + IDLE_HEARTBEATS:
+                while process.state is ReplicaState.DRAINING:
+                    if process.stats.num_running or process.stats.num_waiting:
+                        first_heartbeat = process.heartbeats
+                    elif process.heartbeats >= first_heartbeat + IDLE_HEARTBEATS:
                         return True
                     await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-        return life.state is ReplicaState.GONE
+        return process.state is ReplicaState.GONE
 
     def resume(self, replica_id: str) -> bool:
         """Whether it serves again after a drain."""
-        post = self._post(replica_id)
-        post.is_leaving = not post.life.resume()
-        return not post.is_leaving
+        slot = self._slot(replica_id)
+        slot.is_leaving = not slot.process.resume()
+        return not slot.is_leaving
 
     async def stop(self, replica_id: str) -> None:
         """Take it down, with whatever it still does, and start no other in its place."""
-        await self._remove(self._post(replica_id))
+        await self._remove(self._slot(replica_id))
 
     async def close(self) -> None:
-        await asyncio.gather(*map(self._remove, tuple(self._posts)))
+        await asyncio.gather(*map(self._remove, tuple(self._slots)))
 
-    def _post(self, replica_id: str) -> _Post:
-        for post in self._posts:
-            if post.life.id == replica_id:
-                return post
+    def _slot(self, replica_id: str) -> _Slot:
+        for slot in self._slots:
+            if slot.process.id == replica_id:
+                return slot
         raise NotFound(f"There is no replica {replica_id!r}.")
 
-    def _new_life(
+    def _new_process(
         self, spec: ReplicaSpec, on_progress: Callable[[LoadProgress], None] | None = None
-    ) -> ReplicaLife:
-        self._num_lives += 1
-        return ReplicaLife(
-            f"replica-{self._num_lives}",
+    ) -> ReplicaProcess:
+        self._num_processes += 1
+        return ReplicaProcess(
+            f"replica-{self._num_processes}",
             spec,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
             on_change=self._tell,
@@ -143,39 +145,39 @@ class Supervisor:
         for callback in tuple(self.on_change):
             callback(members)
 
-    async def _remove(self, post: _Post) -> None:
-        post.is_leaving = True
-        if post.keeper is not None:
-            post.keeper.cancel()
+    async def _remove(self, slot: _Slot) -> None:
+        slot.is_leaving = True
+        if slot.watcher is not None:
+            slot.watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await post.keeper
-        if post in self._posts:
-            self._posts.remove(post)
-            await post.life.end()
+                await slot.watcher
+        if slot in self._slots:
+            self._slots.remove(slot)
+            await slot.process.end()
             self._tell()
 
-    async def _keep(self, post: _Post) -> None:
-        """Fill a post for as long as it is wanted, with growing pauses between one life and the next."""
+    async def _watch(self, slot: _Slot) -> None:
+        """Fill a slot for as long as it is wanted, with growing pauses between one process and the next."""
         loop = asyncio.get_running_loop()
         delay_s = FIRST_RESTART_DELAY_S
-        launcher = self._launchers[post.life.spec.launcher]
+        launcher = self._launchers[slot.process.spec.launcher]
         how = ""
         while True:
             if not how:
                 ready_s = loop.time()
-                how = await post.life.over()
+                how = await slot.process.over()
                 if loop.time() - ready_s > LAST_RESTART_DELAY_S:
                     delay_s = FIRST_RESTART_DELAY_S
-            if post.is_leaving:
-                log.warning("replica %s %s while it drained", post.life.id, how)
-                self._posts.remove(post)
-                await post.life.end(at_once=True)
+            if slot.is_leaving:
+                log.warning("replica %s %s while it drained", slot.process.id, how)
+                self._slots.remove(slot)
+                await slot.process.end(at_once=True)
                 self._tell()
                 return
-            successor = self._new_life(post.life.spec)
-            log.error("replica %s %s; %s starts in %.1f s", post.life.id, how, successor.id, delay_s)
-            predecessor, post.life = post.life, successor
-            post.num_restarts += 1
+            successor = self._new_process(slot.process.spec)
+            log.error("replica %s %s; %s starts in %.1f s", slot.process.id, how, successor.id, delay_s)
+            predecessor, slot.process = slot.process, successor
+            slot.num_restarts += 1
             await predecessor.end(at_once=True)
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)

@@ -60,7 +60,7 @@ IDLE_POLL_S = HEARTBEAT_INTERVAL_S
 STUCK_POLL_S = 0.05
 STATS_INTERVAL_S = 0.1
 KV_EVENTS_INTERVAL_S = 0.02
-NEWS_INTERVAL_S = 0.001  # the news of steps that take less travel together
+EVENTS_INTERVAL_S = 0.001  # the events of steps that take less travel together
 BROKEN_RECORDS_EXIT_CODE = 3
 # An engine that fails at once may do so before the process that started it has connected.
 FIRST_HELLO_TIMEOUT_S = 5.0
@@ -90,8 +90,8 @@ class Worker:
         self._transfers: TransferThread | None = None
         self._stopping = False
         self._stats_sent_s = 0.0
-        self._news: list[TokenEvent] = []  # not sent yet
-        self._news_since_s = 0.0
+        self._unsent: list[TokenEvent] = []  # not sent yet
+        self._unsent_since_s = 0.0
         self._parent = parent_pid or os.getppid()
 
     def start(self, config: EngineConfig, model_path: Path) -> None:
@@ -140,15 +140,15 @@ class Worker:
                 log.warning("the gateway process has gone; leaving")
                 return
             was_busy = busy or loop.has_work
-            self._add_news(loop.step())
+            self._note_events(loop.step())
             is_idle = not loop.has_work
-            news = self._take_news(at_once=is_idle or loop.step_s >= NEWS_INTERVAL_S)
+            events = self._take_unsent(at_once=is_idle or loop.step_s >= EVENTS_INTERVAL_S)
             became_idle = is_idle and was_busy
             kv_events = self._due_kv_events(at_once=became_idle)
             if self._is_heartbeat_due():
-                self._send_outputs(news, loop.stats(), kv_events, to_all=True)
+                self._send_outputs(events, loop.stats(), kv_events, to_all=True)
             else:
-                self._send_outputs(news, loop.stats() if became_idle else None, kv_events, to_all=False)
+                self._send_outputs(events, loop.stats() if became_idle else None, kv_events, to_all=False)
             for rejected in loop.take_rejections():
                 gateway = self._gateway_of.pop(rejected.request_id, None)
                 if gateway is not None:
@@ -238,18 +238,18 @@ class Worker:
         else:
             self._gateway_of[request_id] = gateway
 
-    def _add_news(self, events: list[TokenEvent]) -> None:
-        if events and not self._news:
-            self._news_since_s = time.monotonic()
-        self._news += events
+    def _note_events(self, events: list[TokenEvent]) -> None:
+        if events and not self._unsent:
+            self._unsent_since_s = time.monotonic()
+        self._unsent += events
 
-    def _take_news(self, *, at_once: bool) -> list[TokenEvent]:
+    def _take_unsent(self, *, at_once: bool) -> list[TokenEvent]:
         """What is to be sent now. A message wakes three threads, so an engine whose steps take no time sends some
-        steps' news in one."""
-        if not self._news or not (at_once or time.monotonic() - self._news_since_s >= NEWS_INTERVAL_S):
+        steps' events in one."""
+        if not self._unsent or not (at_once or time.monotonic() - self._unsent_since_s >= EVENTS_INTERVAL_S):
             return []
-        news, self._news = self._news, []
-        return news
+        events, self._unsent = self._unsent, []
+        return events
 
     def _is_heartbeat_due(self) -> bool:
         now = time.monotonic()

@@ -1,17 +1,30 @@
-"""Which replicas are much slower than their peers, and for how long to leave them out. Pure: knows figures only.
+"""Which replicas are much slower than their peers, and for how long they are left out. Pure: knows figures only.
 
-A replica is slow when its figure is over `slow_factor` times the median of all, several times in a row: its peers are
-the measure, since what is slow depends on the model, the hardware and the traffic. One that fails outright is the
-circuit breaker's business. Only so many are left out at a time: when most are slow, being slow is normal.
+`SlowReplicas` measures how long each replica takes for a step while it has work, by the times of its heartbeats.
+Steps grow with the tokens that they compute, so replicas are compared by what a step of a usual size would take.
+
+`OutlierDetector` calls a replica slow when its figure is over `slow_factor` times the median of all, several times in
+a row: what is slow depends on the model, the hardware and the traffic, so the peers are the measure. A replica that
+fails outright is left to the circuit breaker. Only a share of the replicas is left out at a time: when most are slow,
+being slow is normal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import msgspec
 from msgspec.structs import replace
+
+from penstock.core.messages import EngineStats
+from penstock.router.rates import LinearFit
+
+LOOK_INTERVAL_S = 2.0
+_GUESSED_STEP_TOKENS = 64
+_FADING = 0.9
+_MIN_OBSERVED = 5  # stretches of work between heartbeats, before a speed means anything
 
 
 class OutlierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,8 +55,8 @@ class OutlierDetector:
         self.config = config
 
     def observe(self, figures: Mapping[str, float | None], state: OutlierState, now: float) -> OutlierState:
-        """`figures`: of each replica that there is, a time such as the median between tokens; None when there are too
-        few samples to say. A slow replica has fewer samples than others: that must not make it look well."""
+        """`figures`: a time for each replica, such as the median time between tokens; None when there are too
+        few samples. A slow replica has fewer samples than others, which must not make it look fast."""
         config = self.config
         records = {name: self._returned(state.replicas.get(name, ReplicaRecord()), now) for name in figures}
         judged = {
@@ -86,3 +99,68 @@ class OutlierDetector:
         ):
             return ReplicaRecord()
         return replace(record, times_slow=0) if record.times_slow else record
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How fast one replica works."""
+
+    heard_s: float = 0.0
+    stats: EngineStats = field(default_factory=EngineStats)
+    fit: LinearFit = field(default_factory=lambda: LinearFit(0.010, 50e-6, _GUESSED_STEP_TOKENS))
+    usual_tokens: float = 0.0  # in a step
+
+    @property
+    def is_known(self) -> bool:
+        return self.fit.num_observed >= _MIN_OBSERVED
+
+    def heard(self, stats: EngineStats, now: float) -> None:
+        before, self.stats = self.stats, stats
+        elapsed_s, self.heard_s = now - self.heard_s, now
+        num_steps = stats.num_steps - before.num_steps
+        if before.num_running and stats.num_running and num_steps > 0:
+            num_tokens = (stats.tokens_computed - before.tokens_computed) / num_steps
+            self.usual_tokens += (1.0 - _FADING) * (num_tokens - self.usual_tokens)
+            self.fit.observe(num_tokens, elapsed_s / num_steps)
+
+    def step_s(self, num_tokens: float) -> float:
+        return self.fit.base_s + num_tokens * self.fit.token_s
+
+
+class SlowReplicas:
+    def __init__(self, config: OutlierConfig | None = None) -> None:
+        self._detector = OutlierDetector(config or OutlierConfig())
+        self._paces: dict[str, _Pace] = {}  # by replica
+        self._states: dict[str, OutlierState] = {}  # by group
+        self._next_look_s = 0.0
+
+    def heard(self, replica_id: str, stats: EngineStats, now: float) -> None:
+        self._paces.setdefault(replica_id, _Pace()).heard(stats, now)
+
+    def is_due(self, now: float) -> bool:
+        return now >= self._next_look_s
+
+    def look(self, groups: Mapping[str, Iterable[str]], now: float) -> frozenset[str]:
+        """`groups`: ids of replicas that do the same work. Returns those that are to be left out now."""
+        self._next_look_s = now + LOOK_INTERVAL_S
+        present = {replica_id for replica_ids in groups.values() for replica_id in replica_ids}
+        self._paces = {name: pace for name, pace in self._paces.items() if name in present}
+        ejected: set[str] = set()
+        for group, replica_ids in groups.items():
+            figures = self._figures(list(replica_ids))
+            state = self._detector.observe(figures, self._states.get(group, OutlierState()), now)
+            self._states[group] = state
+            ejected |= state.ejected()
+        return frozenset(ejected)
+
+    def _figures(self, replica_ids: Sequence[str]) -> dict[str, float | None]:
+        known = {
+            replica_id: pace
+            for replica_id in replica_ids
+            if (pace := self._paces.get(replica_id)) is not None and pace.is_known
+        }
+        usual_tokens = median(pace.usual_tokens for pace in known.values()) if known else 0.0
+        return {
+            replica_id: known[replica_id].step_s(usual_tokens) if replica_id in known else None
+            for replica_id in replica_ids
+        }

@@ -21,8 +21,7 @@ import msgspec
 from penstock.core.kv_events import KVEvent
 from penstock.core.messages import EngineStats
 from penstock.dispatch.breaker import BreakerState, Circuit, CircuitBreaker
-from penstock.dispatch.outliers import OutlierConfig
-from penstock.dispatch.slow_replicas import SlowReplicas
+from penstock.dispatch.outliers import OutlierConfig, SlowReplicas
 from penstock.router import Replica, ReplicaState, Router
 
 # What a replica does: everything, or one half of the work where prefill and decode are kept apart.

@@ -5,12 +5,10 @@ from penstock.router.prompt import hash_text, hash_tokens
 from penstock.router.replica import Replica, ReplicaState
 from penstock.router.request import Decision, RandomSource, Reason, RoutingRequest
 from penstock.router.router import Router, RouterConfig
-from penstock.router.transfers import Options, TransferConfig, Way, cheapest_way
 
 __all__ = [
     "POLICIES",
     "Decision",
-    "Options",
     "Policy",
     "RandomSource",
     "Reason",
@@ -19,9 +17,6 @@ __all__ = [
     "Router",
     "RouterConfig",
     "RoutingRequest",
-    "TransferConfig",
-    "Way",
-    "cheapest_way",
     "hash_text",
     "hash_tokens",
     "policy_named",

@@ -1,4 +1,4 @@
-"""The ways to pick one of several replicas that all could serve. Know ledgers and matches; no hash, no filter.
+"""The ways to pick one of several replicas that all could serve. Know loads and matches; no hash, no filter.
 
 A policy may remember turns. It is given time, chance, load and what each replica holds, and never fails: there is
 always a candidate.
@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from penstock.core.errors import ConfigError
 from penstock.router.affinity import number_of, score
-from penstock.router.ledger import ReplicaLedger
+from penstock.router.load import ReplicaLoad
 from penstock.router.request import RandomSource, Reason, RoutingRequest
 
 
@@ -22,10 +22,10 @@ class Policy(Protocol):
     def pick(
         self,
         request: RoutingRequest,
-        candidates: Sequence[ReplicaLedger],
-        matches: Mapping[ReplicaLedger, int],
+        candidates: Sequence[ReplicaLoad],
+        matches: Mapping[ReplicaLoad, int],
         rng: RandomSource,
-    ) -> tuple[ReplicaLedger, Reason]:
+    ) -> tuple[ReplicaLoad, Reason]:
         """`matches`: prompt tokens that a candidate holds; those that hold none are not in it."""
         ...
 
@@ -42,10 +42,10 @@ class RoundRobin:
     def pick(
         self,
         request: RoutingRequest,
-        candidates: Sequence[ReplicaLedger],
-        matches: Mapping[ReplicaLedger, int],
+        candidates: Sequence[ReplicaLoad],
+        matches: Mapping[ReplicaLoad, int],
         rng: RandomSource,
-    ) -> tuple[ReplicaLedger, Reason]:
+    ) -> tuple[ReplicaLoad, Reason]:
         self._turn += 1
         return candidates[(self._turn - 1) % len(candidates)], Reason.TURN
 
@@ -59,10 +59,10 @@ class LeastLoaded:
     def pick(
         self,
         request: RoutingRequest,
-        candidates: Sequence[ReplicaLedger],
-        matches: Mapping[ReplicaLedger, int],
+        candidates: Sequence[ReplicaLoad],
+        matches: Mapping[ReplicaLoad, int],
         rng: RandomSource,
-    ) -> tuple[ReplicaLedger, Reason]:
+    ) -> tuple[ReplicaLoad, Reason]:
         first = int(rng.random() * len(candidates))
         best = candidates[first]
         best_load = _load(best)
@@ -83,10 +83,10 @@ class PowerOfTwo:
     def pick(
         self,
         request: RoutingRequest,
-        candidates: Sequence[ReplicaLedger],
-        matches: Mapping[ReplicaLedger, int],
+        candidates: Sequence[ReplicaLoad],
+        matches: Mapping[ReplicaLoad, int],
         rng: RandomSource,
-    ) -> tuple[ReplicaLedger, Reason]:
+    ) -> tuple[ReplicaLoad, Reason]:
         count = len(candidates)
         first = int(rng.random() * count)
         if count == 1:
@@ -110,10 +110,10 @@ class SessionAffinity:
     def pick(
         self,
         request: RoutingRequest,
-        candidates: Sequence[ReplicaLedger],
-        matches: Mapping[ReplicaLedger, int],
+        candidates: Sequence[ReplicaLoad],
+        matches: Mapping[ReplicaLoad, int],
         rng: RandomSource,
-    ) -> tuple[ReplicaLedger, Reason]:
+    ) -> tuple[ReplicaLoad, Reason]:
         if request.affinity_key is None:
             return self._without_key.pick(request, candidates, matches, rng)
         total = sum(candidate.num_requests for candidate in candidates)
@@ -150,10 +150,10 @@ class PrefixAware:
     def pick(
         self,
         request: RoutingRequest,
-        candidates: Sequence[ReplicaLedger],
-        matches: Mapping[ReplicaLedger, int],
+        candidates: Sequence[ReplicaLoad],
+        matches: Mapping[ReplicaLoad, int],
         rng: RandomSource,
-    ) -> tuple[ReplicaLedger, Reason]:
+    ) -> tuple[ReplicaLoad, Reason]:
         num_tokens = request.num_prompt_tokens
         block_size = candidates[0].replica.block_size
         num_blocks = (num_tokens + request.expected_output_tokens) // block_size + 1
@@ -184,12 +184,12 @@ class PrefixAware:
                 return favourite, Reason.AFFINITY
         return best, Reason.LOAD
 
-    def _cost_s(self, candidate: ReplicaLedger, uncached_tokens: int, num_blocks: int) -> float:
+    def _cost_s(self, candidate: ReplicaLoad, uncached_tokens: int, num_blocks: int) -> float:
         return candidate.predict_s(uncached_tokens * self._recompute_weight, num_blocks)
 
 
 def _with_evictions(
-    costs_s: Sequence[float], candidates: Sequence[ReplicaLedger], num_blocks: int, most_room: float
+    costs_s: Sequence[float], candidates: Sequence[ReplicaLoad], num_blocks: int, most_room: float
 ) -> list[float]:
     """What each evicts more than the one with the most room would."""
     fewest = min(num_blocks, most_room)
@@ -200,12 +200,12 @@ def _with_evictions(
     ]
 
 
-def _led_to(key: str, candidates: Sequence[ReplicaLedger]) -> ReplicaLedger:
+def _led_to(key: str, candidates: Sequence[ReplicaLoad]) -> ReplicaLoad:
     number = number_of(key)
     return max(candidates, key=lambda candidate: score(number, candidate.number))
 
 
-def _load(candidate: ReplicaLedger) -> tuple[int, float]:
+def _load(candidate: ReplicaLoad) -> tuple[int, float]:
     return candidate.num_requests, candidate.prefill_tokens
 
 

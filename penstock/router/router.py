@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import exp
 
 from penstock.core.errors import EngineUnavailable, ModelNotFound
 from penstock.core.kv_events import KVEvent
@@ -16,11 +17,13 @@ from penstock.core.messages import EngineStats
 from penstock.router.expectations import Expectations
 from penstock.router.feed import KVFeed
 from penstock.router.index import PrefixIndex
-from penstock.router.ledger import ReplicaLedger, Ticket
+from penstock.router.load import ReplicaLoad, Ticket
 from penstock.router.policies import Policy, PrefixAware
 from penstock.router.replica import Replica, ReplicaState
 from penstock.router.request import Decision, RandomSource, Reason, RoutingRequest
-from penstock.router.shares import RecentShares
+
+_FREE_REQUESTS = 8.0  # beyond its share, that a replica may have: a few requests are no load
+_LARGEST_EXPONENT = 500.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class _Known:
     """All that is kept about one replica."""
 
     replica: Replica
-    ledger: ReplicaLedger
+    load: ReplicaLoad
     feed: KVFeed
     lookups: tuple[int, int] = (0, 0)  # prefix tokens looked up and found, by the last heartbeat
 
@@ -48,8 +51,8 @@ class _Known:
 class _Pool:
     """Who may serve one kind of request, until the fleet changes."""
 
-    local: list[ReplicaLedger]  # in the preferred region; everyone, where there is no preference
-    everywhere: list[ReplicaLedger]
+    local: list[ReplicaLoad]  # in the preferred region; everyone, where there is no preference
+    everywhere: list[ReplicaLoad]
 
 
 class Router:
@@ -61,7 +64,7 @@ class Router:
         self._shares = RecentShares(self.config.max_share, self.config.share_window_s)
         self._fleet: Sequence[Replica] | None = None
         self._known: dict[str, _Known] = {}
-        self._by_bit: dict[int, ReplicaLedger] = {}
+        self._by_bit: dict[int, ReplicaLoad] = {}
         self._pools: dict[tuple[str, str | None, str | None], _Pool] = {}
         self._tickets: dict[str, Ticket] = {}
 
@@ -75,7 +78,7 @@ class Router:
         self.expectations.expire(now)
         self.ended(request.id, now)  # another attempt: the one before counts no longer
         candidates = self._candidates(request)
-        matches: dict[ReplicaLedger, int] = {}
+        matches: dict[ReplicaLoad, int] = {}
         if self.policy.reads_prefixes and request.block_hashes:
             matches = self._match(request, candidates)
         if len(candidates) == 1:
@@ -112,11 +115,11 @@ class Router:
             known = self._known.get(replica.id)
             if known is not None:
                 known.replica = replica
-                known.ledger.describe(replica)
+                known.load.describe(replica)
             elif replica.id in present:
                 feed = KVFeed(self.index, self.expectations)
-                ledger = self._by_bit[feed.bit] = ReplicaLedger(replica, feed.bit)
-                self._known[replica.id] = _Known(replica, ledger, feed)
+                load = self._by_bit[feed.bit] = ReplicaLoad(replica, feed.bit)
+                self._known[replica.id] = _Known(replica, load, feed)
 
     def receive(self, replica_id: str, events: Iterable[KVEvent]) -> bool:
         """KV events of a replica, in the order in which they came. False: it must tell everything again, because
@@ -125,11 +128,11 @@ class Router:
         if known is None:
             return True
         known.feed.receive(events)
-        if known.feed.bit != known.ledger.bit:
-            del self._by_bit[known.ledger.bit]
-            known.ledger.bit = known.feed.bit
-            self._by_bit[known.feed.bit] = known.ledger
-        known.ledger.holds(known.feed.num_blocks)
+        if known.feed.bit != known.load.bit:
+            del self._by_bit[known.load.bit]
+            known.load.bit = known.feed.bit
+            self._by_bit[known.feed.bit] = known.load
+        known.load.holds(known.feed.num_blocks)
         return not known.feed.needs_resync
 
     def matches(self, request: RoutingRequest) -> dict[str, int]:
@@ -137,7 +140,7 @@ class Router:
         if not request.block_hashes:
             return {}
         found = self._match(request, self._make_pool(request).everywhere)
-        return {ledger.replica.id: num_tokens for ledger, num_tokens in found.items()}
+        return {load.replica.id: num_tokens for load, num_tokens in found.items()}
 
     def resyncs_needed(self) -> tuple[str, ...]:
         """Replicas to ask for a new start of their KV events: `KVCache.restart_events` is how they answer. Until
@@ -151,45 +154,45 @@ class Router:
         queries, hits = known.lookups
         known.lookups = stats.prefix_cache_queries, stats.prefix_cache_hits
         new_queries = stats.prefix_cache_queries - queries
-        known.ledger.heartbeat(
+        known.load.heartbeat(
             stats, (stats.prefix_cache_hits - hits) / new_queries if new_queries > 0 else None
         )
 
     def first_token(self, request_id: str, now: float) -> None:
         ticket = self._tickets.get(request_id)
         if ticket is not None:
-            ticket.ledger.first_token(ticket, now)
+            ticket.load.first_token(ticket, now)
 
     def ended(self, request_id: str, now: float) -> None:
         """A request ended in any way, or left its replica to be sent to another. Unknown ids are ignored."""
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
-            ticket.ledger.leave(ticket, now)
+            ticket.load.leave(ticket, now)
 
-    def ledger(self, replica_id: str) -> ReplicaLedger | None:
+    def load(self, replica_id: str) -> ReplicaLoad | None:
         """What is known of a replica's load, for people to look at."""
         known = self._known.get(replica_id)
-        return None if known is None else known.ledger
+        return None if known is None else known.load
 
     def _pick(
         self,
         request: RoutingRequest,
-        candidates: Sequence[ReplicaLedger],
-        matches: dict[ReplicaLedger, int],
+        candidates: Sequence[ReplicaLoad],
+        matches: dict[ReplicaLoad, int],
         now: float,
         rng: RandomSource,
-    ) -> tuple[ReplicaLedger, Reason]:
+    ) -> tuple[ReplicaLoad, Reason]:
         """As the policy says, unless that replica had more than its share lately."""
         picked, reason = self.policy.pick(request, candidates, matches, rng)
         if self.policy.reads_prefixes:
             within = self._shares.within(candidates, picked, now)
             if within is not candidates:
-                allowed = {ledger: matched for ledger, matched in matches.items() if ledger in within}
+                allowed = {load: matched for load, matched in matches.items() if load in within}
                 picked, reason = self.policy.pick(request, within, allowed, rng)
             self._shares.count(picked, self._by_bit.values(), now)
         return picked, reason
 
-    def _candidates(self, request: RoutingRequest) -> list[ReplicaLedger]:
+    def _candidates(self, request: RoutingRequest) -> list[ReplicaLoad]:
         """Those in the preferred region, unless the shortest wait there is too long; then all."""
         key = request.model, request.revision, request.region
         pool = self._pools.get(key)
@@ -213,7 +216,7 @@ class Router:
         if not serving:
             raise ModelNotFound(f"The model {request.model!r} is not served here.", param="model")
         everywhere = [
-            known.ledger
+            known.load
             for known in serving
             if known.replica.state is ReplicaState.READY
             and request.revision in (None, known.replica.revision)
@@ -221,9 +224,7 @@ class Router:
         local = [candidate for candidate in everywhere if request.region in (None, candidate.replica.region)]
         return _Pool(local, everywhere)
 
-    def _match(
-        self, request: RoutingRequest, candidates: Sequence[ReplicaLedger]
-    ) -> dict[ReplicaLedger, int]:
+    def _match(self, request: RoutingRequest, candidates: Sequence[ReplicaLoad]) -> dict[ReplicaLoad, int]:
         """Prompt tokens that candidates hold; never the whole prompt."""
         bits = 0
         for candidate in candidates:
@@ -231,11 +232,11 @@ class Router:
         most = request.num_prompt_tokens - 1
         matches = {}
         for bit, depth in self.index.match(request.block_hashes, bits).items():
-            ledger = self._by_bit[bit]
-            matches[ledger] = min(depth * ledger.replica.block_size, most)
+            load = self._by_bit[bit]
+            matches[load] = min(depth * load.replica.block_size, most)
         return matches
 
-    def _expect(self, request: RoutingRequest, picked: ReplicaLedger, num_matched: int, now: float) -> None:
+    def _expect(self, request: RoutingRequest, picked: ReplicaLoad, num_matched: int, now: float) -> None:
         hashes = request.block_hashes
         if picked.replica.sends_kv_events:
             self.expectations.expect(picked.bit, hashes[num_matched:], now, self.config.expectation_ttl_s)
@@ -243,7 +244,44 @@ class Router:
             self.expectations.expect(picked.bit, hashes, now, self.config.approximate_ttl_s)
 
 
-def _without(candidates: list[ReplicaLedger], excluded: frozenset[str]) -> list[ReplicaLedger]:
+class RecentShares:
+    """How many requests each replica got lately, so that none gets much more than the others.
+
+    Old requests fade. Instead of fading every count all the time, a new request counts for more the later it comes:
+    only the proportions matter."""
+
+    def __init__(self, max_share: float, window_s: float) -> None:
+        self._max_share = max_share  # times the mean
+        self._window_s = window_s
+        self._origin_s: float | None = None
+
+    def count(self, picked: ReplicaLoad, known: Iterable[ReplicaLoad], now: float) -> None:
+        """`known`: all replicas; their counts are scaled down together before the numbers get too large."""
+        if self._exponent(now) > _LARGEST_EXPONENT:
+            factor = exp(-min(self._exponent(now), _LARGEST_EXPONENT + 200.0))
+            for load in known:
+                load.recent_requests *= factor
+            self._origin_s = now
+        picked.recent_requests += exp(self._exponent(now))
+
+    def within(
+        self, candidates: Sequence[ReplicaLoad], picked: ReplicaLoad, now: float
+    ) -> Sequence[ReplicaLoad]:
+        """The candidates that may be picked instead of one with too many requests; all of them if it has not."""
+        total = sum([candidate.recent_requests for candidate in candidates])
+        one = exp(min(self._exponent(now), _LARGEST_EXPONENT + 200.0))
+        limit = self._max_share * total / len(candidates) + _FREE_REQUESTS * one
+        if picked.recent_requests <= limit:
+            return candidates
+        return [candidate for candidate in candidates if candidate.recent_requests <= limit]
+
+    def _exponent(self, now: float) -> float:
+        if self._origin_s is None:
+            self._origin_s = now
+        return (now - self._origin_s) / self._window_s
+
+
+def _without(candidates: list[ReplicaLoad], excluded: frozenset[str]) -> list[ReplicaLoad]:
     if not excluded:
         return candidates
     return [candidate for candidate in candidates if candidate.replica.id not in excluded]

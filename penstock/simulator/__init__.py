@@ -2,7 +2,7 @@
 for real. Never imports torch."""
 
 from penstock.simulator.control import ControlTimes
-from penstock.simulator.faults import Kill, LoseNews, SlowDown
+from penstock.simulator.faults import Kill, LoseKVEvents, SlowDown
 from penstock.simulator.report import Report
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import (
@@ -20,7 +20,7 @@ __all__ = [
     "Fixed",
     "Kill",
     "LogNormal",
-    "LoseNews",
+    "LoseKVEvents",
     "ReplicaConfig",
     "Report",
     "SimulationConfig",

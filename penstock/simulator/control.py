@@ -27,7 +27,7 @@ from penstock.core.messages import EngineStats
 from penstock.router import ReplicaState
 from penstock.simulator.driver import Driver
 from penstock.simulator.events import Rank
-from penstock.simulator.faults import Fault, Kill, LoseNews, SlowDown
+from penstock.simulator.faults import Fault, Kill, LoseKVEvents, SlowDown
 from penstock.simulator.fleet import Member
 from penstock.simulator.report import Tally
 
@@ -63,7 +63,7 @@ class FleetControl:
 
     def begin(self, faults: Iterable[Fault]) -> None:
         events = self._driver.events
-        events.at(self._times.heartbeat_s, Rank.NEWS, self._beat)
+        events.at(self._times.heartbeat_s, Rank.REPORT, self._beat)
         events.at(self._times.control_s, Rank.CONTROL, self._look)
         for fault in faults:
             events.at(fault.at_s, Rank.FAULT, partial(self._strike, fault))
@@ -78,9 +78,9 @@ class FleetControl:
             for gateway in range(len(self._driver.dispatchers)):
                 is_lost = bool(kv_events) and self._rng.random() < self._lost_share
                 report = partial(self._report, gateway, member.id, stats, () if is_lost else kv_events)
-                self._driver.events.at(now + self._times.message_delay_s, Rank.NEWS, report)
+                self._driver.events.at(now + self._times.message_delay_s, Rank.REPORT, report)
         if not self._driver.is_done:
-            self._driver.events.at(now + self._times.heartbeat_s, Rank.NEWS, self._beat)
+            self._driver.events.at(now + self._times.heartbeat_s, Rank.REPORT, self._beat)
 
     def _report(
         self, gateway: int, replica_id: str, stats: EngineStats, events: tuple[KVEvent, ...], now: float
@@ -91,7 +91,7 @@ class FleetControl:
 
     def _strike(self, fault: Fault, now: float) -> None:
         events = self._driver.events
-        if isinstance(fault, LoseNews):
+        if isinstance(fault, LoseKVEvents):
             self._lost_share = fault.share
             events.at(fault.until_s, Rank.FAULT, self._end_of_loss)
             return
@@ -137,7 +137,7 @@ class FleetControl:
         self._arrived_tokens = driver.arrived_tokens
         queued = sum(member.replica.scheduler.stats().num_waiting_tokens for member in members)
         router = driver.dispatchers[0].router
-        ledgers = [ledger for member in members if (ledger := router.ledger(member.id)) is not None]
+        loads = [load for member in members if (load := router.load(member.id)) is not None]
         rooms = [dispatcher.waiting for dispatcher in driver.dispatchers]
         return Signals(
             replicas=tuple(
@@ -151,7 +151,7 @@ class FleetControl:
             ),
             queued_prefill_tokens=queued + sum(room.num_tokens() for room in rooms),
             arriving_prefill_tokens_per_s=arrived / self._times.control_s,
-            drain_tokens_per_s=len(ledgers) / sum(ledger.token_s for ledger in ledgers) if ledgers else None,
+            drain_tokens_per_s=len(loads) / sum(load.token_s for load in loads) if loads else None,
             ttft_p95_s=self._tally.recent_ttft_p95_s(now),
             held_requests=sum(room.num_requests() for room in rooms),
         )

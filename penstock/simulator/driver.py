@@ -170,7 +170,7 @@ class Driver:
         if member is not None and member.is_alive:
             self.num_resyncs += 1
             self.events.at(
-                now + self._message_delay_s, Rank.NEWS, lambda _: member.replica.cache.restart_events()
+                now + self._message_delay_s, Rank.REPORT, lambda _: member.replica.cache.restart_events()
             )
 
     def _plan_soon(self, member: Member, now: float) -> None:

@@ -19,7 +19,7 @@ class Rank(enum.IntEnum):
     COMMIT = 0
     FAULT = 1
     DEPART = 2
-    NEWS = 3
+    REPORT = 3
     ARRIVE = 4
     CONTROL = 5
     PLAN = 6

@@ -27,7 +27,7 @@ class SlowDown:
 
 
 @dataclass(frozen=True, slots=True)
-class LoseNews:
+class LoseKVEvents:
     """Batches of KV events are lost, each with this chance, for a while."""
 
     at_s: float
@@ -35,4 +35,4 @@ class LoseNews:
     share: float
 
 
-Fault: TypeAlias = Kill | SlowDown | LoseNews
+Fault: TypeAlias = Kill | SlowDown | LoseKVEvents

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
 
+from penstock.core.percentile import percentile
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason
 from penstock.simulator.workload import Arrival
@@ -66,11 +66,6 @@ class Summary:
             p99=percentile(ordered, 99),
             maximum=ordered[-1],
         )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that at least this share does not exceed: always one that was observed."""
-    return ordered[max(0, ceil(len(ordered) * percent / 100.0) - 1)]
 
 
 class Samples:

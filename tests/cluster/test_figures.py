@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.control_messages import ModelReport, Sample
-from penstock.cluster.figures import EvidenceBook, RecentRate, RecentTimes, percentile
+from penstock.cluster.figures import EvidenceCollector, RecentRate, RecentTimes
+from penstock.core.percentile import percentile
 
 
 @given(
@@ -12,16 +13,12 @@ from penstock.cluster.figures import EvidenceBook, RecentRate, RecentTimes, perc
     st.floats(0.01, 1.0),
 )
 def test_a_percentile_is_one_of_the_values_and_enough_are_below(values: list[float], share: float) -> None:
-    found = percentile(values, share)
+    found = percentile(sorted(values), 100.0 * share)
     assert found in values
     at_most = sum(value <= found for value in values)
     below = sum(value < found for value in values)
     assert at_most >= share * len(values) * (1 - 1e-12)
-    assert below <= share * len(values)
-
-
-def test_nothing_has_no_percentile() -> None:
-    assert percentile([], 0.5) is None
+    assert below <= share * len(values) * (1 + 1e-12)
 
 
 def test_old_times_and_amounts_are_forgotten() -> None:
@@ -30,9 +27,9 @@ def test_old_times_and_amounts_are_forgotten() -> None:
     times.add(1.0, now=8.0)
     rate.add(100.0, now=0.0)
     rate.add(50.0, now=8.0)
-    assert (times.percentile(1.0, now=9.0), rate.per_s(now=9.0)) == (5.0, 15.0)
-    assert (times.percentile(1.0, now=11.0), rate.per_s(now=11.0)) == (1.0, 5.0)
-    assert (times.percentile(1.0, now=30.0), rate.per_s(now=30.0)) == (None, 0.0)
+    assert (times.percentile(100, now=9.0), rate.per_s(now=9.0)) == (5.0, 15.0)
+    assert (times.percentile(100, now=11.0), rate.per_s(now=11.0)) == (1.0, 5.0)
+    assert (times.percentile(100, now=30.0), rate.per_s(now=30.0)) == (None, 0.0)
 
 
 def sample(revision: str, stage_number: int | None, ttft_s: float | None = 0.1) -> Sample:
@@ -40,16 +37,16 @@ def sample(revision: str, stage_number: int | None, ttft_s: float | None = 0.1) 
 
 
 def test_evidence_is_of_one_stage_and_two_revisions() -> None:
-    book = EvidenceBook("v1", "v2")
-    book.begin(3)
+    collector = EvidenceCollector("v1", "v2")
+    collector.begin(3)
     for known in (sample("v1", 3), sample("v2", 3), sample("v2", 3, None), sample("v2", 2), sample("v3", 3)):
-        book.add(known)
-    book.add(sample("v1", None))
-    book.add_comparisons(ModelReport(stage_number=3, num_compared=4, num_diverged=1))
-    book.add_comparisons(ModelReport(stage_number=2, num_compared=9, num_diverged=9))
-    evidence = book.evidence()
+        collector.add(known)
+    collector.add(sample("v1", None))
+    collector.add_comparisons(ModelReport(stage_number=3, num_compared=4, num_diverged=1))
+    collector.add_comparisons(ModelReport(stage_number=2, num_compared=9, num_diverged=9))
+    evidence = collector.evidence()
     assert (evidence.stage_number, evidence.num_compared, evidence.num_diverged) == (3, 4, 1)
     assert (evidence.stable.num_requests, evidence.stable.ttft_p95_s) == (1, 0.1)
     assert (evidence.candidate.num_requests, evidence.candidate.num_errors) == (2, 1)
-    book.begin(4)
-    assert book.evidence().candidate.num_requests == 0
+    collector.begin(4)
+    assert collector.evidence().candidate.num_requests == 0

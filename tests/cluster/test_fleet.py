@@ -22,7 +22,7 @@ from tests.cluster.engines import Inbox, send
 from tests.cluster.fake_replicas import MODEL, FakeReplicas, make_request, member, token_at
 
 
-class Desk:
+class Harness:
     """A fleet, its replicas, and a clock."""
 
     def __init__(
@@ -54,36 +54,36 @@ class Desk:
 
 
 @pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
-    desk = Desk("one", "two")
-    yield desk
-    desk.fleet.close()
+async def harness() -> AsyncIterator[Harness]:
+    harness = Harness("one", "two")
+    yield harness
+    harness.fleet.close()
 
 
 def expected(request_id: str, count: int) -> list[int]:
     return [token_at(request_id, position) for position in range(count)]
 
 
-async def test_a_request_without_output_is_sent_elsewhere_when_its_replica_dies(desk: Desk) -> None:
-    inbox = desk.send("a")
-    first = desk.fakes.holder_of("a")
-    desk.tell(**{first: None})
-    second = desk.fakes.holder_of("a")
+async def test_a_request_without_output_is_sent_elsewhere_when_its_replica_dies(harness: Harness) -> None:
+    inbox = harness.send("a")
+    first = harness.fakes.holder_of("a")
+    harness.tell(**{first: None})
+    second = harness.fakes.holder_of("a")
     assert second != first
-    desk.fakes[second].finish_all()
+    harness.fakes[second].finish_all()
     assert inbox.tokens == expected("a", 5)
     assert inbox.finish_reason is FinishReason.LENGTH
-    assert desk.fleet.verdicts == {"restart": 1}
+    assert harness.fleet.verdicts == {"restart": 1}
 
 
-async def test_a_stream_that_has_begun_goes_on_where_it_was(desk: Desk) -> None:
+async def test_a_stream_that_has_begun_goes_on_where_it_was(harness: Harness) -> None:
     events: list[TokenEvent] = []
     inbox = Inbox()
-    desk.fleet.add(make_request("a"), timeout_s=None, on_event=events.append, on_error=inbox.on_error)
-    first = desk.fakes.holder_of("a")
-    desk.fakes[first].emit("a", 2)
-    desk.tell(**{first: ReplicaState.UNHEALTHY})
-    second = desk.fakes[desk.fakes.holder_of("a")]
+    harness.fleet.add(make_request("a"), timeout_s=None, on_event=events.append, on_error=inbox.on_error)
+    first = harness.fakes.holder_of("a")
+    harness.fakes[first].emit("a", 2)
+    harness.tell(**{first: ReplicaState.UNHEALTHY})
+    second = harness.fakes[harness.fakes.holder_of("a")]
     assert second.requests["a"].output_token_ids == tuple(expected("a", 2))
     second.finish_all()
     assert [token for event in events for token in event.token_ids] == expected("a", 5)
@@ -93,68 +93,68 @@ async def test_a_stream_that_has_begun_goes_on_where_it_was(desk: Desk) -> None:
 
 
 async def test_what_only_one_could_answer_waits_for_its_successor() -> None:
-    desk = Desk("one")
-    inbox = desk.send("a")
-    desk.fakes["one"].emit("a", 2)
-    desk.tell(one=None, successor=ReplicaState.STARTING)
-    assert desk.fleet.waiting.num_requests() == 1
-    assert desk.fleet.ready is None
-    assert MODEL in desk.fleet.models, "what is known of the model outlives its replica"
-    late = desk.send("b")
-    desk.tell(successor=ReplicaState.READY)
-    desk.fakes["successor"].finish_all()
+    harness = Harness("one")
+    inbox = harness.send("a")
+    harness.fakes["one"].emit("a", 2)
+    harness.tell(one=None, successor=ReplicaState.STARTING)
+    assert harness.fleet.waiting.num_requests() == 1
+    assert harness.fleet.ready is None
+    assert MODEL in harness.fleet.models, "what is known of the model outlives its replica"
+    late = harness.send("b")
+    harness.tell(successor=ReplicaState.READY)
+    harness.fakes["successor"].finish_all()
     assert inbox.tokens == expected("a", 5)
     assert late.tokens == expected("b", 5)
-    assert desk.fleet.waiting.num_requests() == 0
+    assert harness.fleet.waiting.num_requests() == 0
 
 
 async def test_requests_wait_while_the_only_replica_is_killed_and_started_again() -> None:
-    desk = Desk("one")
-    stream = desk.send("a")
-    desk.fakes["one"].emit("a", 2)
-    desk.tell(one=ReplicaState.UNHEALTHY)  # frozen: its process is about to be killed
-    late = desk.send("b")
+    harness = Harness("one")
+    stream = harness.send("a")
+    harness.fakes["one"].emit("a", 2)
+    harness.tell(one=ReplicaState.UNHEALTHY)  # frozen: its process is about to be killed
+    late = harness.send("b")
     assert not stream.is_over
     assert not late.is_over
-    desk.tell(one=None, successor=ReplicaState.STARTING)
-    desk.tell(successor=ReplicaState.READY)
-    desk.fakes["successor"].finish_all()
+    harness.tell(one=None, successor=ReplicaState.STARTING)
+    harness.tell(successor=ReplicaState.READY)
+    harness.fakes["successor"].finish_all()
     assert (stream.tokens, late.tokens) == (expected("a", 5), expected("b", 5))
 
 
 async def test_a_known_model_without_replicas_is_unavailable_and_not_unknown() -> None:
-    desk = Desk("one")
-    desk.tell(one=None)
-    error = desk.send("a").error
+    harness = Harness("one")
+    harness.tell(one=None)
+    error = harness.send("a").error
     assert isinstance(error, EngineUnavailable)
     assert error.retry_after_s
 
 
 async def test_nobody_waits_when_nobody_comes() -> None:
-    desk = Desk("one")
-    inbox = desk.send("a")
-    desk.tell(one=None)
+    harness = Harness("one")
+    inbox = harness.send("a")
+    harness.tell(one=None)
     assert isinstance(inbox.error, EngineUnavailable)
 
 
 async def test_who_may_wait_for_replicas_that_are_not_even_starting() -> None:
-    desk = Desk("one", starts_on_demand=True)
-    desk.tell(one=None)
+    harness = Harness("one", starts_on_demand=True)
+    harness.tell(one=None)
     notes = Notes()
-    desk.fleet.observers.append(notes)
-    inbox = desk.send("a")
+    harness.fleet.observers.append(notes)
+    inbox = harness.send("a")
     assert not inbox.is_over
-    desk.tell(next=ReplicaState.READY)
-    desk.fakes["next"].finish_all()
+    harness.tell(next=ReplicaState.READY)
+    harness.fakes["next"].finish_all()
     assert inbox.tokens == expected("a", 5)
     assert notes.arrivals == [("a", 8)]
 
 
 async def test_waiting_has_an_end_and_needs_room() -> None:
     waiting = WaitingConfig(max_requests=1, max_wait_s=0.02)
-    desk = Desk("one", config=DispatchConfig(waiting=waiting))
-    desk.tell(one=None, successor=ReplicaState.STARTING)
-    held, too_many = desk.send("a"), desk.send("b")
+    harness = Harness("one", config=DispatchConfig(waiting=waiting))
+    harness.tell(one=None, successor=ReplicaState.STARTING)
+    held, too_many = harness.send("a"), harness.send("b")
     assert isinstance(too_many.error, Overloaded)
     await held.until_over()
     assert isinstance(held.error, EngineUnavailable)
@@ -162,26 +162,26 @@ async def test_waiting_has_an_end_and_needs_room() -> None:
 
 
 async def test_a_deadline_goes_along_and_ends_retries() -> None:
-    desk = Desk("one", "two", "three")
-    inbox = desk.send("a", timeout_s=10.0)
-    first = desk.fakes.holder_of("a")
-    assert desk.fakes[first].timeouts_s["a"] == 10.0
-    desk.clock.advance(4.0)
-    desk.tell(**{first: None})
-    second = desk.fakes.holder_of("a")
-    assert desk.fakes[second].timeouts_s["a"] == 6.0
-    desk.clock.advance(7.0)
-    desk.tell(**{second: None})
+    harness = Harness("one", "two", "three")
+    inbox = harness.send("a", timeout_s=10.0)
+    first = harness.fakes.holder_of("a")
+    assert harness.fakes[first].timeouts_s["a"] == 10.0
+    harness.clock.advance(4.0)
+    harness.tell(**{first: None})
+    second = harness.fakes.holder_of("a")
+    assert harness.fakes[second].timeouts_s["a"] == 6.0
+    harness.clock.advance(7.0)
+    harness.tell(**{second: None})
     assert isinstance(inbox.error, EngineUnavailable), "no time is left for another attempt"
-    assert desk.fleet.verdicts["no_time_left"] == 1
+    assert harness.fleet.verdicts["no_time_left"] == 1
 
 
 async def test_a_held_stream_ends_with_what_it_has_when_its_time_is_over() -> None:
-    desk = Desk("one")
-    begun, waiting = desk.send("a", timeout_s=0.02), desk.send("b", timeout_s=0.02)
-    desk.fakes["one"].emit("a")
-    desk.tell(one=None, successor=ReplicaState.STARTING)
-    desk.clock.advance(0.05)
+    harness = Harness("one")
+    begun, waiting = harness.send("a", timeout_s=0.02), harness.send("b", timeout_s=0.02)
+    harness.fakes["one"].emit("a")
+    harness.tell(one=None, successor=ReplicaState.STARTING)
+    harness.clock.advance(0.05)
     await waiting.until_over()
     await begun.until_over()
     assert begun.finish_reason is FinishReason.DEADLINE
@@ -189,141 +189,141 @@ async def test_a_held_stream_ends_with_what_it_has_when_its_time_is_over() -> No
     assert isinstance(waiting.error, DeadlineExceeded)
 
 
-async def test_a_full_replica_sends_a_request_to_the_next(desk: Desk) -> None:
-    inbox = desk.send("a")
-    first = desk.fakes.holder_of("a")
-    desk.fakes[first].reject("a", Overloaded("full"))
-    second = desk.fakes.holder_of("a")
+async def test_a_full_replica_sends_a_request_to_the_next(harness: Harness) -> None:
+    inbox = harness.send("a")
+    first = harness.fakes.holder_of("a")
+    harness.fakes[first].reject("a", Overloaded("full"))
+    second = harness.fakes.holder_of("a")
     assert second != first
-    desk.fakes[second].reject("a", Overloaded("also full"))
+    harness.fakes[second].reject("a", Overloaded("also full"))
     assert isinstance(inbox.error, Overloaded)
 
 
-async def test_an_invalid_request_is_not_tried_again(desk: Desk) -> None:
-    inbox = desk.send("a")
-    desk.fakes[desk.fakes.holder_of("a")].reject("a", InvalidRequest("nonsense"))
+async def test_an_invalid_request_is_not_tried_again(harness: Harness) -> None:
+    inbox = harness.send("a")
+    harness.fakes[harness.fakes.holder_of("a")].reject("a", InvalidRequest("nonsense"))
     assert isinstance(inbox.error, InvalidRequest)
-    assert desk.fleet.verdicts == {"not_retryable": 1}
+    assert harness.fleet.verdicts == {"not_retryable": 1}
 
 
 async def test_attempts_and_the_budget_bound_retries() -> None:
     retries = RetryConfig(max_attempts=2, max_budget=1.0, budget_ratio=0.0, budget_per_s=0.0)
-    desk = Desk("one", "two", "three", config=DispatchConfig(retries=retries))
-    unlucky, second = desk.send("a"), desk.send("b")
+    harness = Harness("one", "two", "three", config=DispatchConfig(retries=retries))
+    unlucky, second = harness.send("a"), harness.send("b")
     for _ in range(2):
-        desk.fakes[desk.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
+        harness.fakes[harness.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
     assert isinstance(unlucky.error, EngineUnavailable)
-    desk.fakes[desk.fakes.holder_of("b")].reject("b", EngineUnavailable("broken"))
+    harness.fakes[harness.fakes.holder_of("b")].reject("b", EngineUnavailable("broken"))
     assert isinstance(second.error, EngineUnavailable)
-    assert desk.fleet.verdicts == {"restart": 1, "no_attempts_left": 1, "no_budget_left": 1}
+    assert harness.fleet.verdicts == {"restart": 1, "no_attempts_left": 1, "no_budget_left": 1}
 
 
-async def test_a_replica_that_keeps_failing_is_left_alone_for_a_while(desk: Desk) -> None:
+async def test_a_replica_that_keeps_failing_is_left_alone_for_a_while(harness: Harness) -> None:
     for number in range(200):
         request_id = f"request-{number}"
-        desk.send(request_id)
-        if desk.fakes.holder_of(request_id) == "one":
-            desk.fakes["one"].reject(request_id, EngineUnavailable("broken"))
-    assert desk.fleet.replicas["one"].num_failed == 5
-    desk.clock.advance(1.5)
+        harness.send(request_id)
+        if harness.fakes.holder_of(request_id) == "one":
+            harness.fakes["one"].reject(request_id, EngineUnavailable("broken"))
+    assert harness.fleet.replicas["one"].num_failed == 5
+    harness.clock.advance(1.5)
     for number in range(200, 300):
-        desk.send(f"request-{number}")
-    assert len(desk.fakes["one"].requests) == 2, "so many probes, until they succeed"
-    desk.fakes["one"].finish_all()
+        harness.send(f"request-{number}")
+    assert len(harness.fakes["one"].requests) == 2, "so many probes, until they succeed"
+    harness.fakes["one"].finish_all()
     for number in range(300, 400):
-        desk.send(f"request-{number}")
-    assert len(desk.fakes["one"].requests) > 2
+        harness.send(f"request-{number}")
+    assert len(harness.fakes["one"].requests) > 2
 
 
-async def test_an_abort_reaches_the_replica_and_silences_the_request(desk: Desk) -> None:
-    inbox = desk.send("a")
-    first = desk.fakes.holder_of("a")
-    desk.fleet.abort("a")
-    desk.fleet.abort("a")
-    assert not desk.fakes[first].requests
-    desk.tell(**{first: None})
+async def test_an_abort_reaches_the_replica_and_silences_the_request(harness: Harness) -> None:
+    inbox = harness.send("a")
+    first = harness.fakes.holder_of("a")
+    harness.fleet.abort("a")
+    harness.fleet.abort("a")
+    assert not harness.fakes[first].requests
+    harness.tell(**{first: None})
     assert not inbox.is_over
     assert not inbox.tokens
-    ledger = desk.fleet.router.ledger("two" if first == "one" else "one")
-    assert ledger is not None
-    assert ledger.own_requests == 0
+    load = harness.fleet.router.load("two" if first == "one" else "one")
+    assert load is not None
+    assert load.own_requests == 0
 
 
 async def test_an_abort_of_one_that_pauses_before_its_next_attempt() -> None:
-    desk = Desk("one", "two", "three", config=DispatchConfig(retries=RetryConfig(next_pause_s=0.02)))
-    inbox = desk.send("a")
+    harness = Harness("one", "two", "three", config=DispatchConfig(retries=RetryConfig(next_pause_s=0.02)))
+    inbox = harness.send("a")
     for _ in range(2):
-        desk.fakes[desk.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
-    desk.fleet.abort("a")
+        harness.fakes[harness.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
+    harness.fleet.abort("a")
     await asyncio.sleep(0.05)
-    assert not any(fake.requests for fake in desk.fakes.by_id.values())
+    assert not any(fake.requests for fake in harness.fakes.by_id.values())
     assert not inbox.is_over
 
 
-async def test_draining_replicas_keep_what_they_have_and_get_nothing_new(desk: Desk) -> None:
-    desk.send("a")
-    first = desk.fakes.holder_of("a")
-    desk.tell(**{first: ReplicaState.DRAINING})
+async def test_draining_replicas_keep_what_they_have_and_get_nothing_new(harness: Harness) -> None:
+    harness.send("a")
+    first = harness.fakes.holder_of("a")
+    harness.tell(**{first: ReplicaState.DRAINING})
     for number in range(10):
-        desk.send(f"later-{number}")
-    assert list(desk.fakes[first].requests) == ["a"]
+        harness.send(f"later-{number}")
+    assert list(harness.fakes[first].requests) == ["a"]
 
 
 async def test_kv_events_are_read_from_two_replicas_on_and_lead_requests_to_where_their_prefix_is() -> None:
-    desk = Desk("one")
-    assert desk.fakes["one"].num_subscriptions == 0
-    desk.tell(two=ReplicaState.READY)
-    assert [fake.num_subscriptions for fake in desk.fakes.by_id.values()] == [1, 1]
+    harness = Harness("one")
+    assert harness.fakes["one"].num_subscriptions == 0
+    harness.tell(two=ReplicaState.READY)
+    assert [fake.num_subscriptions for fake in harness.fakes.by_id.values()] == [1, 1]
     request = replace(make_request("a"), prompt_token_ids=tuple(range(200)), tenant="someone")
     hashes = tuple(hash_tokens("someone", request.prompt_token_ids, 16))
-    desk.fakes["two"].tell_kv_events((KVCleared(0), KVStored(1, hashes, b"")))
+    harness.fakes["two"].tell_kv_events((KVCleared(0), KVStored(1, hashes, b"")))
     for number in range(5):
-        send(desk.fleet, replace(request, id=f"request-{number}"))
-    assert len(desk.fakes["two"].requests) == 5
-    assert desk.fleet.reasons == {"prefix": 5}
-    assert desk.fleet.matched_tokens == 5 * 192
+        send(harness.fleet, replace(request, id=f"request-{number}"))
+    assert len(harness.fakes["two"].requests) == 5
+    assert harness.fleet.reasons == {"prefix": 5}
+    assert harness.fleet.matched_tokens == 5 * 192
 
 
-async def test_lost_kv_events_are_asked_for_again_but_not_all_the_time(desk: Desk) -> None:
-    fake = desk.fakes["one"]
+async def test_lost_kv_events_are_asked_for_again_but_not_all_the_time(harness: Harness) -> None:
+    fake = harness.fakes["one"]
     fake.tell_kv_events((KVCleared(0),))
     fake.tell_kv_events((KVStored(2, (b"x" * 16,), b""),))  # number 1 was lost
     fake.tell_kv_events((KVStored(3, (b"y" * 16,), b""),))
     assert fake.num_restarts == 1
-    desk.clock.advance(1.1)
+    harness.clock.advance(1.1)
     fake.tell_kv_events((KVStored(4, (b"z" * 16,), b""),))
     assert fake.num_restarts == 2
     fake.tell_kv_events((KVCleared(5), KVStored(6, (b"w" * 16,), b"")))
-    desk.clock.advance(1.1)
+    harness.clock.advance(1.1)
     fake.tell_kv_events((KVStored(7, (b"v" * 16,), b""),))
     assert fake.num_restarts == 2
 
 
 async def test_a_replica_much_slower_than_its_peers_is_left_out() -> None:
-    desk = Desk("one", "two", "three")
+    harness = Harness("one", "two", "three")
     for beat in range(1, 200):
-        desk.clock.advance(0.1)
-        for name, fake in desk.fakes.by_id.items():
+        harness.clock.advance(0.1)
+        for name, fake in harness.fakes.by_id.items():
             step_s = 0.08 if name == "three" else 0.01
             num_steps = int(beat * 0.1 / step_s)
             fake.tell_stats(EngineStats(num_running=1, num_steps=num_steps, tokens_computed=4 * num_steps))
-    assert desk.fleet.replicas["three"].state is ReplicaState.UNHEALTHY
-    assert desk.fleet.dispatcher.table.num_ejections == 1
+    assert harness.fleet.replicas["three"].state is ReplicaState.UNHEALTHY
+    assert harness.fleet.dispatcher.table.num_ejections == 1
     for number in range(20):
-        desk.send(f"request-{number}")
-    assert not desk.fakes["three"].requests
+        harness.send(f"request-{number}")
+    assert not harness.fakes["three"].requests
 
 
-async def test_counters_never_fall_when_a_replica_goes(desk: Desk) -> None:
-    for fake in desk.fakes.by_id.values():
+async def test_counters_never_fall_when_a_replica_goes(harness: Harness) -> None:
+    for fake in harness.fakes.by_id.values():
         fake.stats = EngineStats(num_running=2, num_steps=10, tokens_computed=100, num_kv_blocks=50)
         fake.tell_stats(fake.stats)
-    assert desk.fleet.stats.num_running == 4
-    assert desk.fleet.stats is desk.fleet.stats, "the same object until there is news"
-    desk.tell(one=None)
-    assert desk.fleet.stats.num_running == 2
-    assert desk.fleet.stats.num_kv_blocks == 50
-    assert desk.fleet.stats.tokens_computed == desk.fleet.stats_of(MODEL).tokens_computed == 200
+    assert harness.fleet.stats.num_running == 4
+    assert harness.fleet.stats is harness.fleet.stats, "the same object until there is news"
+    harness.tell(one=None)
+    assert harness.fleet.stats.num_running == 2
+    assert harness.fleet.stats.num_kv_blocks == 50
+    assert harness.fleet.stats.tokens_computed == harness.fleet.stats_of(MODEL).tokens_computed == 200
 
 
 class Notes:
@@ -344,20 +344,20 @@ class Notes:
         self.attempts.append(attempt)
 
 
-async def test_observers_hear_of_every_attempt(desk: Desk) -> None:
+async def test_observers_hear_of_every_attempt(harness: Harness) -> None:
     notes = Notes()
-    desk.fleet.observers.append(notes)
-    desk.send("a")
-    first = desk.fakes.holder_of("a")
-    desk.clock.advance(1.0)
-    desk.fakes[first].emit("a", 1)
-    desk.clock.advance(1.0)
-    desk.tell(**{first: None})
-    second = desk.fakes.holder_of("a")
-    desk.clock.advance(3.0)
-    desk.fakes[second].emit("a", 2)
-    desk.clock.advance(2.0)
-    desk.fakes[second].emit("a", 2)
+    harness.fleet.observers.append(notes)
+    harness.send("a")
+    first = harness.fakes.holder_of("a")
+    harness.clock.advance(1.0)
+    harness.fakes[first].emit("a", 1)
+    harness.clock.advance(1.0)
+    harness.tell(**{first: None})
+    second = harness.fakes.holder_of("a")
+    harness.clock.advance(3.0)
+    harness.fakes[second].emit("a", 2)
+    harness.clock.advance(2.0)
+    harness.fakes[second].emit("a", 2)
     assert notes.arrivals == [("a", 8)]
     assert notes.first_tokens == [first]
     lost, whole = notes.attempts

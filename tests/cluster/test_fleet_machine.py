@@ -185,9 +185,9 @@ class FleetMachine(RuleBasedStateMachine):
                 self.do(fake.finish_all)
             assert all(reader.is_over or reader.is_aborted for reader in self.readers.values())
             for replica_id in self.states:
-                ledger = self.fleet.router.ledger(replica_id)
-                assert ledger is not None
-                assert ledger.own_requests == 0
+                load = self.fleet.router.load(replica_id)
+                assert load is not None
+                assert load.own_requests == 0
             self.fleet.close()
         self.loop.close()
 

@@ -117,11 +117,11 @@ async def test_prompts_are_spread_over_prefill_replicas_and_count_there_until_th
     sources = {rig.ask(bytes([n]) * 1000)[1] for n in range(2)}
     assert sources == {KVSource("kv://p1"), KVSource("kv://p2")}
     router = rig.fleet.dispatcher.table.prefill_router
-    ledgers = [router.ledger(replica_id) for replica_id in ("p1", "p2")]
-    assert [ledger.own_requests for ledger in ledgers if ledger] == [1, 1]
+    loads = [router.load(replica_id) for replica_id in ("p1", "p2")]
+    assert [load.own_requests for load in loads if load] == [1, 1]
     rig.replicas["d"].emit("r1", 1)
     rig.fleet.abort("r2")
-    assert [ledger.own_requests for ledger in ledgers if ledger] == [0, 0]
+    assert [load.own_requests for load in loads if load] == [0, 0]
 
 
 async def test_a_prefill_replica_that_knows_the_prefix_is_preferred(rig: Rig) -> None:

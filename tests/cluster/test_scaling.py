@@ -14,15 +14,15 @@ from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import ConfigError, ModelLoadError
 from tests.cluster.control_stage import SPEC, open_stage
-from tests.cluster.fake_keeper import FakeKeeper
+from tests.cluster.fake_manager import FakeManager
 
 CONFIG = AutoscalerConfig(min_replicas=1, max_replicas=4, up_cooldown_s=30.0, down_cooldown_s=60.0)
 
 
 class Pool:
     def __init__(self, config: AutoscalerConfig) -> None:
-        self.keeper = FakeKeeper()
-        self.scaler = PoolScaler(self.keeper, SPEC, config, drain_timeout_s=10.0)
+        self.manager = FakeManager()
+        self.scaler = PoolScaler(self.manager, SPEC, config, drain_timeout_s=10.0)
         self.now = 0.0
 
     async def look(self, after_s: float = 1.0) -> list[str]:
@@ -31,11 +31,11 @@ class Pool:
         self.scaler.look(self.now, wall_s=self.now)
         for _ in range(5):
             await asyncio.sleep(0)
-        return self.keeper.states()
+        return self.manager.states()
 
     def report(self, **of_model: int) -> None:
         models = {SPEC.model: ModelReport(**of_model)}
-        token_s = {member.id: 0.001 for member in self.keeper.members()}
+        token_s = {member.id: 0.001 for member in self.manager.members()}
         report = Report(directive_number=0, models=models, token_s=token_s)
         self.scaler.figures.add(1, SPEC.model, SPEC.revision, report, self.now)
 
@@ -44,17 +44,17 @@ class Pool:
 async def pool() -> AsyncIterator[Pool]:
     pool = Pool(CONFIG)
     assert await pool.look() == ["starting"]
-    pool.keeper.finish_starting()
+    pool.manager.finish_starting()
     yield pool
     await pool.scaler.close()
 
 
 async def test_a_replica_that_starts_is_not_started_twice(pool: Pool) -> None:
-    pool.keeper.load(num_waiting=10, num_waiting_tokens=5000)
+    pool.manager.load(num_waiting=10, num_waiting_tokens=5000)
     pool.report(arrived_tokens=5000)
     assert await pool.look(40.0) == ["ready", "starting", "starting"]
     assert await pool.look(40.0) == ["ready", "starting", "starting"]
-    pool.keeper.finish_starting()
+    pool.manager.finish_starting()
     assert await pool.look(0.1) == ["ready"] * 3
 
 
@@ -69,43 +69,43 @@ async def test_slow_first_tokens_start_a_replica(pool: Pool) -> None:
 
 
 async def test_a_full_kv_cache_starts_a_replica(pool: Pool) -> None:
-    pool.keeper.load(num_kv_blocks_used=95, num_running=3)
+    pool.manager.load(num_kv_blocks_used=95, num_running=3)
     assert await pool.look(40.0) == ["ready", "starting"]
 
 
 async def test_one_leaves_when_fewer_are_enough_after_it_has_finished(pool: Pool) -> None:
-    pool.keeper.load(num_waiting=10, num_waiting_tokens=3000)
+    pool.manager.load(num_waiting=10, num_waiting_tokens=3000)
     pool.report(arrived_tokens=3000)
     await pool.look(40.0)
-    pool.keeper.finish_starting()
-    pool.keeper.load(num_running=1)
+    pool.manager.finish_starting()
+    pool.manager.load(num_running=1)
     await pool.look(100.0)
     states = await pool.look(100.0)
     assert states == ["ready", "draining"]
     assert await pool.look(1.0) == states  # it still answers someone
-    pool.keeper.load()
+    pool.manager.load()
     assert await pool.look(1.0) == ["ready"]
 
 
 async def test_a_draining_replica_is_taken_back_before_another_is_started(pool: Pool) -> None:
-    pool.keeper.load(num_waiting=10, num_waiting_tokens=3000)
+    pool.manager.load(num_waiting=10, num_waiting_tokens=3000)
     pool.report(arrived_tokens=3000)
     await pool.look(40.0)
-    pool.keeper.finish_starting()
-    pool.keeper.load(num_running=1)
+    pool.manager.finish_starting()
+    pool.manager.load(num_running=1)
     await pool.look(100.0)
     assert await pool.look(100.0) == ["ready", "draining"]
-    pool.keeper.load(num_waiting=10, num_waiting_tokens=3500, num_running=1)
+    pool.manager.load(num_waiting=10, num_waiting_tokens=3500, num_running=1)
     pool.report(arrived_tokens=7000)
     assert (await pool.look(40.0))[:2] == ["ready", "ready"]
 
 
 async def test_nothing_leaves_while_a_release_compares(pool: Pool) -> None:
-    pool.keeper.load(num_waiting=10, num_waiting_tokens=3000)
+    pool.manager.load(num_waiting=10, num_waiting_tokens=3000)
     pool.report(arrived_tokens=3000)
     await pool.look(40.0)
-    pool.keeper.finish_starting()
-    pool.keeper.load()
+    pool.manager.finish_starting()
+    pool.manager.load()
     pool.scaler.is_releasing = True
     await pool.look(100.0)
     assert await pool.look(1000.0) == ["ready", "ready"]
@@ -114,9 +114,9 @@ async def test_nothing_leaves_while_a_release_compares(pool: Pool) -> None:
 async def test_a_replica_that_cannot_start_is_tried_again_after_a_pause() -> None:
     pool = Pool(CONFIG)
     pool.now = asyncio.get_running_loop().time()
-    pool.keeper.failure = ModelLoadError("There is no such file.")
+    pool.manager.failure = ModelLoadError("There is no such file.")
     assert await pool.look() == []
-    pool.keeper.failure = None
+    pool.manager.failure = None
     assert await pool.look(0.1) == []
     assert await pool.look(100.0) == ["starting"]
     await pool.scaler.close()

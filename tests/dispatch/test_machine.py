@@ -271,8 +271,8 @@ class DispatchMachine(RuleBasedStateMachine):
         assert self.dispatcher.num_requests == 0
         assert all(client.num_ends == 1 or client.has_left for client in self.clients.values())
         for name in self.servers:
-            ledger = self.dispatcher.router.ledger(name)
-            assert ledger is None or ledger.own_requests == 0
+            load = self.dispatcher.router.load(name)
+            assert load is None or load.own_requests == 0
 
 
 TestDispatch = DispatchMachine.TestCase

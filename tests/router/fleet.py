@@ -21,7 +21,7 @@ def chain(prefix: int, count: int) -> tuple[bytes, ...]:
     return tuple(f"{prefix:08}{depth:08}".encode() for depth in range(count))
 
 
-class Desk:
+class Harness:
     """A router and its fleet, asked in few words."""
 
     def __init__(self, router: Router, replicas: tuple[Replica, ...], seed: int = 0) -> None:

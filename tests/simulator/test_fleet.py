@@ -16,7 +16,7 @@ from penstock.simulator import (
     ControlTimes,
     Kill,
     LogNormal,
-    LoseNews,
+    LoseKVEvents,
     ReplicaConfig,
     Report,
     SimulationConfig,
@@ -60,7 +60,7 @@ def test_every_request_is_answered_under_every_policy(policy: str) -> None:
 
 def test_the_same_seed_gives_the_same_report() -> None:
     few = replace(WORKLOAD, num_requests=100)
-    faults = (Kill(at_s=1.0, replica=1), LoseNews(at_s=1.0, until_s=2.0, share=0.5))
+    faults = (Kill(at_s=1.0, replica=1), LoseKVEvents(at_s=1.0, until_s=2.0, share=0.5))
     first, second, other = (run(workload=few, faults=faults, seed=seed) for seed in (3, 3, 4))
     assert first == second
     assert first != other
@@ -91,7 +91,7 @@ def test_a_killed_replica_costs_retries_and_no_request() -> None:
 
 
 def test_lost_events_are_noticed_and_repaired() -> None:
-    report = run(faults=(LoseNews(at_s=2.0, until_s=8.0, share=0.5),))
+    report = run(faults=(LoseKVEvents(at_s=2.0, until_s=8.0, share=0.5),))
     assert report.finished == {"stop": 400}
     assert report.num_resyncs > 0
     assert report.cached_share > 0.6 * run().cached_share

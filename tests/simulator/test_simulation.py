@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.percentile import percentile
 from penstock.core.request import Tier
 from penstock.simulator import Fixed, LogNormal, ReplicaConfig, SimulationConfig, Tenant, Workload, simulate
-from penstock.simulator.report import Summary, percentile
+from penstock.simulator.report import Summary
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 WORKLOAD = Workload(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cluster.silence import Silence
+from penstock.cluster.replica_process import Silence
 from penstock.core.messages import EngineStats
 
 

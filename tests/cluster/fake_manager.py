@@ -12,8 +12,8 @@ from penstock.core.messages import EngineReady, EngineStats
 from penstock.router import Replica, ReplicaState
 
 
-class FakeKeeper:
-    """Implements `scaling.ReplicaKeeper`."""
+class FakeManager:
+    """Implements `scaling.ReplicaManager`."""
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}

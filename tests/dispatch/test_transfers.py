@@ -1,4 +1,4 @@
-"""When KV is worth a journey."""
+"""When fetching KV from another replica is worth the time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router import Options, TransferConfig, Way, cheapest_way
+from penstock.dispatch.kv_sources import Options, TransferConfig, Way, cheapest_way
 
 CONFIG = TransferConfig()
 # A prompt that takes 2 s to compute here, and 46 MB to move.

@@ -23,9 +23,9 @@ _GUESSED_HOLD_S = 5.0
 
 @dataclass(slots=True)
 class Ticket:
-    """A request on its way: what it adds to the ledger until it ends."""
+    """A request on its way: what it adds to the load until it ends."""
 
-    ledger: ReplicaLedger
+    load: ReplicaLoad
     routed_s: float
     prefill_tokens: int  # thought not to be cached
     num_blocks: int  # of KV, at its expected end
@@ -33,7 +33,7 @@ class Ticket:
     has_output: bool = False
 
 
-class ReplicaLedger:
+class ReplicaLoad:
     __slots__ = (
         "_fit",
         "_has_told_steps",

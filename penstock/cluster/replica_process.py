@@ -1,11 +1,11 @@
-"""One life of one replica: from launching its process to the end of it, by whichever hand. Never starts another:
-`supervisor` does. Knows no gateway and no request of a client.
+"""One process of one replica, from its launch to its end. Never starts another process: `supervisor` does. Knows no
+gateway and no request of a client.
 
     starting   the process exists and loads the model
-    warming    it answers a request of ours, so that no client's is the first
-    ready      it serves
-    draining   it finishes what it has and gets no more; may become ready again
-    unhealthy  it is silent for too long, and is killed
+    warming    the replica answers requests of ours, so that no client's request is the first
+    ready      the replica serves
+    draining   the replica finishes its requests and gets no more; it may become ready again
+    unhealthy  the process was silent for too long, and is killed
     gone       the process has ended
 """
 
@@ -20,23 +20,29 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.cluster.client import EngineClient
 from penstock.cluster.replica import Launcher, Member, ReplicaSpec, RunningReplica
-from penstock.cluster.silence import Silence
 from penstock.cluster.transport import ZmqEngineClient
-from penstock.cluster.warm_up import warm_up
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, LoadProgress
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.router import Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.2  # for what a process sent before it died to arrive
 STACK_DUMP_S = 0.2  # for a frozen process to write the stacks of its threads before it is killed
+_MIN_TOKENS = 32  # in a step, for its time to say how long larger steps take
+_LARGEST_STEPS = 3.0  # so many of the largest steps may pass in silence
+_WORKING_SHARE = 0.1  # of the silence of a process that works counts
+_PROMPT_TOKENS = 64
+_OUTPUT_TOKENS = 2  # one by a prompt's computation, one by a decode step
 T = TypeVar("T")
 
 
 def processor_s(pid: int | None) -> float | None:
-    """Processor time that a process of this machine has used; None where nobody knows."""
+    """The processor time that a process of this machine has used; None where that is unknown."""
     try:
         # The name of the program, in parentheses, may hold spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -52,7 +58,39 @@ def ask_for_stacks(pid: int | None) -> None:
             os.kill(pid, signal.SIGUSR1)
 
 
-class ReplicaLife:
+class Silence:
+    """How long an engine may say nothing before it counts as frozen. Heartbeats and passing time are passed in.
+
+    An engine sends no heartbeat during a step, and on a slow device the largest step may take long: the patience
+    grows with the time that the largest step would take at the measured speed. A process that uses its processor is
+    not frozen but held up, for example by other processes on the same cores: its silence counts a tenth, so that an
+    engine in an endless loop is noticed too."""
+
+    def __init__(self, timeout_s: float, max_step_tokens: int) -> None:
+        self._timeout_s = timeout_s
+        self._max_step_tokens = max_step_tokens
+        self._silent_s = 0.0
+        self._num_steps = 0
+        self.token_s = 0.0  # seconds per prompt token in a large step
+
+    @property
+    def patience_s(self) -> float:
+        return max(self._timeout_s, _LARGEST_STEPS * self.token_s * self._max_step_tokens)
+
+    def heard(self, stats: EngineStats) -> None:
+        self._silent_s = 0.0
+        if stats.step_tokens >= _MIN_TOKENS and stats.num_steps != self._num_steps:
+            self._num_steps = stats.num_steps
+            self.token_s = stats.step_s / stats.step_tokens
+
+    def is_too_long(self, passed_s: float, *, is_working: bool) -> bool:
+        """Call this regularly with the planned time between two calls. When the caller itself was held up, heartbeats
+        wait to be read, and that time must not count."""
+        self._silent_s += passed_s * _WORKING_SHARE if is_working else passed_s
+        return self._silent_s > self.patience_s
+
+
+class ReplicaProcess:
     def __init__(
         self,
         replica_id: str,
@@ -107,7 +145,7 @@ class ReplicaLife:
         )
 
     async def begin(self, launcher: Launcher) -> None:
-        """Returns when the replica is ready; raises what kept it from that."""
+        """Returns when the replica is ready; raises the error that prevented it."""
         self._running = await launcher.launch(self.spec, self.id)
         self._client = ZmqEngineClient(
             self._running.endpoint, on_progress=self._on_progress, on_stats=self._on_stats
@@ -120,7 +158,7 @@ class ReplicaLife:
         self._become(ReplicaState.READY)
 
     async def over(self) -> str:
-        """Returns when the process has ended: how, as the rest of a sentence about it."""
+        """Returns when the process has ended, with the rest of a sentence that says how."""
         assert self._watching is not None, "begin() comes first"
         return await asyncio.shield(self._watching)
 
@@ -135,7 +173,8 @@ class ReplicaLife:
         return self._state is ReplicaState.READY
 
     async def end(self, *, at_once: bool = False) -> None:
-        """Ask the process to leave and wait until it has; `at_once`, or before it listens, it is killed."""
+        """Ask the process to leave and wait until it has. With `at_once`, or while it loads, the process is
+        killed."""
         was_listening = self._client is not None and self._client.ready is not None
         self._become(ReplicaState.GONE)
         try:
@@ -147,7 +186,7 @@ class ReplicaLife:
                 await self._running.stop()
             if self._watching is not None:
                 await self._watching
-        finally:  # also when whoever waits for the end is called off: an open socket would keep us from leaving
+        finally:  # also when the caller is cancelled: an open socket would keep this process from leaving
             if self._client is not None:
                 self._client.close()
 
@@ -165,7 +204,7 @@ class ReplicaLife:
         how = ""
         worked_s = None
         while not (await asyncio.wait((exited,), timeout=HEARTBEAT_INTERVAL_S))[0]:
-            if client.ready is None or how:  # a model that loads says nothing for as long as that takes
+            if client.ready is None or how:  # an engine sends nothing while it loads its model
                 continue
             worked_before_s, worked_s = worked_s, processor_s(running.pid)
             is_working = worked_s != worked_before_s
@@ -193,3 +232,45 @@ class ReplicaLife:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, PenstockError):
                 await task
+
+
+async def warm_up(client: EngineClient, ready: EngineReady) -> float:
+    """Make the first requests of a replica, so that no client pays for what happens once. Returns the seconds that
+    each prompt token took in the second request."""
+    token_s = 0.0
+    for number in range(2):
+        token_s = await _answer_once(client, ready, f"warm-up-{number}")
+    return token_s
+
+
+async def _answer_once(client: EngineClient, ready: EngineReady, request_id: str) -> float:
+    card = ready.model
+    num_tokens = max(1, min(_PROMPT_TOKENS, card.max_model_len - _OUTPUT_TOKENS))
+    token_id = card.bos_token_id or 0
+    request = Request(
+        id=request_id,
+        prompt_token_ids=(token_id,) * num_tokens,
+        sampling=SamplingParams(max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
+        cache_salt=request_id,  # the cached prefix of this request matches no other
+        pooling=card.pooling if card.is_encoder else None,
+    )
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    started_s = loop.time()
+    first_token_s = 0.0
+
+    def on_event(event: TokenEvent) -> None:
+        nonlocal first_token_s
+        first_token_s = first_token_s or loop.time() - started_s
+        if event.finish_reason is FinishReason.ERROR:
+            on_error(EngineUnavailable(f"The engine failed its first request: {event.error}"))
+        elif event.finish_reason is not None and not ended.done():
+            ended.set_result(None)
+
+    def on_error(error: PenstockError) -> None:
+        if not ended.done():
+            ended.set_exception(error)
+
+    client.add(request, timeout_s=None, on_event=on_event, on_error=on_error)
+    await ended
+    return first_token_s / num_tokens
