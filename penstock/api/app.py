@@ -26,8 +26,7 @@ from penstock.api.openai.batches import KIND as OPENAI
 from penstock.api.openai.batches import OpenAIBatchEndpoints, OpenAIBatches
 from penstock.api.openai.embeddings import EmbeddingEndpoints
 from penstock.api.openai.endpoints import OpenAIEndpoints
-from penstock.api.openai.responses_endpoints import ResponsesEndpoints
-from penstock.api.openai.responses_service import Responses
+from penstock.api.openai.responses_endpoints import ResponsesEndpoints, StoredBodies
 from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
 from penstock.api.websocket.endpoint import WebSocketEndpoint
 from penstock.core.errors import PenstockError
@@ -35,6 +34,7 @@ from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import MemoryResponses, ResponseStore
 from penstock.gateway.stream import ReaderGone
 from penstock.gateway.tenants.authenticator import Authenticator
@@ -74,7 +74,7 @@ def create_app(
         *AnthropicEndpoints(gateway, config.max_body_bytes).routes(),
         *OpenAIEndpoints(gateway, config.max_body_bytes).routes(),
         *ResponsesEndpoints(
-            Responses(gateway, responses or MemoryResponses()), config.max_body_bytes
+            Responses(gateway, responses or MemoryResponses(), StoredBodies()), config.max_body_bytes
         ).routes(),
         *EmbeddingEndpoints(Embeddings(gateway), config.max_body_bytes).routes(),
     ]

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from penstock.api.app import create_app
-from penstock.api.openai import responses_service
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.responses import service as responses_service
 from penstock.gateway.responses.database import DatabaseResponses
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.fake_engine import FakeEngine, script_text

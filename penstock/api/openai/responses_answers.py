@@ -144,7 +144,7 @@ def response_usage(usage: Usage) -> ResponseUsage:
 
 
 class ResponseEvents:
-    """Implements EventWriter. At most one output item is open at a time; whatever else begins closes it."""
+    """Implements EventWriter and ResponseBuilder. At most one output item is open at a time."""
 
     def __init__(
         self, body: ResponseBody, *, wants_logprobs: bool, custom_tools: frozenset[str] = frozenset()
@@ -156,6 +156,14 @@ class ResponseEvents:
         self._open: OutputItem | None = None
         self._pieces: list[str] = []  # of the open item's text or arguments
         self._delta_start = b""  # all of a delta event up to its number
+
+    @property
+    def response_id(self) -> str:
+        return self.body.id
+
+    def to_json(self, model: str) -> bytes:
+        self.body.model = model
+        return _to_json(self.body)
 
     def opening(self, answer: AnswerStream) -> bytes:
         return self._event("response.created", response=self.body) + self._event(

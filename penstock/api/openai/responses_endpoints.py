@@ -1,8 +1,9 @@
-"""/v1/responses: create, stream, look up, list input, cancel and delete."""
+"""/v1/responses: create, stream, look up, list input, cancel and delete.
+
+The gateway stores responses as JSON; `StoredBodies` and `Conversation` read them back.
+"""
 
 from __future__ import annotations
-
-from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -13,10 +14,14 @@ from starlette.types import ASGIApp
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole
 from penstock.api.http.context import note_model, principal_of, signed_wish
 from penstock.api.http.parsing import BodyDecoder, read_body
-from penstock.api.openai.responses_items import InputItem
+from penstock.api.openai.responses_answers import ResponseBody, ResponseError, ResponseEvents, new_response
+from penstock.api.openai.responses_items import InputItem, input_items, response_id_of
 from penstock.api.openai.responses_requests import ResponseRequest
-from penstock.api.openai.responses_service import Responses
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, NotFound
+from penstock.core.identity import Principal
+from penstock.gateway.responses.service import Responses
+from penstock.gateway.responses.store import HistoryBound
+from penstock.gateway.stream import AnswerStream
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 100
@@ -43,6 +48,76 @@ class InputTokens(msgspec.Struct):
     object: str = "response.input_tokens"
 
 
+class StoredBodies:
+    """Changes stored bodies; implements `ResponseFormat`."""
+
+    def failed(self, body: bytes) -> bytes:
+        response = _decode_body(body)
+        response.status = "failed"
+        message = "The server stopped before this response was finished."
+        response.error = ResponseError("server_error", message)
+        return _to_json(response)
+
+    def cancelled(self, body: bytes) -> bytes | None:
+        response = _decode_body(body)
+        response.status = "cancelled"
+        return _to_json(response) if response.background else None
+
+
+class _StoredOutput(msgspec.Struct):
+    """The part of a stored body that a conversation continues from."""
+
+    output: list[InputItem]
+
+
+_decode_body = msgspec.json.Decoder(ResponseBody).decode
+_decode_output = msgspec.json.Decoder(_StoredOutput).decode
+_decode_items = msgspec.json.Decoder(list[InputItem]).decode
+
+
+class Conversation:
+    """Gathers the items of a request: those of the responses that it continues, and its own."""
+
+    def __init__(self, responses: Responses, principal: Principal) -> None:
+        self._responses = responses
+        self._principal = principal
+
+    async def earlier_items(self, previous_id: str | None) -> list[InputItem]:
+        items: list[InputItem] = []
+        if previous_id is not None:
+            for response in await self._responses.history(self._principal, previous_id):
+                items += _decode_items(response.input_items)
+                items += _decode_output(response.body).output
+        return items
+
+    async def own_items(self, wire: str | list[InputItem]) -> list[InputItem]:
+        """The items of the request, with the items in place that it only refers to."""
+        outputs: dict[str, dict[str | None, InputItem]] = {}  # of the responses referred to, by item id
+        bound = HistoryBound("input")
+        items: list[InputItem] = []
+        for position, item in enumerate(input_items(wire)):
+            if item.type != "item_reference":
+                items.append(item)
+                continue
+            response_id = response_id_of(item.id or "")
+            if response_id is not None and response_id not in outputs:
+                outputs[response_id] = await self._output_of(response_id, bound)
+            referred = outputs.get(response_id or "", {}).get(item.id)
+            if referred is None:
+                raise NotFound(f"There is no item with the id {item.id!r}.", param=f"input[{position}].id")
+            bound.add(len(_to_json(referred)), num_responses=0)
+            items.append(referred)
+        return items
+
+    async def _output_of(self, response_id: str, bound: HistoryBound) -> dict[str | None, InputItem]:
+        try:
+            found = await self._responses.find(self._principal, response_id)
+        except NotFound:
+            return {}
+        bound.add(len(found.body))
+        return {item.id: item for item in _decode_output(found.body).output} if found.is_final else {}
+
+
 class ResponsesEndpoints:
     def __init__(self, responses: Responses, max_body_bytes: int) -> None:
         self._responses = responses
@@ -62,16 +137,42 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> ASGIApp:
         wire = await self._read(request)
-        answer = await self._responses.create(wire, principal_of(request), partial(signed_wish, request))
+        conversation = Conversation(self._responses, principal_of(request))
+        own_items = await conversation.own_items(wire.input)
+        items = [*await conversation.earlier_items(wire.previous_response_id), *own_items]
+        events: ResponseEvents
+
+        def build(answer: AnswerStream) -> ResponseEvents:
+            nonlocal events
+            events = ResponseEvents(
+                new_response(wire, answer), wants_logprobs=wire.wants_logprobs, custom_tools=wire.custom_tools
+            )
+            return events
+
+        answer = await self._responses.submit(
+            signed_wish(request, wire.to_generation(items)),
+            build,
+            input_items=_to_json(own_items),
+            previous_id=wire.previous_response_id,
+            is_stored=wire.is_stored,
+            in_background=bool(wire.background),
+        )
         if wire.background:
-            return WholeAnswer(_to_json(answer.events.body), answer.rate_limits)
+            return WholeAnswer(events.to_json(answer.model), answer.rate_limits)
         if wire.stream:
-            return await EventStream.open(answer, request.receive, answer.events)
-        return await answer_whole(answer, request.receive, lambda deltas, usage: _to_json(answer.events.body))
+            return await EventStream.open(answer, request.receive, events)
+        return await answer_whole(answer, request.receive, lambda deltas, usage: _to_json(events.body))
 
     async def count_input_tokens(self, request: Request) -> Response:
         wire = await self._read(request)
-        return _json(InputTokens(await self._responses.count_tokens(wire, principal_of(request))))
+        principal = principal_of(request)
+        gateway = self._responses.gateway
+        model = gateway.catalogue.permitted(principal, wire.model)
+        async with gateway.accounts.errand(principal, model.card.name, "count_tokens"):
+            conversation = Conversation(self._responses, principal)
+            own_items = await conversation.own_items(wire.input)
+            items = [*await conversation.earlier_items(wire.previous_response_id), *own_items]
+            return _json(InputTokens(len(await model.token_ids(wire.chat_prompt(items)))))
 
     async def retrieve(self, request: Request) -> Response:
         if request.query_params.get("stream", "false").lower() == "true":
@@ -89,7 +190,8 @@ class ResponsesEndpoints:
         return Response(body, media_type="application/json")
 
     async def list_input_items(self, request: Request) -> Response:
-        items = await self._responses.list_items(principal_of(request), request.path_params["response_id"])
+        found = await self._responses.find(principal_of(request), request.path_params["response_id"])
+        items = _decode_items(found.input_items)
         query = request.query_params
         if query.get("order", "desc") == "desc":
             items.reverse()
@@ -108,6 +210,7 @@ class ResponsesEndpoints:
     async def _read(self, request: Request) -> ResponseRequest:
         wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
         note_model(request, wire.model)
+        wire.check()
         return wire
 
 

@@ -157,6 +157,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             endpoint="responses",
             user=self.user if self.safety_identifier is None else self.safety_identifier,
             prompt_cache_key=self.prompt_cache_key,
+            drops_oldest_turns=self.truncation == "auto",
         )
 
     def chat_prompt(self, items: Sequence[InputItem]) -> ChatPrompt:
