@@ -24,7 +24,7 @@ from penstock.core.request import Request, SamplingParams
 
 PROMPT_TOKENS = 512
 DECODE_STEPS = 64
-SETTLING_TOKENS = 8  # of every answer, before steps are timed
+SETTLING_TOKENS = 8  # tokens of every answer before the timed steps
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 PREFILL_COUNTS = (1, 256)
 OFFLINE_WORKLOAD = Workload(
@@ -40,7 +40,7 @@ LONG_PROMPTS = Workload(
     input_len=IntRange(16_000, 16_000),
     output_len=IntRange(8, 8),
 )
-BESIDE_DELAY_S = 0.5  # until the streams have begun
+BESIDE_DELAY_S = 0.5  # time for the streams to begin before the long prompts arrive
 _THROUGHPUT = "output tokens/s"
 BESIDE_LONG_PROMPTS = "32 streams beside 16,000-token prompts"
 
@@ -55,7 +55,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the peer."""
+        """How many times better the value is than the peer's."""
         if not self.peer or not self.value:
             return None
         return self.value / self.peer if self.more_is_better else self.peer / self.value
@@ -114,7 +114,7 @@ def prefill_ms(
     seed: int,
     clock: Clock,
 ) -> float:
-    """`first_tokens` computes one token for each prompt."""
+    """Return the milliseconds that `first_tokens` takes to compute one token for each prompt."""
     rng = random.Random(seed)
     prompts = [[vocabulary.draw(rng) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
     start = clock.now()
@@ -152,7 +152,7 @@ def served_workloads(vocabulary: IntRange) -> dict[str, Workload]:
 
 async def measure_served(target: Target, name: str, workload: Workload) -> Summary:
     assert isinstance(workload.arrivals, ClosedLoop)
-    # A first round of the same shape: a GPU prepares for each size of batch when it first meets it.
+    # The warm-up has the same shape, because a GPU engine prepares for each batch size when it first occurs.
     await run_load(target, workload.warm_up(2 * workload.arrivals.concurrency))
     if name != BESIDE_LONG_PROMPTS:
         return summarize(target, workload, await run_load(target, workload))

@@ -18,11 +18,12 @@ from penstock.core.errors import UsageError
 
 
 class ProtocolError(Exception):
-    """The server said something that is not HTTP."""
+    """The server's response is not valid HTTP."""
 
 
 class ResponseParser:
-    """Bytes of one response in, `data:` payloads of its event stream out. Anything but a 200 is kept as `body`.
+    """Turns the bytes of one response into the `data:` payloads of its event stream. A status other than 200 is kept
+    as `body`.
 
     The `data:` lines of one event are not joined: no server of this API sends more than one.
     """
@@ -36,7 +37,7 @@ class ResponseParser:
         self._line = b""  # the unfinished last line of the stream
         self._is_chunked = False
         self._chunks = bytearray()  # chunked framing not taken apart yet
-        self._body_left: int | None = None  # bytes that Content-Length still promises
+        self._body_left: int | None = None  # bytes still missing of Content-Length
 
     def feed(self, data: bytes) -> list[bytes]:
         if self.status is None:
@@ -100,7 +101,7 @@ class ResponseParser:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is and how to speak to it."""
+    """The host, port and headers for requests to a server."""
 
     host: str
     port: int
@@ -138,7 +139,7 @@ OnPayload = Callable[[bytes, float], None]
 
 
 class _Exchange(asyncio.Protocol):
-    """One request and its response. `on_payload` hears every payload with the time at which it arrived."""
+    """One request and its response. `on_payload` is called with every payload and its time of arrival."""
 
     def __init__(self, request: bytes, on_payload: OnPayload, done: asyncio.Future[ResponseParser]) -> None:
         self._request = request
@@ -149,7 +150,7 @@ class _Exchange(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's are no subclass of asyncio's
+        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's have another base class
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
@@ -181,7 +182,7 @@ def _ignore(_: bytes, __: float) -> None:
 
 
 async def exchange(endpoint: Endpoint, request: bytes, on_payload: OnPayload = _ignore) -> tuple[int, bytes]:
-    """Send one request; the status and, unless it was an event stream, the body of the answer.
+    """Send one request. Returns the status and, unless the response was an event stream, its body.
 
     Raises OSError or ProtocolError when the answer does not arrive whole.
     """

@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened to one request. Times are seconds on one clock; `gaps_s` are between token events."""
+    """The outcome of one request. Times are seconds on one clock; `gaps_s` are between token events."""
 
     num_input_tokens: int
     start_s: float
@@ -118,7 +118,7 @@ class _StreamReader:
 
 
 async def find_target(name: str | None, url: str, model: str | None, api_key: str | None) -> Target:
-    """Ask the server what it serves. Raises UsageError when nothing usable answers."""
+    """Ask the server for its models. Raises UsageError if no OpenAI-compatible server answers."""
     endpoint = Endpoint.parse(url, api_key)
     try:
         async with asyncio.timeout(10):
@@ -162,7 +162,7 @@ async def run_load(
 ) -> LoadResult:
     """Send every prompt of the workload; `on_done` is called with 1 after each answer."""
     prompts = workload.prompts()
-    # Encoded ahead, so that the timed part does nothing but move bytes.
+    # Requests are encoded before the clock starts, so that the timed part only sends and receives bytes.
     requests = [encode_request(target, prompt) for prompt in prompts]
     outcomes: list[Outcome] = []
 

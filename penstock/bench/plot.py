@@ -1,4 +1,4 @@
-"""Results as a picture. matplotlib comes with the extra `plot` and is imported only to draw."""
+"""Draws results. matplotlib comes with the extra `plot` and is imported only to draw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.core.installation import install_command
 
 
 def require_matplotlib() -> None:
-    """Fail before a long measurement rather than after it."""
+    """Raise UsageError before a long measurement, not after it, if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -24,7 +24,7 @@ def require_matplotlib() -> None:
 
 
 def plot_latencies(path: Path, summary: Summary, result: LoadResult) -> None:
-    """Cumulative distributions of the three latencies of one run."""
+    """Draw the cumulative distributions of the three latencies of one run."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -49,7 +49,7 @@ def plot_latencies(path: Path, summary: Summary, result: LoadResult) -> None:
 
 
 def plot_comparison(path: Path, runs: Sequence[Sequence[Summary]]) -> None:
-    """Output throughput of every server, workload by workload."""
+    """Draw the output throughput of every server for every workload."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -73,5 +73,5 @@ def plot_comparison(path: Path, runs: Sequence[Sequence[Summary]]) -> None:
 def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: a file type it does not know
+    except (OSError, ValueError) as error:  # ValueError: an unknown file type
         raise UsageError(f"The plot {path} cannot be written: {error}.") from error

@@ -1,4 +1,4 @@
-"""From what happened to every request to the figures people compare. Pure arithmetic.
+"""Computes percentiles, throughput and ratios from the outcomes of requests.
 
 Failed requests count as errors and appear in no latency and no throughput.
 """
@@ -19,7 +19,7 @@ from penstock.core.errors import UsageError
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Of a list of durations, in milliseconds."""
+    """Statistics of a list of durations, in milliseconds."""
 
     mean: float
     p50: float
@@ -30,7 +30,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_seconds(cls, samples: Sequence[float]) -> Distribution | None:
-        """None when there is no sample."""
+        """Return the statistics, or None if there is no sample."""
         if not samples:
             return None
         ordered = sorted(samples)
@@ -49,12 +49,12 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The sample that `percent` of all samples lie below; never interpolated."""
+    """Return the sample that `percent` of all samples lie below, without interpolation."""
     return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload on one server."""
+    """The figures of one workload on one server."""
 
     server: str
     model: str
@@ -104,12 +104,12 @@ def summarize(target: Target, workload: Workload, result: LoadResult) -> Summary
 
 
 def median_run(runs: Sequence[Summary]) -> Summary:
-    """The run in the middle by output throughput: a whole run, so that its figures belong together."""
+    """Return the run with the median output throughput: a whole run, so that its figures are consistent."""
     return sorted(runs, key=lambda run: run.output_tokens_per_s)[(len(runs) - 1) // 2]
 
 
 class Ratios(msgspec.Struct, frozen=True):
-    """How many times better the first server is than a peer; above 1 it is ahead. None where one has no figure."""
+    """Return how many times better the first server is than a peer: above 1, it is ahead. None without a figure."""
 
     output_tokens_per_s: float | None
     ttft_p50: float | None
@@ -138,7 +138,7 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def write_json(path: Path, report: Any) -> None:
-    """Structs, dataclasses and plain containers, indented for people."""
+    """Write structs, dataclasses or plain containers as indented JSON."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     except OSError as error:

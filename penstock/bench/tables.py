@@ -1,4 +1,4 @@
-"""Summaries as tables for a terminal. Knows rich; computes nothing."""
+"""Formats summaries as tables for a terminal, with rich."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def totals_line(summary: Summary) -> str:
 
 
 def comparison_table(runs: Sequence[Sequence[Summary]]) -> Table:
-    """One group of rows per workload; the first server of each group is the one the others are held against."""
+    """Return a table with one group of rows per workload. Ratios compare the first server with the others."""
     table = Table(
         caption="Latencies in ms. (n ×): how many times better the first server is.",
         caption_justify="left",

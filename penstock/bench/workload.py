@@ -1,4 +1,4 @@
-"""What a benchmark sends: random token-id prompts of exact lengths, and when they are sent.
+"""Workloads: random token-id prompts of exact lengths, and their times of arrival.
 
 Everything follows from a seed, so that two servers get the very same requests. Knows no server and no clock.
 """
@@ -13,14 +13,14 @@ from penstock.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class IntRange:
-    """A uniform choice of whole numbers, both ends included."""
+    """A range of whole numbers, both ends included, from which lengths are drawn uniformly."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str, *, minimum: int = 1) -> IntRange:
-        """`128` or `100:1024`."""
+        """Read `128` or `100:1024`."""
         low, colon, high = text.partition(":")
         try:
             chosen = cls(int(low), int(high if colon else low))
@@ -71,7 +71,7 @@ class Prompt:
 class Workload:
     arrivals: ClosedLoop | PoissonArrivals
     num_requests: int
-    input_len: IntRange = IntRange(128, 128)  # of each prompt, without the shared prefix
+    input_len: IntRange = IntRange(128, 128)  # tokens of each prompt, without the shared prefix
     output_len: IntRange = IntRange(64, 64)
     shared_prefix_len: int = 0  # tokens that all prompts begin with
     vocabulary: IntRange = IntRange(1000, 39_999)  # token ids to draw from; low ids are often control tokens
@@ -90,7 +90,7 @@ class Workload:
         ]
 
     def arrival_times_s(self) -> list[float] | None:
-        """Seconds from the start at which each request is sent; None in a closed loop."""
+        """Return the seconds from the start at which each request is sent, or None for a closed loop."""
         if not isinstance(self.arrivals, PoissonArrivals):
             return None
         rng = random.Random(f"arrivals {self.seed}")
@@ -101,7 +101,7 @@ class Workload:
         return times
 
     def warm_up(self, num_requests: int) -> Workload:
-        """Requests of the same shape that share nothing with the measured ones, not even the prefix."""
+        """Return requests of the same shape with other tokens and another shared prefix."""
         streams = self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else num_requests
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""The command `penstock` and its subcommands, of which only the one that is called is imported."""
+"""The command `penstock`. It imports only the subcommand that is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from penstock.cli.commands import PenstockCommand, PenstockGroup
 from penstock.version import __version__
 
-# In the order that a newcomer needs them in. Each is a module of this room, and a command of the same name in it.
+# Each subcommand and the module of this room that defines it, in the order that a newcomer needs them in.
 MODULES = {
     "serve": "serve",
     "top": "top",

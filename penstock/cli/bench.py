@@ -1,4 +1,4 @@
-"""`penstock bench`: measure a server, compare servers, or measure the engine alone."""
+"""`penstock bench`: measure a server, compare servers, or measure the engine without a server."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@click.group(cls=PenstockGroup, short_help="Measure speed: of a server, of several, or of the engine alone.")
+@click.group(cls=PenstockGroup, short_help="Measure the speed of servers or of the engine.")
 def bench() -> None:
-    """Measure speed. Prompts are random token ids of exact lengths, and answers have exact lengths too."""
+    """Measure latency and throughput. Prompts are random token ids of exact lengths, and so are answers."""
 
 
 bench.add_command(bench_gpu)
@@ -47,16 +47,16 @@ def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 _server_options = _options(
     click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server to measure."),
     click.option("--model", help="Model to ask for. Default: the first that the server lists."),
-    click.option("--api-key", envvar=API_KEY_VARIABLE, show_envvar=True, help="Key that the server wants."),
+    click.option("--api-key", envvar=API_KEY_VARIABLE, show_envvar=True, help="API key of the server."),
 )
 _measurement_options = _options(
     click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
-                 help="Requests to send, and not count, before each measurement."),
+                 help="Requests to send before each measurement, not counted."),
     click.option("--seed", type=int, default=lambda: random.randrange(1 << 31),
-                 help="Seed of prompts and arrivals. Default: a new one each time, because prompts that a "
-                 "server has seen before would come from its cache."),
+                 help="Seed of prompts and arrivals. Default: a new one each time, so that no prompt is in a "
+                 "server's cache."),
     click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0,
-                 show_default=True, help="Seconds after which an unfinished answer is an error."),
+                 show_default=True, help="Seconds until an unfinished answer counts as an error."),
 )  # fmt: skip
 _output_options = _options(
     click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write figures here."),
@@ -69,15 +69,15 @@ _length_help = "{}: a number, or a range such as 100:1024."
 @bench.command("serve", short_help="Put load on one server.")
 @_server_options
 @click.option("--concurrency", type=click.IntRange(min=1), default=8, show_default=True,
-              help="Clients that each send a request when their last one is answered.")  # fmt: skip
+              help="Clients, each of which sends its next request when the last is answered.")  # fmt: skip
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True),
-              help="Requests per second at random (Poisson) instead, whatever the server does.")  # fmt: skip
+              help="Requests per second with Poisson arrivals, instead of --concurrency.")  # fmt: skip
 @click.option("--requests", "num_requests", type=click.IntRange(min=1), default=32, show_default=True,
               help="Requests to send.")  # fmt: skip
 @click.option("--input-len", default="128", show_default=True, help=_length_help.format("Prompt tokens"))
 @click.option("--output-len", default="64", show_default=True, help=_length_help.format("Answer tokens"))
 @click.option("--shared-prefix", type=click.IntRange(min=0), default=0, show_default=True,
-              help="Tokens, on top of --input-len, that all prompts begin with.")  # fmt: skip
+              help="Tokens of a prefix that all prompts share, in addition to --input-len.")  # fmt: skip
 @click.option(
     "--vocabulary", default="1000:39999", show_default=True, help="Range of token ids to draw from."
 )
@@ -118,12 +118,12 @@ def bench_serve(
     _fail_on_errors([summary])
 
 
-@bench.command("compare", short_help="Hold servers against each other in one run.")
+@bench.command("compare", short_help="Compare servers in one run.")
 @_server_options
 @click.option("--peer", "peers", multiple=True, required=True, metavar="[NAME=]URL",
               help="Another OpenAI-compatible server; may be given several times.")  # fmt: skip
 @click.option("--workload", "names", multiple=True, type=click.Choice(list(STANDARD_WORKLOADS)),
-              help="What to run; may be given several times. Default: all of them.")  # fmt: skip
+              help="Workload to run; may be given several times. Default: all.")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True,
               help="Rounds of each workload; the median round by throughput is reported.")  # fmt: skip
 @_measurement_options
@@ -143,8 +143,8 @@ def bench_compare(
 ) -> None:
     """Measure several servers side by side, and print how many times better the one at --url is.
 
-    Within every round the servers take turns with the very same prompts, so that they meet the same machine.
-    The key and --model are for --url; peers are asked what they serve.
+    Within every round the servers take turns with the same prompts, so that all run on the machine in the same state.
+    --api-key and --model apply to --url; a peer is measured with the first model that it lists.
 
     \b
       penstock bench compare --peer llama.cpp=http://127.0.0.1:8080
@@ -181,7 +181,7 @@ def bench_compare(
 
 @bench.command("offline", short_help="Throughput of the engine in this process.")
 @click.option("--requests", "num_requests", type=click.IntRange(min=1), default=256, show_default=True,
-              help="Prompts, all handed over at once.")  # fmt: skip
+              help="Number of prompts, all submitted at once.")  # fmt: skip
 @click.option("--input-len", default="100:1024", show_default=True, help=_length_help.format("Prompt tokens"))
 @click.option(
     "--output-len", default="100:1024", show_default=True, help=_length_help.format("Answer tokens")
@@ -200,7 +200,7 @@ def bench_offline(
     json_file: Path | None,
     config: EngineConfig,
 ) -> None:
-    """Measure the engine alone, in this process, on many prompts at once.
+    """Measure the engine in this process, without a server, on many prompts at once.
 
     With `--load-format random --model FOLDER` only the config.json of the model is needed.
 
@@ -232,7 +232,7 @@ def bench_offline(
 
     try:
         with spinner(f"Generating {num_requests} answers"):
-            # The first call pays for memory and code that later ones find ready.
+            # The first call allocates memory and compiles code, so it is not measured.
             warm = workload.warm_up(1).prompts()
             measure_offline(engine.card.name, warm, temperature, generate, SystemClock())
             summary = measure_offline(
@@ -268,7 +268,7 @@ def _workload(
 
 
 def _measure(target: Target, workload: Workload, num_warmup: int, timeout_s: float) -> LoadResult:
-    """Warm up, then measure. A warm-up in which every request fails ends the command: so would the rest."""
+    """Warm up, then measure. Raises UsageError if every request of the warm-up fails."""
     from penstock.bench.load import run_load
 
     if num_warmup:

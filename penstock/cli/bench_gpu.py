@@ -44,15 +44,15 @@ _BATCHED_TOKENS = 8192
 _ITL_TARGET_MS = 30.0
 _START_TIMEOUT_S = 600.0
 _PORT = 8801
-_WARM_UPS, _SHORT_ROUNDS = 2, 5  # of prefills
+_WARM_UPS, _SHORT_ROUNDS = 2, 5  # rounds of prefills, before and in a measurement
 
 
 @click.command("gpu", cls=PenstockCommand, short_help="Measure a model shape on this GPU.")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS),
-              help="What to measure; may be given several times. Default: everything.")  # fmt: skip
+              help="Part to measure; may be given several times. Default: all.")  # fmt: skip
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1),
-              help="Sizes of decode batches; may be given several times. Default: 1, 8, 32, 128, 256.")  # fmt: skip
+              help="Size of decode batches; may be given several times. Default: 1, 8, 32, 128, 256.")  # fmt: skip
 @click.option("--load", "loads", multiple=True, metavar="TEXT",
               help="Run only the served loads whose names contain TEXT; may be given several times.")  # fmt: skip
 @click.option("--peer", metavar="[NAME=]URL",
@@ -60,7 +60,7 @@ _WARM_UPS, _SHORT_ROUNDS = 2, 5  # of prefills
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=_BATCHED_TOKENS, show_default=True,
               help="Most tokens in one step.")  # fmt: skip
 @click.option(
-    "--quantization", type=click.Choice(("int8", "int4", "fp8")), help="Round weights while loading."
+    "--quantization", type=click.Choice(("int8", "int4", "fp8")), help="Quantize the weights while loading."
 )
 @click.option("--kv-cache-dtype", type=click.Choice(("auto", "fp8", "int8")), default="auto", show_default=True,
               help="Type of cached keys and values.")  # fmt: skip
@@ -81,7 +81,7 @@ def bench_gpu(
     device: Device,
     json_file: Path | None,
 ) -> None:
-    """Measure a model of which only the config.json in FOLDER is needed: weights are random.
+    """Measure a model shape: FOLDER needs only a config.json, and the weights are random.
 
     With --peer, the served loads run against that server too, each right after ours, and the table says how many
     times better ours is. Give each server its share of the GPU's memory.
@@ -116,7 +116,7 @@ def bench_gpu(
         if json_file:
             json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
 
-    if "served" in chosen:  # first: an engine in this process would not give all of the GPU's memory back
+    if "served" in chosen:  # first, because an engine in this process does not free all of the GPU's memory
         _measure_server(config, folder, loads, vocabulary, peer, found)
     if set(chosen) - {"served"}:
         _measure_engine(config, folder, chosen, batches, vocabulary, found)
@@ -196,7 +196,7 @@ def _prefill(engine: OfflineEngine, count: int, vocabulary: IntRange) -> float:
     def measured(round_: int) -> float:
         return prefill_ms(first_tokens, count, vocabulary, -count - 1000 * round_, SystemClock())
 
-    for round_ in range(_WARM_UPS):  # a size is recorded when it is met for the second time
+    for round_ in range(_WARM_UPS):  # a CUDA graph of a size is recorded when the size occurs again
         measured(round_)
     rounds = range(_WARM_UPS, _WARM_UPS + (_SHORT_ROUNDS if count == 1 else 1))
     return statistics.median(measured(round_) for round_ in rounds)
@@ -221,7 +221,7 @@ def _offline(engine: OfflineEngine, vocabulary: IntRange) -> float:
             generate,
             SystemClock(),
         ).output_tokens_per_s
-        for seed in (1, 0)  # the first round meets every size of batch for the first time
+        for seed in (1, 0)  # the first round warms up every batch size
     ]
     return rates[-1]
 
@@ -293,7 +293,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise EngineUnavailable("The server did not start; it said why above.")
+            raise EngineUnavailable("The server did not start; its error is above.")
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{url}/ready", timeout=1).close()
             return

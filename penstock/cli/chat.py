@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal, with a running server or one of our own."""
+"""`penstock chat`: a conversation in the terminal, with a running server or one that the command starts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
 @click.command(cls=PenstockCommand, short_help="Talk to a model in the terminal.")
 @model_argument
 @click.option("-m", "--message", help="Ask one question, print the answer and leave.")
+@click.option("--url", help=f"URL of the server. Default: {_DEFAULT_URL} if it answers, else a new server.")
+@click.option("--api-key", envvar=API_KEY_VARIABLE, show_envvar=True, help="API key of the server.")
+@click.option("--system", help="System prompt.")
 @click.option(
-    "--url", help=f"Server to talk to. Default: {_DEFAULT_URL} if it answers, else a server of our own."
+    "--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer. Default: the server's."
 )
-@click.option("--api-key", envvar=API_KEY_VARIABLE, show_envvar=True, help="Key that the server wants.")
-@click.option("--system", help="Instructions that stand before the conversation.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer. Default: the server's.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 2),
@@ -74,7 +74,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far. Each answer is printed as it arrives, and remembered."""
+    """The messages so far. Each answer is printed as it arrives and added to the messages."""
 
     def __init__(self, client: ChatClient, model: str, system: str | None, settings: dict[str, Any]) -> None:
         self._client = client
@@ -88,7 +88,7 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, text: str) -> None:
-        """Print the answer. A question whose answer failed is forgotten; one that was stopped is kept."""
+        """Print the answer. A question whose answer failed is removed from the messages; a stopped answer stays."""
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
@@ -128,7 +128,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _ask_and_go_on(conversation: Conversation, text: str) -> None:
-    """Neither a stopped answer nor a refused one ends the conversation."""
+    """Ask, and continue the conversation after a stopped or refused answer."""
     try:
         conversation.ask(text)
     except KeyboardInterrupt:
@@ -146,7 +146,7 @@ def _enable_line_editing() -> None:
 
 @contextmanager
 def _connect(model: str | None, url: str | None, api_key: str | None) -> Iterator[tuple[ChatClient, str]]:
-    """A client and the name its server has for the model."""
+    """Yield a client, and the name of the model on its server."""
     from penstock.cli.clients import ChatClient
 
     with closing(ChatClient(url or _DEFAULT_URL, api_key)) as client:
@@ -166,7 +166,7 @@ def _connect(model: str | None, url: str | None, api_key: str | None) -> Iterato
                 hint=f"It serves {', '.join(served) or 'nothing'}.",
             )
     own_model = model or ModelConfig().model
-    fetch_model(own_model)  # here, where its progress can be seen
+    fetch_model(own_model)  # in this process, which can show the progress
     with (
         sigterm_unwinds(),
         background_server(own_model) as own_url,
@@ -177,7 +177,7 @@ def _connect(model: str | None, url: str | None, api_key: str | None) -> Iterato
 
 @contextmanager
 def background_server(model: str) -> Iterator[str]:
-    """Serve `model` on a free loopback port and yield the URL once it is ready. The server ends with the block."""
+    """Serve `model` on a free loopback port, yield the URL once it is ready, and end the server afterwards."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
@@ -185,7 +185,7 @@ def background_server(model: str) -> Iterator[str]:
             [
                 *(sys.executable, "-m", "penstock.main", "serve", "--model", model),
                 *("--host", "127.0.0.1", "--port", str(port), "--drain-timeout", "0"),
-                "--no-require-keys",  # it is ours alone, whatever keys other servers ask for
+                "--no-require-keys",  # only this command uses the server
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,

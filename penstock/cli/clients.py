@@ -13,7 +13,7 @@ from penstock.core.cluster_view import ClusterView, ReleaseView
 from penstock.core.errors import PenstockError, UsageError
 from penstock.serve.environment import API_KEY_VARIABLE
 
-ORDER_TIMEOUT_S = 600.0  # weights may have to be fetched first
+ORDER_TIMEOUT_S = 600.0  # a release may have to fetch weights first
 Shape = TypeVar("Shape")
 
 
@@ -61,13 +61,13 @@ class ChatClient:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # An answer may take long to begin on a busy server, but connecting may not.
+        # A busy server may take long to begin an answer, but not to accept a connection.
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=httpx.Timeout(600.0, connect=5.0)
         )
 
     def served_models(self) -> list[str]:
-        """Raises UsageError when no usable server answers."""
+        """Return the names of the served models. Raises UsageError if no OpenAI-compatible server answers."""
         try:
             response = self._http.get("/v1/models", timeout=5.0)
         except httpx.HTTPError as error:
@@ -87,7 +87,7 @@ class ChatClient:
             return False
 
     def answer(self, model: str, messages: list[dict[str, str]], **settings: Any) -> Iterator[str]:
-        """Pieces of the answer as they arrive. Closing the iterator early makes the server stop."""
+        """Yield pieces of the answer as they arrive. Closing the iterator cancels the request."""
         body = {"model": model, "messages": messages, "stream": True, **settings}
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:

@@ -1,6 +1,6 @@
-"""How every command behaves: one sentence for an error, options in groups, `--debug` everywhere.
+"""The behaviour that all commands share: one sentence for an error, options in groups, and `--debug`.
 
-Knows click and the error tree; knows nothing of what the commands do.
+Knows click and the error tree, but no command.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Failure(click.ClickException):
-    """An error as a person reads it: one sentence, then what to do about it."""
+    """An error for the terminal: one sentence, then a hint."""
 
     def __init__(self, message: str, hint: str | None, exit_code: int) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Failure(click.ClickException):
 
 
 class PenstockCommand(click.Command):
-    """A command that turns exceptions into sentences and shows its options in sections.
+    """A command that turns exceptions into sentences and shows its options in sections of `--help`.
 
     Options with a `section` attribute are listed under that heading, in the order they were added.
     """

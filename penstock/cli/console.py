@@ -1,7 +1,7 @@
-"""What the commands share for talking to a terminal: consoles, progress bars, logging.
+"""Terminal output of the commands: consoles, tables, progress bars, logging.
 
-Results go to standard output; everything else (progress, banners, logs, errors) goes to standard error, so
-that output can be piped. rich is imported only when something is drawn.
+Results go to standard output. Progress, banners, logs and errors go to standard error, so that output can be piped.
+rich is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def stderr_console() -> Console:
 
 
 def configure_logging(*, debug: bool) -> None:
-    """One line per event on standard error; libraries speak up only when something is wrong."""
+    """Log one line per event to standard error. Libraries log warnings and errors only."""
     handler = logging.StreamHandler()
     text_format = "%(asctime)s %(levelname)-7s %(name)s: %(message)s" if debug else "%(asctime)s %(message)s"
     handler.setFormatter(TextFormatter(text_format, "%H:%M:%S"))
@@ -65,7 +65,7 @@ def configure_logging(*, debug: bool) -> None:
 
 @contextmanager
 def pull_progress(model_name: str) -> Iterator[Callable[[PullProgress], None]]:
-    """A bar for one model's download. Nothing is drawn before the first report."""
+    """Show a progress bar for one model's download. Nothing is drawn before the first report."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -106,7 +106,7 @@ def pull_progress(model_name: str) -> Iterator[Callable[[PullProgress], None]]:
 
 @contextmanager
 def count_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over a known number of things; call what it yields with how many more are done."""
+    """Show a progress bar up to `total`. Call the yielded function with the number of newly finished items."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -120,7 +120,7 @@ def count_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """Something that moves while we wait, where there is a terminal to see it."""
+    """Show a spinner while the block runs, if standard error is a terminal."""
     console = stderr_console()
     if not console.is_terminal:
         yield
@@ -130,7 +130,7 @@ def spinner(text: str) -> Iterator[None]:
 
 
 def fetch_model(name_or_path: str, *, force: bool = False) -> Path:
-    """The model's path; a known model that is not here yet is pulled, with a bar."""
+    """Return the model's path. A known model that is not in the cache is fetched, with a progress bar."""
     hub = model_hub()
     with pull_progress(name_or_path) as report, sigterm_unwinds():
         if force:
@@ -140,7 +140,7 @@ def fetch_model(name_or_path: str, *, force: bool = False) -> Path:
 
 @contextmanager
 def sigterm_unwinds() -> Iterator[None]:
-    """Let SIGTERM unwind the stack like Ctrl-C does, so that what is underway is cleaned up."""
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that temporary files and child processes are removed."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -157,7 +157,7 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """In columns as wide as what they hold, never cut: the output may go into a pipe."""
+    """Print rows in columns that are as wide as their longest cell, also into a pipe."""
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
     for row in (heads, *rows):
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

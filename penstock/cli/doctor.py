@@ -1,4 +1,4 @@
-"""`penstock doctor`: look at everything that has to be right before a model is served."""
+"""`penstock doctor`: check everything that serving a model needs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_cpu(cpuinfo: Path) -> Finding:
 
 
 def check_engine(command: list[str]) -> Iterator[Finding]:
-    """torch, GPUs and kernels, as a process of their own reports them."""
+    """Check torch, GPUs and kernels with a separate process, which runs `probe`."""
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -122,7 +122,7 @@ def check_memory(meminfo: Path) -> Finding:
         available = int(lines["MemAvailable"].split()[0]) << 10
         total = int(lines["MemTotal"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
-        return Finding("warn", "Memory", "this system does not say how much there is")
+        return Finding("warn", "Memory", "this system does not report its memory")
     detail = f"{available / 2**30:,.1f} of {total / 2**30:,.1f} GiB available"
     if available < _LOW_MEMORY_BYTES:
         return Finding(

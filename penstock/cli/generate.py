@@ -17,7 +17,7 @@ from penstock.core.request import SamplingParams
 @click.command(cls=PenstockCommand, short_help="Complete one prompt, without a server.")
 @click.argument("prompt")
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Longest answer."
+    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to write."
 )
 @click.option(
     "--temperature",

@@ -28,7 +28,7 @@ _scope_option = click.option(
     "scopes",
     multiple=True,
     type=click.Choice([str(scope) for scope in Scope]),
-    help="What the key may do; may be given several times.  [default: inference]",
+    help="Permission of the key; may be given several times.  [default: inference]",
 )
 _model_option = click.option(
     "--model",
@@ -40,7 +40,7 @@ _model_option = click.option(
 _tier_option = click.option(
     "--tier",
     type=click.Choice([str(tier) for tier in Tier]),
-    help="The most urgent tier that the key may claim.  [default: default]",
+    help="The most urgent service tier that the key may request.  [default: default]",
 )
 _expiry_option = click.option(
     "--expires-in", metavar="DURATION", help="Such as 12h, 30d or 8w.  [default: never]"
@@ -55,7 +55,7 @@ _caching_option = click.option(
 
 @click.group(cls=PenstockGroup, short_help="Make, list, change and revoke API keys.")
 def keys() -> None:
-    """API keys, in the database of the server.
+    """Manage API keys in the database of the server.
 
     The commands need no running server, and running servers notice a change within seconds. A server that was
     started without any key asks for keys from its next start on.
@@ -69,7 +69,9 @@ def keys() -> None:
 
 @keys.command(cls=PenstockCommand, short_help="Make a key and show it once.")
 @click.option("--name", required=True, help="What the key is for.")
-@click.option("--workspace", default="default", show_default=True, metavar="ID", help="Whose key it is.")
+@click.option(
+    "--workspace", default="default", show_default=True, metavar="ID", help="Workspace that owns the key."
+)
 @_scope_option
 @_model_option
 @_tier_option
@@ -88,11 +90,11 @@ def create(
     as_json: bool,
     config: StoreConfig,
 ) -> None:
-    """Make a key. It is printed once and cannot be read again: only its hash is stored."""
+    """Make a key. The key is printed once and cannot be read again: only its hash is stored."""
     from penstock.gateway.tenants.audit import Actor
     from penstock.gateway.tenants.records import NewKey
 
-    wish = NewKey(
+    new_key = NewKey(
         name=name,
         workspace_id=workspace,
         scopes=tuple(map(Scope, scopes)) or (Scope.INFERENCE,),
@@ -101,7 +103,7 @@ def create(
         caches_responses=bool(caches_responses),
         expires_at=_expiry(expires_in),
     )
-    issued = in_directory(config, lambda directory: directory.create_key(Actor(actor_name()), wish))
+    issued = in_directory(config, lambda directory: directory.create_key(Actor(actor_name()), new_key))
     if as_json:
         print_json({**_shown(issued.key), "secret": issued.secret})
         return
@@ -122,7 +124,7 @@ def create(
 def list_keys(
     workspace: str | None, limit: int, after: str | None, as_json: bool, config: StoreConfig
 ) -> None:
-    """List keys, newest first, by the beginning of each. Revoked and expired ones are listed too."""
+    """List keys, newest first, with the first characters of each key. Revoked and expired keys are listed too."""
     page = in_directory(
         config, lambda directory: directory.keys(limit=limit, after=after, workspace_id=workspace)
     )
@@ -144,7 +146,7 @@ def list_keys(
 @json_option
 @config_options(StoreConfig)
 def show(key_id: str, as_json: bool, config: StoreConfig) -> None:
-    """Show everything that is known of a key, which does not include its secret."""
+    """Show all stored properties of a key. The secret itself is not stored."""
     key = in_directory(config, lambda directory: directory.key(key_id))
     if as_json:
         print_json(_shown(key))
@@ -160,12 +162,12 @@ def show(key_id: str, as_json: bool, config: StoreConfig) -> None:
 @click.option("--every-model", is_flag=True, help="Allow every model again.")
 @_tier_option
 @_expiry_option
-@click.option("--never-expires", is_flag=True, help="Let the key live until it is revoked.")
+@click.option("--never-expires", is_flag=True, help="Remove the expiry of the key.")
 @_caching_option
 @json_option
 @config_options(StoreConfig)
 def update(key_id: str, as_json: bool, config: StoreConfig, **given: Any) -> None:
-    """Change a key. What is not named stays as it is; scopes and models are replaced as a whole."""
+    """Change a key. Properties without a flag stay as they are; scopes and models are replaced as a whole."""
     from penstock.gateway.tenants.audit import Actor
     from penstock.gateway.tenants.records import KeyChanges
 
@@ -184,7 +186,7 @@ def update(key_id: str, as_json: bool, config: StoreConfig, **given: Any) -> Non
 @json_option
 @config_options(StoreConfig)
 def revoke(key_id: str, as_json: bool, config: StoreConfig) -> None:
-    """Revoke a key. Running servers refuse it within seconds; it cannot be brought back."""
+    """Revoke a key for good. Running servers refuse the key within seconds."""
     from penstock.gateway.tenants.audit import Actor
 
     key = in_directory(config, lambda directory: directory.revoke_key(Actor(actor_name()), key_id))
@@ -205,7 +207,7 @@ def _changes(
     never_expires: bool,
     caches_responses: bool | None,
 ) -> dict[str, Any]:
-    """The fields that flags were given for."""
+    """Return the fields for which flags were given."""
     if models and every_model:
         raise ConfigError("--model and --every-model exclude each other.")
     if expires_in and never_expires:

@@ -46,7 +46,7 @@ _ENVIRONMENT = {
     "redis_url": REDIS_URL_VARIABLE,
     "ray_address": RAY_ADDRESS_VARIABLE,
 }
-# What other servers call the same thing.
+# Names of the same settings in other servers.
 _ALIASES = {"replicas": "--data-parallel-size"}
 
 # The parameter has a name of its own, because config_options unites it with --model.
@@ -89,7 +89,7 @@ def config_options(
             help="TOML file with any of the settings below; flags win over it.",
         )
         generated = [SettingOption(setting) for setting in settings().values() if setting.section in sections]
-        # click keeps parameters in reverse, as decorators run from the bottom up.
+        # click expects parameters in reverse, because decorators run from the bottom up.
         with_config.__click_params__ = [*reversed(generated), config_file, *own]  # type: ignore[attr-defined]
         return with_config
 
@@ -97,7 +97,7 @@ def config_options(
 
 
 def _model_given_once(flag: str | None, positional: str | None) -> str | None:
-    """The model as an argument and as a flag are the same thing."""
+    """Return the model, which may be given as an argument or as --model, but not as both."""
     if flag is not None and positional is not None and flag != positional:
         raise ConfigError(
             f"Two models were given, '{positional}' and '{flag}'.",
@@ -107,7 +107,7 @@ def _model_given_once(flag: str | None, positional: str | None) -> str | None:
 
 
 class SettingOption(click.Option):
-    """A flag made from a Setting. It stays None unless the user gives it, so that the file can speak."""
+    """A flag made from a Setting. Its value is None unless the user gives it, so that the file's value counts."""
 
     def __init__(self, setting: Setting) -> None:
         is_switch = isinstance(setting.value_type, types.BoolType)
@@ -132,13 +132,13 @@ def _shown(default: Any) -> str:
 
 
 def server_options(command: Command) -> Command:
-    """--url and --api-key, for commands that speak to a running server."""
+    """Add --url and --api-key to a command that connects to a running server."""
     command = click.option(
         "--api-key",
         envvar=API_KEY_VARIABLE,
         show_envvar=True,
         metavar="TEXT",
-        help="Key with the scope admin, where the server asks for keys.",
+        help="Key with the scope admin, if the server asks for keys.",
     )(command)
     return click.option(
         "--url",
@@ -147,5 +147,5 @@ def server_options(command: Command) -> Command:
         show_envvar=True,
         show_default=True,
         metavar="URL",
-        help="The server.",
+        help="URL of the server.",
     )(command)

@@ -11,8 +11,10 @@ from penstock.serve.stores import model_hub
 
 @click.command(cls=PenstockCommand, short_help="Fetch a model into the cache.")
 @click.argument("name", required=False)
-@click.option("--force", is_flag=True, help="Fetch again even if the model is already here.")
-@click.option("--list", "list_models", is_flag=True, help="List the known models and which of them are here.")
+@click.option("--force", is_flag=True, help="Fetch again even if the model is in the cache.")
+@click.option(
+    "--list", "list_models", is_flag=True, help="List the known models, and which are in the cache."
+)
 def pull(name: str | None, force: bool, list_models: bool) -> None:
     """Fetch the model NAME into the cache, and print its path.
 

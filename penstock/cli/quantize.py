@@ -1,4 +1,4 @@
-"""`penstock quantize`: make a quantized checkpoint, and say what was lost."""
+"""`penstock quantize`: make a quantized checkpoint, and report the loss of quality."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _GROUPS = ("16", "32", "64", "128")
     type=click.Choice(_GROUPS),
     default="128",
     show_default=True,
-    help="Neighbours that share a scale, with int8 and int4; fewer where rows do not divide so.",
+    help="Weights that share a scale, with int8 and int4; fewer if the rows are not divisible.",
 )
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Text that int4-awq and w8a8 choose scales by. Default: half of Python's own reference.",
+    help="Calibration text for int4-awq and w8a8. Default: half of Python's own reference.",
 )
 @click.option(
     "--evaluation",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Text that perplexity is measured on. Default: the other half of Python's reference.",
+    help="Text to measure perplexity on. Default: the other half of Python's reference.",
 )
 @click.option(
     "--calibration-tokens", type=click.IntRange(min=512), default=4096, show_default=True,
@@ -112,7 +112,7 @@ def _print(report: Report, method: str) -> None:
 
 @contextmanager
 def _stages() -> Iterator[Callable[[str, float], None]]:
-    """A bar for each stage, one after the other."""
+    """Show a progress bar for each stage."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = stderr_console()

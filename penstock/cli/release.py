@@ -1,4 +1,4 @@
-"""`penstock release`: bring a new revision of a served model into service, watch it, or take it back."""
+"""`penstock release`: release a new revision of a served model, watch the release, or roll it back."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from penstock.core.cluster_view import ReleaseView
 
 WATCH_INTERVAL_S = 1.0
-# Flags of `start` that are fields of the policy: each, and the part of the policy that holds it.
+# Flags of `start` that are fields of the release policy, and the part of the policy that has the field.
 _GATE_FLAGS = ("min_requests", "min_compared", "max_divergence", "max_ttft_ratio", "max_itl_ratio")
 
-_model_option = click.option("--model", metavar="NAME", help="Which model, where several are served.")
-_watch_option = click.option("--watch", is_flag=True, help="Follow it until it is over.")
+_model_option = click.option("--model", metavar="NAME", help="The model, if several are served.")
+_watch_option = click.option("--watch", is_flag=True, help="Follow the release until it is over.")
 
 
 @click.group(cls=PenstockGroup, short_help="Release new revisions of a model, with a way back.")
@@ -41,7 +41,7 @@ def release() -> None:
     """
 
 
-@release.command(cls=PenstockCommand, short_help="Begin a release.")
+@release.command(cls=PenstockCommand, short_help="Start a release.")
 @_model_option
 @click.option("--weights", metavar="MODEL", help="New weights, as `penstock serve MODEL` takes them.")
 @click.option(
@@ -52,12 +52,12 @@ def release() -> None:
     help="An engine setting that changes, such as max_num_seqs=64; may be given several times.",
 )
 @click.option(
-    "--revision", metavar="NAME", help="A name for the revision.  [default: made from what differs]"
+    "--revision", metavar="NAME", help="A name for the revision.  [default: a hash of its settings]"
 )
 @click.option(
     "--steps",
     metavar="SHARES",
-    help="Growing shares of requests that it gets, with commas between them.  [default: 0.01,0.05,0.25,0.5]",
+    help="Growing shares of requests for the new revision, separated by commas.  [default: 0.01,0.05,0.25,0.5]",
 )
 @click.option(
     "--mirror",
@@ -93,13 +93,13 @@ def release() -> None:
     "--max-ttft-ratio",
     type=click.FloatRange(0),
     metavar="RATIO",
-    help="Time to first token (p95) beside the old one's.  [default: 1.25]",
+    help="Allowed ratio of the p95 time to first token, new to old.  [default: 1.25]",
 )
 @click.option(
     "--max-itl-ratio",
     type=click.FloatRange(0),
     metavar="RATIO",
-    help="Time between tokens (p95) beside the old one's.  [default: 1.25]",
+    help="Allowed ratio of the p95 time between tokens, new to old.  [default: 1.25]",
 )
 @_watch_option
 @json_option
@@ -115,7 +115,7 @@ def start(
     api_key: str | None,
     **policy: Any,
 ) -> None:
-    """Begin a release. The server goes on by itself: it promotes the new revision, or rolls it back."""
+    """Start a release. The server continues by itself: it promotes the new revision, or rolls it back."""
     if weights is None and not settings:
         raise ConfigError("Nothing would change.", hint="Give --weights, or --set NAME=VALUE, or both.")
     order = {
@@ -131,13 +131,13 @@ def start(
             _watch(client, model)
 
 
-@release.command(cls=PenstockCommand, short_help="Show the release that is underway, or the last.")
+@release.command(cls=PenstockCommand, short_help="Show the current or last release.")
 @_model_option
 @_watch_option
 @json_option
 @server_options
 def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str | None) -> None:
-    """Show the release that is underway, or the last one, with what its gates say."""
+    """Show the current or last release, with the results of its gates."""
     with closing(_connect(url, api_key)) as client:
         found = _find(client, model)
         if not found:
@@ -150,12 +150,12 @@ def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str
             _watch(client, model)
 
 
-@release.command(cls=PenstockCommand, short_help="Let the new revision serve everything now.")
+@release.command(cls=PenstockCommand, short_help="Give all traffic to the new revision now.")
 @_model_option
 @json_option
 @server_options
 def promote(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
-    """Let the new revision serve everything now, whatever its gates say. The old one finishes what it has."""
+    """Give all traffic to the new revision now, whatever the gates say. The old revision finishes its requests."""
     with closing(_connect(url, api_key)) as client:
         _show(client.promote_release(model), as_json=as_json)
 
@@ -165,7 +165,7 @@ def promote(model: str | None, as_json: bool, url: str, api_key: str | None) -> 
 @json_option
 @server_options
 def rollback(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
-    """Take the new revision out of service. It finishes what it has."""
+    """Take the new revision out of service. It finishes its requests first."""
     with closing(_connect(url, api_key)) as client:
         _show(client.roll_back_release(model), as_json=as_json)
 
@@ -208,7 +208,7 @@ def _find(client: AdminClient, model: str | None) -> list[ReleaseView]:
 
 
 def _watch(client: AdminClient, model: str | None) -> None:
-    """One line for every change, until all are over. Fails when one was rolled back."""
+    """Print one line for every change until all releases are over. Fails if a release was rolled back."""
     seen: dict[str, tuple[str, int]] = {}
     while True:
         views = _find(client, model)

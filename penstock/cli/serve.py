@@ -1,4 +1,4 @@
-"""`penstock serve`: settle the configuration, have the model on disk, then hand over to the composition root."""
+"""`penstock serve`: check the configuration, fetch the model, run the server, and show its progress and banner."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
 
 @contextmanager
 def _early_process(config: ServeConfig) -> Iterator[EarlyProcess | None]:
-    """Loads torch while this process finds out what to serve; none where no engine needs it."""
+    """Start a process that imports torch while this one prepares. Yields None if no local engine will need it."""
     is_local = config.runs_engines and config.cluster.cluster == "local"
     if not is_local or config.engine.model.model in BUILT_IN_MODELS:
         yield None
@@ -102,7 +102,7 @@ def _early_process(config: ServeConfig) -> Iterator[EarlyProcess | None]:
 
 
 def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bool) -> bool:
-    """Whether the server lets in callers without a key. Refuses to be reachable by strangers by accident."""
+    """Return whether callers need no key. Raises ConfigError for a public address without keys or --allow-open."""
     if server.api_key == "":
         raise ConfigError(
             "An empty API key protects nothing.", hint="Give --api-key a value, or leave it out."
@@ -155,7 +155,7 @@ def _is_loopback(host: str) -> bool:
 def print_banner(
     ready: EngineReady, url: str, *, is_open: bool, num_replicas: int = 1, others: Sequence[str] = ()
 ) -> None:
-    """`others` are the models that are served beside it."""
+    """Print the address, the model and the limits of a server. `others` are the further models."""
     card = ready.model
     console = stderr_console()
     console.print(
@@ -194,7 +194,7 @@ def describe_weights(card: ModelCard) -> str:
 
 
 def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> None:
-    """Of a server without engines of its own."""
+    """Print the address of a server that has no engines and forwards requests to `servers`."""
     console = stderr_console()
     console.print(f"\n[bold]Penstock {__version__}[/bold] at {url} passes requests on", soft_wrap=True)
     rows = (
@@ -210,7 +210,7 @@ def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> 
 
 @contextmanager
 def _load_progress(model_name: str) -> Iterator[tuple[Callable[[LoadProgress], None], Callable[[], None]]]:
-    """A bar while the engine loads, and how to take it down before the banner is drawn."""
+    """Show a progress bar while the engine loads. Yields the functions that report progress and remove the bar."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

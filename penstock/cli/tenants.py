@@ -32,15 +32,15 @@ limit_option = click.option(
     "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Most rows to print."
 )
 after_option = click.option(
-    "--after", metavar="ID", help="Go on after the row with this id, the last of the page before."
+    "--after", metavar="ID", help="Start after the row with this id, the last row of the previous page."
 )
 
 
 def in_directory(config: StoreConfig, work: Callable[[Directory], Awaitable[T]]) -> T:
-    """What `work` returns, on the database that the settings name."""
+    """Run `work` on the database that the settings name, and return its result."""
     from penstock.gateway.tenants.directory import Directory
 
-    # The log line of an audit entry is for those who collect a server's logs; a command says itself what it did.
+    # Audit entries are also log lines. A command prints its own sentence instead.
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         logging.getLogger("penstock.audit").setLevel(logging.WARNING)
     database = open_database(config)
@@ -55,7 +55,7 @@ def in_directory(config: StoreConfig, work: Callable[[Directory], Awaitable[T]])
 
 
 def actor_name() -> str:
-    """Who runs the command, for the audit log."""
+    """Return the user who runs the command, for the audit log."""
     try:
         return f"cli:{getpass.getuser()}"
     except (KeyError, OSError):
@@ -63,7 +63,7 @@ def actor_name() -> str:
 
 
 def place(config: StoreConfig) -> str:
-    """Where it happened, as the end of a sentence."""
+    """Return `in DATABASE`, as the end of a sentence."""
     database = open_database(config)
     try:
         return f"in {database.description}"
@@ -78,7 +78,7 @@ def say_more(has_more: bool, last_id: str) -> None:
 
 @click.group(cls=PenstockGroup, short_help="Make, list, rename and archive organisations.")
 def organizations() -> None:
-    """Organisations, in the database of the server. An organisation owns workspaces.
+    """Manage organisations in the database of the server. An organisation owns workspaces.
 
     \b
       penstock organizations create "Acme"
@@ -88,8 +88,8 @@ def organizations() -> None:
 
 @click.group(cls=PenstockGroup, short_help="Make, list, rename and archive workspaces.")
 def workspaces() -> None:
-    """Workspaces, in the database of the server. A workspace owns keys, files, batches, caches and usage; nothing
-    of one workspace can be seen from another.
+    """Manage workspaces in the database of the server. A workspace owns keys, files, batches, caches and usage. No
+    workspace can see the data of another.
 
     \b
       penstock workspaces create "Production" --organization org_…
@@ -130,19 +130,19 @@ def list_organizations(limit: int, after: str | None, as_json: bool, config: Sto
 @json_option
 @config_options(StoreConfig)
 def rename_organization(organization_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
-    """Call an organisation NAME from now on. Its id stays."""
+    """Change the name of an organisation to NAME. The id stays the same."""
     renamed = in_directory(
         config, lambda directory: directory.rename_organization(_actor(), organization_id, name)
     )
     _report("Renamed", renamed, as_json, config)
 
 
-@organizations.command("archive", cls=PenstockCommand, short_help="End an organisation with all its keys.")
+@organizations.command("archive", cls=PenstockCommand, short_help="Archive an organisation and end its keys.")
 @click.argument("organization_id")
 @json_option
 @config_options(StoreConfig)
 def archive_organization(organization_id: str, as_json: bool, config: StoreConfig) -> None:
-    """End an organisation: no key of any of its workspaces works any more. Its usage stays on record."""
+    """Archive an organisation. All keys of its workspaces stop working; its usage is kept."""
     archived = in_directory(
         config, lambda directory: directory.archive_organization(_actor(), organization_id)
     )
@@ -152,7 +152,11 @@ def archive_organization(organization_id: str, as_json: bool, config: StoreConfi
 @workspaces.command("create", cls=PenstockCommand, short_help="Make a workspace.")
 @click.argument("name")
 @click.option(
-    "--organization", default="default", show_default=True, metavar="ID", help="Whose workspace it is."
+    "--organization",
+    default="default",
+    show_default=True,
+    metavar="ID",
+    help="Organisation that owns the workspace.",
 )
 @json_option
 @config_options(StoreConfig)
@@ -194,32 +198,30 @@ def list_workspaces(
 @json_option
 @config_options(StoreConfig)
 def rename_workspace(workspace_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
-    """Call a workspace NAME from now on. Its id stays."""
+    """Change the name of a workspace to NAME. The id stays the same."""
     renamed = in_directory(config, lambda directory: directory.rename_workspace(_actor(), workspace_id, name))
     _report("Renamed", renamed, as_json, config)
 
 
-@workspaces.command("archive", cls=PenstockCommand, short_help="End a workspace with all its keys.")
+@workspaces.command("archive", cls=PenstockCommand, short_help="Archive a workspace and end its keys.")
 @click.argument("workspace_id")
 @json_option
 @config_options(StoreConfig)
 def archive_workspace(workspace_id: str, as_json: bool, config: StoreConfig) -> None:
-    """End a workspace: none of its keys works any more. Its usage stays on record."""
+    """Archive a workspace. All its keys stop working; its usage is kept."""
     archived = in_directory(config, lambda directory: directory.archive_workspace(_actor(), workspace_id))
     _report("Archived", archived, as_json, config)
 
 
-@click.command(cls=PenstockCommand, short_help="Show who changed what about tenants.")
-@click.option("--target", metavar="ID", help="Only what was done to this key, workspace or organisation.")
+@click.command(cls=PenstockCommand, short_help="Show the audit log of tenants and keys.")
+@click.option("--target", metavar="ID", help="Only changes of this key, workspace or organisation.")
 @limit_option
-@click.option(
-    "--after", type=click.IntRange(min=1), metavar="N", help="Go on with entries older than this one."
-)
+@click.option("--after", type=click.IntRange(min=1), metavar="N", help="Only entries older than entry N.")
 @json_option
 @config_options(StoreConfig)
 def audit(target: str | None, limit: int, after: int | None, as_json: bool, config: StoreConfig) -> None:
-    """Show the audit log, newest first: every change of organisations, workspaces and keys, by whom, and what it
-    was before and after."""
+    """Show the audit log, newest first: every change of organisations, workspaces and keys, with the user who made it
+    and the values before and after."""
     page = in_directory(
         config, lambda directory: directory.audit(limit=limit, before_id=after, target=target)
     )

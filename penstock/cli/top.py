@@ -29,9 +29,9 @@ _STYLES = {"ready": "green", "draining": "yellow", "unhealthy": "red", "starting
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two looks.",
+    help="Seconds between updates.",
 )
-@click.option("--once", is_flag=True, help="Print once and leave, for scripts.")
+@click.option("--once", is_flag=True, help="Print once and exit, for scripts.")
 @json_option
 @server_options
 def top(interval: float, once: bool, as_json: bool, url: str, api_key: str | None) -> None:
@@ -50,7 +50,7 @@ def top(interval: float, once: bool, as_json: bool, url: str, api_key: str | Non
             return
         console = stdout_console()
         if once:
-            # A pipe has no width; a script wants whole words.
+            # A pipe has no width, and scripts need whole words.
             console.width = console.width if console.is_terminal else max(console.width, SCRIPT_WIDTH)
             console.print(drawn(view))
             return
@@ -144,7 +144,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _range(p50_s: float | None, p95_s: float | None) -> str:
-    """The median and the 95th percentile."""
+    """Format the median and the 95th percentile."""
     return f"{_milliseconds(p50_s)}/{_milliseconds(p95_s)}"
 
 

@@ -1,4 +1,4 @@
-"""`penstock usage`: what was used and what it cost, from the database."""
+"""`penstock usage`: token usage and cost, from the database."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 _COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 
-@click.command(cls=PenstockCommand, short_help="Show what was used and what it cost.")
+@click.command(cls=PenstockCommand, short_help="Show token usage and cost.")
 @click.option(
     "--by",
     "group_by",
     default="day",
     show_default=True,
     metavar="NAMES",
-    help="Groups, with commas between them: day, organization, workspace, key, model, endpoint, tier, status, "
-    "user. An empty text adds everything up.",
+    help="Groups, separated by commas: day, organization, workspace, key, model, endpoint, tier, status, "
+    "user. An empty string gives one total.",
 )
-@click.option("--start", metavar="TIME", help="From then on, such as 2026-11-01.  [default: 30 days ago]")
-@click.option("--end", metavar="TIME", help="Until before then.  [default: now]")
+@click.option("--start", metavar="TIME", help="First moment, such as 2026-11-01.  [default: 30 days ago]")
+@click.option("--end", metavar="TIME", help="End, exclusive.  [default: now]")
 @click.option("--workspace", metavar="ID", help="Only of this workspace.")
 @click.option("--key", metavar="ID", help="Only with this key.")
 @click.option("--model", "of_model", metavar="NAME", help="Only of this model.")
@@ -42,7 +42,7 @@ _COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 @click.option(
     "--limit", type=click.IntRange(1, 100_000), default=1000, show_default=True, help="Most rows to print."
 )
-@click.option("--page", metavar="TEXT", help="Go on where an earlier answer ended, with its next_page.")
+@click.option("--page", metavar="TEXT", help="Continue after an earlier page: its next_page.")
 @json_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, for spreadsheets.")
 @config_options(StoreConfig)
@@ -60,10 +60,10 @@ def usage(
     as_csv: bool,
     config: StoreConfig,
 ) -> None:
-    """Show what was used and what it cost.
+    """Show token usage and cost.
 
-    Reads the database of the server, which may be running; its last second of requests may be missing. Money is
-    exact, at the prices that held when each request ended.
+    Reads the database of the server. If the server is running, the requests of the last second may be missing. Costs
+    are exact, at the prices of the moment when each request ended.
 
     \b
       penstock usage
@@ -100,7 +100,7 @@ def usage(
     elif len(rows) > 1:
         print_rows(rows[0], rows[1:])
     else:
-        click.echo("Nothing was used in that time.", err=True)
+        click.echo("There was no usage in that time.", err=True)
     if found.next_page is not None:
         click.echo(f"There are more: add --page {found.next_page}", err=True)
 
@@ -123,7 +123,7 @@ def _read(config: StoreConfig, query: UsageQuery) -> UsagePage:
 
 
 def _rows(page: UsagePage) -> list[list[str]]:
-    """A table with its heads; numbers without separators, so that programs can read them too."""
+    """Return a table with a header row. Numbers have no separators, so that programs can read them."""
     heads = [*page.group_by, "requests", "completed", "cancelled", "failed", "interrupted", "cached"]
     return [[*heads, *_COUNTS, "cost_usd"], *(_row(page, entry) for entry in page.data)]
 

@@ -1,4 +1,4 @@
-"""One API worker process: a gateway on a listening socket it inherited. Started by `penstock serve --api-workers`."""
+"""One API worker process: a gateway on an inherited listening socket. `penstock serve --api-workers` starts it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from penstock.serve.gateway import open_gateway
 from penstock.serve.process import prepare_process, until
 from penstock.serve.telemetry import configure_server_logging
 
-MAX_LINE_BYTES = 1 << 26  # vocabularies are large
+MAX_LINE_BYTES = 1 << 26  # the first line holds the models' vocabularies
 
 
 def main() -> int:
-    # Ctrl-C reaches the whole process group; the parent alone decides what happens then, and says so.
+    # Ctrl-C reaches the whole process group. Only the parent reacts, and tells its workers to drain.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     uvloop.run(_run(_take_standard_output()))
@@ -42,21 +42,21 @@ def main() -> int:
 
 
 def _take_standard_output() -> BinaryIO:
-    """Where the parent listens. From here on a `print` goes where log lines go: the parent reads one line only, and a
-    full pipe would stop whoever writes to it."""
+    """Return the pipe to the parent, and send later output of `print` to standard error. The parent reads one line
+    only, so a `print` into the pipe would fill it and block this process."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return replies
 
 
 class Orders:
-    """What the parent says, followed from the first moment on: whatever this process waits for, it hears when to
-    leave. A parent that has gone is an order to leave at once."""
+    """The parent's messages, followed from the start, so that the process can leave while it waits for an engine. The
+    end of the parent counts as an order to leave at once."""
 
     def __init__(self, lines: asyncio.StreamReader, fleet: Fleet) -> None:
         self._lines = lines
         self._fleet = fleet
-        self.drain = asyncio.Event()  # set before `cut_short`, at the latest
+        self.drain = asyncio.Event()  # always set when `cut_short` is set
         self.cut_short = asyncio.Event()
 
     async def follow(self) -> None:

@@ -1,8 +1,9 @@
-"""Several gateway processes on one socket, for machines with cores to spare: started, told which replicas there
-are, restarted when they die, drained.
+"""Several gateway processes on one socket, for machines with many cores. The parent starts the workers, tells them
+which replicas there are, restarts a worker that dies, and drains all of them. Messages are JSON lines over a worker's
+standard input and output.
 
-The kernel hands each new connection to whichever worker takes it first. Limits without Redis are divided among them;
-everything that must be shared is in the database. A worker knows nothing of the others but where to ask for metrics.
+The kernel gives each new connection to the first worker that accepts it. Without Redis, each worker enforces a share
+of the limits. Shared state is in the database. A worker knows only the sockets where the others report metrics.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ log = logging.getLogger(__name__)
 FIRST_RESTART_DELAY_S = 0.5
 LAST_RESTART_DELAY_S = 30.0
 START_TIMEOUT_S = 60.0
-LEAVE_TIMEOUT_S = 5.0  # beyond the drain
+LEAVE_TIMEOUT_S = 5.0  # for a worker to end after its drain
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The first line to a worker. The listening socket is the inherited descriptor."""
+    """The first message to a worker. `listener_fd` is the inherited listening socket."""
 
     config: ServeConfig
     members: tuple[Member, ...]
-    models: dict[str, EngineReady]  # what is served, where there may be no replica to tell
+    models: dict[str, EngineReady]  # the served models, which a fleet without replicas cannot report
     control_socket: str
     listener_fd: int
     is_open: bool
-    siblings: tuple[str, ...]  # sockets where each worker, this one included, tells its own metrics
-    number: int  # of this worker among them
+    siblings: tuple[str, ...]  # the sockets where the workers, this one included, report their metrics
+    number: int  # the index of this worker in `siblings`
 
 
 class Members(msgspec.Struct, frozen=True, tag="members"):
-    """The replicas that there are now, all of them."""
+    """All replicas that exist now."""
 
     members: tuple[Member, ...]
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Let running answers finish, then leave."""
+    """Finish running answers, then end."""
 
 
 class CutShort(msgspec.Struct, frozen=True, tag="cut_short"):
-    """Leave now."""
+    """End now, in the middle of answers."""
 
 
 ToWorker: TypeAlias = Begin | Members | Drain | CutShort
@@ -79,28 +80,28 @@ class ApiWorkers:
         self._config = config
         self._control_socket = control_socket
         self._members: tuple[Member, ...] = ()
-        self.models: dict[str, EngineReady] = {}  # set where all replicas may leave
+        self.models: dict[str, EngineReady] = {}  # set if the fleet may scale down to no replica
         self._listener = listener
         self._is_open = is_open
-        # A private folder: metrics may say more than a stranger should see.
+        # The folder is private, because metrics are not for other users of the machine.
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-api-"))
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._restarting: list[asyncio.Task[None]] = []
 
     async def start(self) -> bool:
-        """Returns when every worker accepts connections."""
+        """Start all workers, and return when every worker accepts connections."""
         numbers = range(self._config.server.api_workers)
         await asyncio.gather(*map(self._launch, numbers))
-        self._keepers = [asyncio.create_task(self._keep(number)) for number in numbers]
+        self._restarting = [asyncio.create_task(self._restart_when_dead(number)) for number in numbers]
         return True
 
     def tell_of_members(self, members: tuple[Member, ...]) -> None:
-        """The replicas that there are now. Whoever starts later hears of them too."""
+        """Tell all workers, and workers that start later, which replicas exist now."""
         self._members = members
         self._tell_all(Members(members))
 
     async def drain(self) -> bool:
-        """Returns when all have left, or have had the time to."""
+        """Return when all workers have ended, or their time to drain is over."""
         self._leave()
         self._tell_all(Drain())
         await self._await_all(self._config.server.drain_timeout + LEAVE_TIMEOUT_S)
@@ -119,9 +120,9 @@ class ApiWorkers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _leave(self) -> None:
-        """Start no worker any more."""
-        for keeper in self._keepers:
-            keeper.cancel()
+        """Stop restarting workers."""
+        for task in self._restarting:
+            task.cancel()
 
     async def _launch(self, number: int) -> None:
         process = await asyncio.create_subprocess_exec(
@@ -152,7 +153,7 @@ class ApiWorkers:
         if not line:
             raise RuntimeError(f"API worker {number} ended before it was ready")
 
-    async def _keep(self, number: int) -> None:
+    async def _restart_when_dead(self, number: int) -> None:
         """Start a worker again whenever it dies, with growing pauses."""
         delay_s = FIRST_RESTART_DELAY_S
         while True:

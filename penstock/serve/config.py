@@ -68,15 +68,15 @@ SERVE_SECTIONS = (
     Section("server", "Server", ServerConfig),
     Section("telemetry", "Logs and traces", TelemetryConfig),
 )
-# Tables that only a file can hold, each read as a whole.
+# Tables that have no flags. Each is read as a whole.
 FILE_TABLES: dict[str, type[msgspec.Struct]] = {"oidc": OidcConfig}
-MODEL_TABLES = "models"  # of which a file may have several
-EXTERNAL_TABLES = "[[external]]"  # likewise; the same name without brackets is a setting
+MODEL_TABLES = "models"  # a file may have several
+EXTERNAL_TABLES = "[[external]]"  # a file may have several; "external" without brackets is a setting
 
 
 @functools.cache
 def settings() -> dict[str, Setting]:
-    """Every setting by name. Names are unique across sections, because flags share one space."""
+    """Return every setting by name. Names are unique across sections, because flags have no sections."""
     found: dict[str, Setting] = {}
     for section in SERVE_SECTIONS:
         hints = typing.get_type_hints(section.struct, include_extras=True)
@@ -94,8 +94,7 @@ def settings() -> dict[str, Setting]:
 
 
 def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeConfig:
-    """Lay checked file values and raw flags over the defaults. A flag that is None, or an empty list, was not
-    given."""
+    """Combine checked file values, raw flags and defaults. A flag that is None or an empty tuple was not given."""
     given = {
         name: settings()[name].check(value, settings()[name].flag, from_text=True)
         for name, value in flags.items()
@@ -105,7 +104,7 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
     described: tuple[DescribedModel, ...] = values.pop(MODEL_TABLES, ())
     elsewhere = values.pop(EXTERNAL_TABLES, ())
     extra = described
-    if described and "model" not in {**values, **given}:  # all models have tables: the first is the first
+    if described and "model" not in {**values, **given}:  # the first table is the first model
         values = {**values, **described[0].first_settings()}
         extra = described[1:]
     values = {**values, **given}
@@ -125,7 +124,7 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
         serving=ServingConfig(**tables["serving"]),
         models=extra_models([*extra, *also], values, _engine_config),
         external=external,
-        # Whoever names external servers, and no model, wants a gateway to them.
+        # External servers without a model mean a gateway without engines.
         runs_engines=not external or "model" in values or bool(also),
         cluster=ClusterConfig(**tables["cluster"]),
         scaling=ScalingConfig(**tables["scaling"]),
@@ -158,7 +157,7 @@ def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file by name, each checked."""
+    """Return the checked settings of a TOML file by name."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

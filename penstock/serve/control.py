@@ -1,4 +1,4 @@
-"""Builds the control plane of a server, and a gateway's end of the wire to it. Part of the composition root."""
+"""Builds the control plane of a server, and the link between a gateway and the control plane."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from penstock.serve.stores import model_hub, open_database
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """`specs` are the replicas to start, one entry each, in the order of those that were planned."""
+    """`specs` are the replicas to start, one entry each, in the order of the planned replicas."""
 
     plane: ControlPlane
     specs: Sequence[ReplicaSpec]
-    socket: Path  # where gateways reach the plane, once it runs
+    socket: Path  # where gateways connect to the running control plane
 
 
 @contextlib.asynccontextmanager
 async def open_control(
     config: ServeConfig, supervisor: Supervisor, planned: Sequence[ReplicaSpec]
 ) -> AsyncIterator[Control]:
-    """What releases have made of the planned replicas, before any is started."""
+    """Build the control plane, and apply earlier releases to the planned replicas before one is started."""
     counts = Counter((spec.model, spec.role) for spec in planned)
     first = {(spec.model, spec.role): spec for spec in reversed(planned)}
     pools = [(first[key], autoscaling(config.scaling, count)) for key, count in counts.items()]
     database = open_database(config.store)
-    # A private folder: whoever reaches the socket can order releases.
+    # The folder is private, because anybody who can connect to the socket can start releases.
     folder = Path(tempfile.mkdtemp(prefix="penstock-control-"))
     try:
         plane = ControlPlane(
@@ -63,7 +63,7 @@ async def open_control(
 
 @contextlib.asynccontextmanager
 async def open_link(socket: Path, fleet: Fleet) -> AsyncIterator[ControlLink]:
-    """Let a gateway's fleet follow the control plane."""
+    """Connect a gateway's fleet to the control plane."""
     link = ControlLink(socket, fleet)
     fleet.observers.append(link.traffic)
     fleet.choose_revisions(link.traffic.choose_revision)
@@ -72,7 +72,7 @@ async def open_link(socket: Path, fleet: Fleet) -> AsyncIterator[ControlLink]:
 
 
 async def _resolve_weights(name: str) -> str:
-    """Where weights are, after they were fetched if need be."""
+    """Return the path of a model's weights, after fetching them if necessary."""
     try:
         return str(await asyncio.to_thread(model_hub().ensure, name))
     except UsageError as error:

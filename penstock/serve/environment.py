@@ -1,4 +1,4 @@
-"""Every environment variable that Penstock reads, and what it means. Knows nothing of flags or files."""
+"""Every environment variable that Penstock reads. Knows nothing of flags or files."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from urllib.parse import unquote
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"  # a TOML file, as --config
 DEBUG_VARIABLE = "PENSTOCK_DEBUG"  # as --debug
-API_KEY_VARIABLE = "PENSTOCK_API_KEY"  # as --api-key, without showing it in a list of processes
-URL_VARIABLE = "PENSTOCK_URL"  # as --url: the server that a command speaks to
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"  # as --api-key, without showing the key in a list of processes
+URL_VARIABLE = "PENSTOCK_URL"  # as --url: the server that a command connects to
 
-DATABASE_URL_VARIABLE = "PENSTOCK_DATABASE_URL"  # as --database-url, for one with a password in it
-REDIS_URL_VARIABLE = "PENSTOCK_REDIS_URL"  # as --redis-url, for one with a password in it
+DATABASE_URL_VARIABLE = "PENSTOCK_DATABASE_URL"  # as --database-url, for a URL with a password in it
+REDIS_URL_VARIABLE = "PENSTOCK_REDIS_URL"  # as --redis-url, for a URL with a password in it
 DATA_DIR_VARIABLE = "PENSTOCK_DATA_DIR"  # as --data-dir
-EXTERNAL_API_KEY_VARIABLE = "PENSTOCK_EXTERNAL_API_KEY"  # what servers given with --external want to see
+EXTERNAL_API_KEY_VARIABLE = "PENSTOCK_EXTERNAL_API_KEY"  # the key for servers given with --external
 RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"  # as --ray-address; Ray's own name
 OTLP_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"  # as --otlp-endpoint; OpenTelemetry's own name
 
 
 def secret_in(variable: str) -> str | None:
-    """A key that the operator keeps in a variable of their own choice."""
+    """Return the key in a variable that the operator chose, or None if the variable is not set."""
     return os.environ.get(variable) or None
 
 
 def state_dir() -> Path:
-    """Where a server keeps its data unless told otherwise: `penstock` in the user's state folder."""
+    """Return the default data folder of a server: `penstock` in the user's state folder."""
     user_state = os.environ.get("XDG_STATE_HOME")
     return (Path(user_state) if user_state else Path.home() / ".local" / "state") / "penstock"
 
 
 def cache_dir() -> Path:
-    """Where models are kept: PENSTOCK_CACHE, else `penstock` in the user's cache folder."""
+    """Return the folder for models: PENSTOCK_CACHE, else `penstock` in the user's cache folder."""
     chosen = os.environ.get("PENSTOCK_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -40,17 +40,17 @@ def cache_dir() -> Path:
 
 
 def bytecode_dir() -> Path:
-    """Where that of packages is kept which were installed without."""
+    """Return the folder for the bytecode of packages that were installed without bytecode."""
     return cache_dir() / "bytecode"
 
 
 def hub_token() -> str | None:
-    """The user's Hugging Face token, for gated models."""
+    """Return the user's Hugging Face token, for gated models."""
     return os.environ.get("HF_TOKEN") or None
 
 
 def otlp_headers() -> dict[str, str]:
-    """What a trace collector wants to see, such as a key: OTEL_EXPORTER_OTLP_HEADERS, as `name=value,name=value`."""
+    """Return the headers for the trace collector: OTEL_EXPORTER_OTLP_HEADERS, as `name=value,name=value`."""
     pairs = (pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(","))
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs if name.strip()}
 
@@ -60,7 +60,7 @@ def otel_service_name() -> str:
 
 
 def otel_sampled_share() -> float:
-    """OTEL_TRACES_SAMPLER_ARG, a number from 0 to 1; everything when it is absent or makes no sense."""
+    """Return OTEL_TRACES_SAMPLER_ARG, a number from 0 to 1, or 1 if it is absent or not a number."""
     try:
         share = float(os.environ.get("OTEL_TRACES_SAMPLER_ARG") or 1.0)
     except ValueError:
@@ -69,7 +69,7 @@ def otel_sampled_share() -> float:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """As CUDA_VISIBLE_DEVICES names them; without it, every NVIDIA device of this machine by its number."""
+    """Return the names in CUDA_VISIBLE_DEVICES, or else the numbers of all NVIDIA devices of this machine."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return tuple(name.strip() for name in chosen.split(",") if name.strip())

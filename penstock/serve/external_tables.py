@@ -1,12 +1,12 @@
-"""External servers: `[[external]]` of the config file and `--external URL`, with their keys from the environment.
+"""External servers: the tables `[[external]]` of the config file and `--external URL`, and their keys.
 
     [[external]]
     url = "http://gpu-1:8000"
-    models = ["llama-70b"]                # or { ours = "theirs" }; without it, all that the server lists
+    models = ["llama-70b"]                # or { ours = "theirs" }; without the key, all models that the server lists
     region = "eu"
     api_key_variable = "GPU_1_KEY"        # the environment variable that holds the key
 
-A server that was given by its URL alone gets the key in PENSTOCK_EXTERNAL_API_KEY, if there is one.
+Servers given with `--external` get the key in PENSTOCK_EXTERNAL_API_KEY, if it is set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.serve.environment import EXTERNAL_API_KEY_VARIABLE, secret_in
 
 
 class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `[[external]]`."""
+    """One `[[external]]` table."""
 
     url: str
     name: str = ""
@@ -57,7 +57,7 @@ def read_external_tables(value: Any, place: str) -> tuple[ExternalTable, ...]:
 def external_servers(
     tables: Sequence[ExternalTable], urls: Sequence[str]
 ) -> tuple[ExternalServerConfig, ...]:
-    """All of them, with their keys. Raises ConfigError for two that would be called the same."""
+    """Return all external servers with their keys. Raises ConfigError if two servers have the same name."""
     by_url = [ExternalServerConfig(url=url, api_key=secret_in(EXTERNAL_API_KEY_VARIABLE)) for url in urls]
     servers = (*(table.to_config() for table in tables), *by_url)
     names: set[str] = set()

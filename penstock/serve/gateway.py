@@ -1,7 +1,6 @@
-"""One gateway process behind a listening socket: everything of a server but the engine.
+"""Builds one gateway behind a listening socket: every part of a server except the engines.
 
-Part of the composition root. `penstock serve` runs one in its own process, or several as children
-(`serve/api_workers.py`).
+`penstock serve` runs one gateway in its own process, or several in child processes (`serve/api_workers.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from penstock.serve.telemetry import build_journal, build_observer
 
 log = logging.getLogger(__name__)
 
-WEBSOCKET_PING_S = 30.0  # between pings, and for the answer to one
-# After the drain, for bytes that are on their way: a slow client must not keep a server from leaving.
+WEBSOCKET_PING_S = 30.0  # both the time between pings and the time allowed for an answer
+# The time after the drain in which slow clients may receive the last bytes, before their connections are closed.
 CLOSE_TIMEOUT_S = 5
 
 
@@ -55,7 +54,7 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True)
 class RunningGateway:
-    """A gateway that serves. `close` after `drain`: bytes may still be on their way to readers until then."""
+    """A gateway that serves. Call `drain`, then `close`, which lets clients receive the last bytes."""
 
     gateway: Gateway
     _work: StoredWork
@@ -63,7 +62,7 @@ class RunningGateway:
     _serving: asyncio.Task[None]
 
     async def drain(self, timeout_s: float) -> None:
-        """Let running answers finish. Cancelled, it cuts them short."""
+        """Wait until running answers are finished. Cancelling this call cuts the answers short."""
         paused = asyncio.create_task(self._work.runner.stop(timeout_s))
         try:
             await self.gateway.drain(timeout_s)
@@ -84,7 +83,7 @@ async def open_gateway(
     is_open: bool,
     control: FleetControl,
 ) -> AsyncIterator[RunningGateway]:
-    """Serve `fleet`, which is ready, until the context ends; `control` answers operators."""
+    """Serve `fleet`, which must be ready, until the context ends. `control` answers the admin API."""
     num_processes = config.server.api_workers
     async with contextlib.AsyncExitStack() as stack:
         observer = build_observer(config.telemetry)
@@ -109,7 +108,7 @@ async def open_gateway(
             pool = await stack.enter_async_context(open_external_pool(config.external))
             gateway.catalogue.external = ExternalModels(pool)
             gateway.metrics.register(gateway.catalogue.external)
-        # A laptop without a database gets none for the sake of responses that nobody may ever look up.
+        # Stored responses alone are no reason to create a database file: without one they stay in memory.
         is_shared = database.exists or num_processes > 1
         work = StoredWork(database, data_dir(config.store))
         http, websocket, connections = bounded_protocols(config.server)
@@ -137,13 +136,13 @@ async def open_gateway(
                 http=http,
                 ws=websocket,
                 ws_max_size=config.server.max_body_bytes,
-                ws_per_message_deflate=False,  # would cost each idle connection its compression windows
+                ws_per_message_deflate=False,  # compression windows would cost memory for every idle connection
                 ws_ping_interval=WEBSOCKET_PING_S,
                 ws_ping_timeout=WEBSOCKET_PING_S,
-                proxy_headers=False,  # nothing here asks where a request came from
+                proxy_headers=False,  # the client's address is not used
                 lifespan="off",
                 access_log=False,
-                log_config=None,  # so that its lines look like ours
+                log_config=None,  # uvicorn's lines take our format
                 log_level="warning",
                 server_header=False,
                 ssl_certfile=config.server.ssl_certfile,
@@ -154,7 +153,7 @@ async def open_gateway(
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         work.runner.start()
-        # What is built stays: the collector need not walk over it again and again between requests.
+        # The objects built so far live as long as the process; frozen, they cost the garbage collector nothing.
         gc.collect()
         gc.freeze()
         yield RunningGateway(gateway, work, server, serving)
@@ -162,7 +161,7 @@ async def open_gateway(
 
 @contextlib.asynccontextmanager
 async def open_external_pool(servers: Sequence[ExternalServerConfig]) -> AsyncIterator[ExternalPool]:
-    """Every server has been looked at once when this begins, and is looked at again until it ends."""
+    """Probe every external server once, then keep probing until the context ends."""
     pool = ExternalPool([ExternalServer(server) for server in servers])
     await pool.probe()
     watching = asyncio.create_task(pool.run())

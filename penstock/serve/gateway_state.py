@@ -1,6 +1,6 @@
 """Builds the state of a gateway: the settings file, the usage ledger, and stored answers.
 
-Part of the composition root. Decides nothing but whether there is a ledger.
+The one decision made here is whether the server keeps a usage ledger.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from penstock.serve.stores import data_dir
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """`settings` is None without a settings file, `ledger` where nobody asked for one."""
+    """`settings` is None without a settings file, and `ledger` is None if usage is not recorded."""
 
     settings: SettingsFile | None
     ledger: UsageLedger | None
     reuse: AnswerReuse
 
     def build_limiter(self, config: GatewayConfig, num_processes: int = 1) -> RunningLimiter:
-        """Limits that follow the settings, with budgets where there is a ledger."""
+        """Build the limiter, which follows the settings file and enforces budgets if there is a ledger."""
         limits = self.settings.current.limits if self.settings else None
         book = self.ledger.book if self.ledger else None
         limiter = build_limiter(config, limits, book=book, num_processes=num_processes)
@@ -59,7 +59,7 @@ class GatewayState:
         limiter: RunningLimiter,
         observer: Observer | None = None,
     ) -> Gateway:
-        """A gateway that uses this state, follows the settings and shows all of their metrics."""
+        """Build a gateway that uses this state, follows the settings file and exports all metrics of both."""
         accounts = Accounts(limiter, self.ledger, observer)
         gateway = Gateway(engine, config, accounts=accounts, reuse=self.reuse)
         gateway.metrics.register(limiter.metrics)
@@ -75,7 +75,7 @@ class GatewayState:
 
 
 def _apply(gateway: Gateway, settings: Settings) -> None:
-    gateway.guards.apply(settings.guards)  # first: it may refuse
+    gateway.guards.apply(settings.guards)  # first, because it may raise ConfigError
     gateway.tiers = settings.tiers
     gateway.catalogue.apply(settings.models)
     gateway.prompt_cache = settings.prompt_cache
@@ -91,7 +91,7 @@ async def open_gateway_state(
     settings = settings_file.load() if settings_file is not None else Settings()
     wants_ledger = config.ledger.usage_ledger
     if wants_ledger is None:
-        # One key on the command line is no reason to write files; keys and tokens that tell callers apart are.
+        # Usage is recorded by default if keys or tokens tell callers apart. One --api-key does not.
         has_tenants = not is_open and (database.exists or config.tenants.oidc is not None)
         wants_ledger = has_tenants or settings.prices != PriceSettings()
     async with contextlib.AsyncExitStack() as stack:
@@ -100,7 +100,7 @@ async def open_gateway_state(
             ledger = _make_ledger(config, database, PriceTable(settings.prices))
             await ledger.start()
             stack.push_async_callback(ledger.close)
-        # On a laptop that stores nothing else, idempotency keys leave no file either; several processes must share.
+        # Idempotency keys are stored in the database if usage is, or if several processes must share them.
         stores_keys = wants_ledger or config.server.api_workers > 1
         keys = IdempotentAnswers(settings.idempotency, database if stores_keys else None)
         reuse = AnswerReuse(settings.response_cache, keys)
@@ -134,7 +134,7 @@ def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) ->
 
 @contextlib.asynccontextmanager
 async def _reloading(settings_file: SettingsFile) -> AsyncIterator[None]:
-    """Reload when the file changes and on SIGHUP."""
+    """Reload the settings file when it changes, and on SIGHUP."""
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
 

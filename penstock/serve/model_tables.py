@@ -1,4 +1,4 @@
-"""Models beside the first: `[[models]]` of the config file, `--also-serve`, and adapters by `--lora-modules`.
+"""Further models: the tables `[[models]]` of the config file, `--also-serve`, and adapters by `--lora-modules`.
 
     [[models]]
     name = "coder"
@@ -7,8 +7,8 @@
     adapters = { sql = "/models/sql-lora" }
     max_num_seqs = 64
 
-Each is served by engines of its own. Whatever engine setting a table does not have is that of the file and the flags,
-except for those that belong to one model. Knows what the settings are only through `Lay`.
+Each model has its own engines. An engine setting that a table leaves out has the value of the file or the flags,
+except for the settings that belong to one model only.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import NamesConfig
 
-# Of one model, and not inherited by another.
+# Settings of one model, which other models do not inherit.
 _OWN_SETTINGS = frozenset({"model", "served_model_name", "max_model_len", "quantization", "load_format"})
 
-# Engine settings by name, laid over the defaults.
-Lay: TypeAlias = Callable[[Mapping[str, Any]], EngineConfig]
+# Builds an EngineConfig from engine settings by name, with defaults for the rest.
+BuildEngine: TypeAlias = Callable[[Mapping[str, Any]], EngineConfig]
 
 
 class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `[[models]]`, without the engine settings in it."""
+    """One `[[models]]` table, without its engine settings."""
 
     path: str
-    name: str | None = None  # None: as in `path`
+    name: str | None = None  # None: the same as `path`
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
     region: str = ""
     aliases: tuple[str, ...] = ()
-    adapters: dict[str, str] = {}  # LoRA: folders by name
+    adapters: dict[str, str] = {}  # folders of LoRA adapters, by name
 
 
 class DescribedModel(msgspec.Struct, frozen=True):
     table: ModelTable
-    settings: Mapping[str, Any]  # of its engines, checked
+    settings: Mapping[str, Any]  # the checked settings of the model's engines
 
     @property
     def name(self) -> str:
         return self.table.name or self.table.path
 
     def first_settings(self) -> dict[str, Any]:
-        """Of a server whose first model it is."""
+        """Return the settings of a server that has this model as its first."""
         own = {"model": self.table.path, "served_model_name": self.name, "replicas": self.table.replicas}
         return {**self.settings, **own, **({"region": self.table.region} if self.table.region else {})}
 
     def engine_settings(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """`shared` may hold settings of other parts too."""
+        """Return the settings of this model's engines. `shared` may hold settings of other parts, too."""
         inherited = {name: value for name, value in shared.items() if name not in _OWN_SETTINGS}
         return {**inherited, **self.settings, "model": self.table.path, "served_model_name": self.name}
 
@@ -64,7 +64,8 @@ class DescribedModel(msgspec.Struct, frozen=True):
 def read_model_tables(
     value: Any, place: str, check_setting: Callable[[str, Any, str], Any]
 ) -> tuple[DescribedModel, ...]:
-    """`check_setting(name, value, place)` gives an engine setting's value, or raises ConfigError."""
+    """Read all `[[models]]` tables. `check_setting(name, value, place)` returns an engine setting's checked value, or
+    raises ConfigError."""
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise ConfigError(f"models in {place} must be tables, each begun with [[models]].")
     described = []
@@ -84,7 +85,7 @@ def read_model_tables(
 
 
 def also_served(models: Sequence[str]) -> list[DescribedModel]:
-    """As flags name them: a model, or NAME=MODEL."""
+    """Read the values of `--also-serve`: MODEL, or NAME=MODEL."""
     described = []
     for given in models:
         name, separator, path = given.partition("=")
@@ -94,11 +95,11 @@ def also_served(models: Sequence[str]) -> list[DescribedModel]:
 
 
 def extra_models(
-    models: Sequence[DescribedModel], shared: Mapping[str, Any], lay: Lay
+    models: Sequence[DescribedModel], shared: Mapping[str, Any], build: BuildEngine
 ) -> tuple[ExtraModelConfig, ...]:
     return tuple(
         ExtraModelConfig(
-            engine=lay(model.engine_settings(shared)),
+            engine=build(model.engine_settings(shared)),
             replicas=model.table.replicas,
             region=model.table.region,
         )
@@ -112,8 +113,8 @@ def names_of(
     extra: Sequence[DescribedModel],
     lora_modules: Sequence[str],
 ) -> NamesConfig:
-    """All that clients may call models; those in `extra` are served beside the first. Raises ConfigError for a name
-    that stands for two things."""
+    """Return all names that clients may use: of the first model, the `extra` models, aliases and adapters. Raises
+    ConfigError for a name with two meanings."""
     aliases: dict[str, str] = {}
     adapters: list[tuple[str, str, str | None]] = [(*_adapter(given), None) for given in lora_modules]
     taken = [first, *(model.name for model in extra), *(name for name, _, _ in adapters)]

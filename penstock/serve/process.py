@@ -19,20 +19,20 @@ from penstock.core.gateway_config import ServerConfig
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RESERVED_FILES = 200  # that a server opens besides connections
-THREAD_TURN_S = 0.001  # how long a thread, of the database say, may keep the event loop waiting
+RESERVED_FILES = 200  # files that a server opens besides connections
+THREAD_TURN_S = 0.001  # the longest time that a thread may keep the event loop waiting
 
 
 def prepare_process(config: ServeConfig) -> ServeConfig:
-    """Once. Returns the settings that this system allows."""
+    """Set up this process, once. Returns the settings with the number of connections that the system allows."""
     logging.getLogger("uvicorn.error").addFilter(ClientNoise())
     sys.setswitchinterval(THREAD_TURN_S)
     return msgspec.structs.replace(config, server=within_file_limit(config.server))
 
 
 def within_file_limit(server: ServerConfig) -> ServerConfig:
-    """Every connection is an open file, and a process may usually open 1,024. Ask for as many as are needed, and
-    where the system does not give them, take fewer connections rather than fail to accept one."""
+    """Raise the limit on open files to what the connections need, because every connection is an open file and the
+    usual limit is 1,024. If the system refuses, return a lower number of connections."""
     wanted = server.max_connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -1,7 +1,7 @@
-"""Which replicas `penstock serve` starts, and how they share one machine. Starts nothing itself.
+"""Plans which replicas `penstock serve` starts, and how they share one machine. Starts nothing itself.
 
-What the user set holds for each replica. What was left to us is divided, so that several replicas take together what
-one would take alone.
+An explicit setting holds for each replica. A default is divided, so that several replicas together take as much
+memory and as many threads as one replica alone would take.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.core.errors import ConfigError
 from penstock.dispatch import Role
 from penstock.serve.environment import visible_gpus
 
-# Of the machine's memory, for the KV caches of all replicas that compute on the CPU, and the most that one takes.
+# The share of the machine's memory for the KV caches of all CPU replicas, and the most that one replica takes.
 CPU_KV_SHARE = 0.5
 MAX_CPU_KV_BYTES = 512 << 20
 
@@ -28,13 +28,13 @@ MAX_CPU_KV_BYTES = 512 << 20
 def planned_replicas(
     config: ServeConfig, model_path: Path, more_paths: Sequence[Path] = ()
 ) -> list[ReplicaSpec]:
-    """Those that are to run from the start: of the first model, then of those beside it, whose weights are in
+    """Return the replicas to start: of the first model, then of the further models, whose weights are in
     `more_paths`."""
     launcher = config.cluster.cluster
     roles = _roles(config)
     first = ExtraModelConfig(engine=config.engine, replicas=len(roles), region=config.cluster.region)
     models = [first, *config.models]
-    # There must be room for as many as the autoscaler may start; those of a Ray cluster do not share one machine.
+    # The autoscaler may start up to `scaled` replicas of each model. Replicas on Ray do not share one machine.
     scaled = config.scaling.max_replicas or 0
     most = 1 if launcher == "ray" else sum(max(model.replicas, scaled) for model in models)
     specs: list[ReplicaSpec] = []
@@ -43,7 +43,7 @@ def planned_replicas(
             model=model.engine.model.served_model_name or model.engine.model.model,
             engine=shared_engine(model.engine, most, visible_gpus()),
             model_path=str(path),
-            # What the user asked for, and not what this machine made of it.
+            # The revision is that of the user's settings, not of the share computed for this machine.
             revision=revision_of(model.engine, str(path)),
             region=model.region or config.cluster.region,
             launcher=launcher,
@@ -53,7 +53,7 @@ def planned_replicas(
 
 
 def _roles(config: ServeConfig) -> list[Role]:
-    """Of the replicas of the first model."""
+    """Return the roles of the first model's replicas, one entry each."""
     cluster = config.cluster
     if not cluster.prefill_replicas and not cluster.decode_replicas:
         return ["both"] * cluster.replicas
@@ -76,7 +76,7 @@ def _with_role(spec: ReplicaSpec, role: Role) -> ReplicaSpec:
 
 
 def shared_engine(engine: EngineConfig, count: int, gpus: tuple[str, ...]) -> EngineConfig:
-    """The settings of each of `count` engines on this machine."""
+    """Return the settings of each of `count` engines that share this machine."""
     if count == 1:
         return engine
     cache = engine.cache

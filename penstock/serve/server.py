@@ -1,7 +1,6 @@
-"""The composition root of `penstock serve`: the engine processes, and one or several gateways before
-them.
+"""Runs a server: the engine processes, the control plane, and one gateway or several API workers.
 
-Nothing here decides anything; it builds the parts, connects them and takes them down in order.
+Builds the parts, connects them, and takes them down in order. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Those that are planned, and who keeps them alive."""
+    """The planned replicas, and the supervisor that keeps them alive."""
 
     supervisor: Supervisor
     specs: Sequence[ReplicaSpec]
 
     async def launch(self, control: Control) -> list[EngineReady]:
-        """All at once, as releases have changed them; returns what they serve, the first one first. None where only
-        external servers answer."""
+        """Launch all replicas at once, as releases have changed them. Returns descriptions of the models, the first
+        model first; an empty list if only external servers answer."""
         launched = await asyncio.gather(*map(self.supervisor.launch, control.specs))
         ready = map(self.supervisor.ready, launched)
         return [description for description in ready if description is not None]
 
     def models(self) -> dict[str, EngineReady]:
-        """What is served, by name."""
+        """Return the served models by name."""
         ready = {member.spec.model: self.supervisor.ready(member.id) for member in self.supervisor.members()}
         return {name: description for name, description in ready.items() if description is not None}
 
@@ -69,9 +68,9 @@ def run(
     log_level: str = "INFO",
     early: EarlyProcess | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `on_ready` is called with the model, where there is one, and the URL once both
-    are there. `early` becomes the first engine on this machine."""
-    # Before the model loads: a port in use should not cost a minute to find out.
+    """Serve until SIGTERM or SIGINT. `on_ready` is called with the URL, and the first model if there is one, once the
+    server accepts requests. `early` becomes the first engine process on this machine."""
+    # The port is taken before the model loads, so that a port in use is reported at once.
     check_web_settings(config.server)
     listener = bind(config.server)
     configure_server_logging(config.telemetry)
@@ -147,7 +146,9 @@ async def _serve_here(
         control = await stack.enter_async_context(open_control(config, replicas.supervisor, replicas.specs))
         launched, _ = await asyncio.gather(
             until(replicas.launch(control), stop),
-            asyncio.to_thread(importlib.import_module, "penstock.serve.gateway"),  # while the engines load
+            asyncio.to_thread(
+                importlib.import_module, "penstock.serve.gateway"
+            ),  # takes a second; engines load
         )
         if launched is None:
             return
@@ -173,7 +174,7 @@ async def _serve_by_workers(
     announce: Callable[[EngineReady | None], None],
 ) -> None:
     stop = _stop_event()
-    # Workers watch the settings file themselves; here the signal would be fatal.
+    # The workers reload the settings file on SIGHUP. The parent ignores the signal, which would end it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(replicas.supervisor.close)
@@ -202,7 +203,7 @@ def _announce_drain(server: ServerConfig) -> None:
 
 
 def _stop_event() -> asyncio.Event:
-    """Set by SIGINT and SIGTERM."""
+    """Return an event that SIGINT and SIGTERM set."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -26,7 +26,7 @@ class Section:
 class Setting:
     name: str
     section: Section
-    annotation: Any  # what msgspec.convert checks a value against
+    annotation: Any  # the type that msgspec.convert checks a value against
     value_type: types.Type  # the same without None and metadata
     description: str
     default: Any
@@ -37,17 +37,17 @@ class Setting:
 
     @property
     def has_default(self) -> bool:
-        """One worth telling."""
+        """Whether there is a default to show in `--help`."""
         return self.default not in (None, ())
 
     @property
     def is_list(self) -> bool:
-        """Its flag can be repeated."""
+        """Whether the flag can be repeated."""
         return isinstance(self.value_type, types.VarTupleType)
 
     @property
     def expectation(self) -> str:
-        """What a value must be, as the end of a sentence that begins `--flag must be`."""
+        """Describe valid values, as the end of a sentence that begins `--flag must be`."""
         match self.value_type:
             case types.LiteralType(values=values):
                 return str(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, values))}"
@@ -74,7 +74,7 @@ class Setting:
                 return "TEXT"
 
     def check(self, value: Any, label: str, *, from_text: bool) -> Any:
-        """`value` in the type of the setting, or a ConfigError that calls it `label`."""
+        """Return `value` in the type of the setting. Raises a ConfigError that calls the value `label`."""
         try:
             return msgspec.convert(value, self.annotation, strict=not from_text)
         except msgspec.ValidationError:
@@ -84,7 +84,7 @@ class Setting:
 
 
 def unwrapped(declared: types.Type) -> tuple[types.Type, str]:
-    """The type of a value that is not None, and its description."""
+    """Return the declared type without None and metadata, and the description in the metadata."""
     if isinstance(declared, types.UnionType):
         declared = next(member for member in declared.types if not isinstance(member, types.NoneType))
     description = ""
@@ -95,7 +95,7 @@ def unwrapped(declared: types.Type) -> tuple[types.Type, str]:
 
 
 def _bounds(number: types.IntType | types.FloatType) -> str:
-    """` from 0 to 1`, ` above 0`, or nothing."""
+    """Return ` from 0 to 1`, ` above 0`, or an empty string."""
     if number.ge is not None and number.le is not None:
         return f" from {number.ge:,} to {number.le:,}"
     limits = (("above", number.gt), ("of at least", number.ge), ("below", number.lt), ("at most", number.le))
@@ -104,6 +104,6 @@ def _bounds(number: types.IntType | types.FloatType) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or nothing when no choice is near."""
+    """Return ` Did you mean 'x'?`, or an empty string if no choice is similar."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def data_dir(config: StoreConfig) -> Path:
-    """Absolute, so that it means the same in every process. It may not exist yet."""
+    """Return the data folder of a server as an absolute path. The folder may not exist yet."""
     return (Path(config.data_dir).expanduser() if config.data_dir else state_dir()).absolute()
 
 
 def open_database(config: StoreConfig) -> Database:
-    """Nothing is read or written before it is used."""
+    """Return the database of a server. Nothing is read or written before the first query."""
     from penstock.gateway.store.database import Database, sqlite_url
 
     return Database(config.database_url or sqlite_url(data_dir(config)))

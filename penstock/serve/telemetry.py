@@ -1,4 +1,4 @@
-"""Builds what operators see of a server: log lines and traces. Part of the composition root."""
+"""Builds the logs and traces of a server."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes to standard error on a thread of its own, because whoever reads it may be slow and the event loop must
-    not wait for that. When it falls too far behind, lines are dropped and counted."""
+    """Writes log lines to standard error on a thread, so that a slow reader does not block the event loop. If
+    too many lines wait, new lines are dropped and counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class BackgroundHandler(logging.Handler):
 
 
 def configure_server_logging(config: TelemetryConfig) -> None:
-    """Log lines in the form that was asked for. The level stays as it is."""
+    """Set the format of log lines. The level stays as it is."""
     if config.log_format != "json" and not writes_access_lines(config):
         return
     root = logging.getLogger()
@@ -85,7 +85,7 @@ def writes_access_lines(config: TelemetryConfig) -> bool:
 
 
 def build_observer(config: TelemetryConfig) -> RequestObserver:
-    """Raises UsageError when traces are wanted and the extra is missing."""
+    """Build the observer of requests. Raises UsageError if tracing is on and the extra `otel` is not installed."""
     if config.otlp_endpoint is None:
         return RequestObserver()
     from penstock.gateway.telemetry.tracing import OpenTelemetryTracing, TracingConfig, otlp_exporter
@@ -101,7 +101,7 @@ def build_observer(config: TelemetryConfig) -> RequestObserver:
 
 
 def build_journal(config: TelemetryConfig, observer: RequestObserver) -> RequestJournal | None:
-    """None when nobody wants to see single requests."""
+    """Build the journal of single requests, or return None if neither access logs nor traces are on."""
     writes_lines = writes_access_lines(config)
     if not writes_lines and config.otlp_endpoint is None:
         return None

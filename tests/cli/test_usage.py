@@ -72,7 +72,7 @@ def test_older_usage_when_asked_for(data_dir: Path) -> None:
 def test_without_a_database_there_is_nothing_and_none_is_made(tmp_path: Path) -> None:
     result = run(tmp_path / "none")
     assert result.exit_code == 0
-    assert "Nothing was used" in result.stderr
+    assert "There was no usage" in result.stderr
     assert not (tmp_path / "none").exists()
 
 
