@@ -16,6 +16,7 @@ import msgspec
 from penstock.bench.load import LoadResult, Target
 from penstock.bench.workload import Workload
 from penstock.core.errors import UsageError
+from penstock.core.percentile import percentile
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -46,11 +47,6 @@ class Distribution(msgspec.Struct, frozen=True):
             p99=milliseconds(99),
             max=1e3 * ordered[-1],
         )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the sample that `percent` of all samples lie below, without interpolation."""
-    return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
