@@ -1,4 +1,4 @@
-"""Where and in which number format a model runs: the `auto` of `--device` and `--dtype` made concrete."""
+"""Chooses the device and the number format that a model runs in, from `--device` and `--dtype`."""
 
 from __future__ import annotations
 
@@ -32,22 +32,28 @@ def choose_ops(config: EngineConfig) -> Ops:
         raise ConfigError(
             "--attention-backend flashinfer needs FlashInfer.", hint=f"Run: {install_command('flashinfer')}"
         )
+    dtype = _choose_dtype(config.model.dtype, device)
     ops = select_ops(
         device,
-        _choose_dtype(config.model.dtype, device),
+        dtype,
         _kv_dtype(config.cache.kv_cache_dtype, device),
-        # Who names a type gets it.
+        # An explicit --dtype is never overridden.
         integer_products=config.model.dtype == "auto",
         attention_backend=backend,
     )
-    if isinstance(ops, TorchOps):
+    if isinstance(ops, TorchOps) and device.type == "cpu" and dtype == torch.float16:
+        log.warning(
+            "float16 has no fast kernels on a CPU, so this model runs on plain torch, which is slow: use --dtype "
+            "bfloat16 or --dtype float32"
+        )
+    elif isinstance(ops, TorchOps):
         log.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
     return ops
 
 
 def leave_cores_to(ops: Ops) -> None:
-    """Once the model is loaded: what torch still does in a step is too little to share, but its threads would spin
-    for milliseconds after it, on the cores that the CPU kernels' own threads need."""
+    """Give torch a single thread, once the model is loaded. Torch does too little in a step to share it, and its
+    threads would spin for milliseconds afterwards, on the cores that the threads of the CPU kernels need."""
     if isinstance(ops, NativeOps):
         torch.set_num_threads(1)
 
@@ -63,7 +69,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def _kv_dtype(asked: str, device: torch.device) -> torch.dtype | None:
-    """None is the compute type."""
+    """The number format of the KV cache; None for the format that the model computes in."""
     if asked == "auto":
         return None
     if asked == "int8":

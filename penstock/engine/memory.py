@@ -20,11 +20,15 @@ MAX_DEFAULT_HOST_MEMORY = 4 << 30
 _TIMED_COPIES = 8
 
 
+def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * kv_head_bytes(model.head_dim, ops.kv_dtype)
+    return bytes_per_token * config.cache.block_size
+
+
 def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:
     if config.cache.num_kv_blocks is not None:
         return config.cache.num_kv_blocks
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * kv_head_bytes(model.head_dim, ops.kv_dtype)
-    bytes_per_block = bytes_per_token * config.cache.block_size
+    bytes_per_block = kv_block_bytes(config, model, ops)
     if config.cache.kv_cache_memory is not None:
         memory = parse_bytes(config.cache.kv_cache_memory)
     elif ops.device.type == "cuda":

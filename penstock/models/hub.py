@@ -268,16 +268,29 @@ def _disk_error(model: CatalogModel, cache_dir: Path, error: OSError) -> UsageEr
 def _checked_local_path(path: Path) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelLoadError(
-                f"The folder {path} has no config.json, so it is not a model folder.",
-                hint="Give the folder that holds config.json and the .safetensors files.",
-            )
+            path = _only_gguf_file(path)
     elif path.suffix != ".gguf":
         raise ModelLoadError(
             f"{path} is neither a folder nor a .gguf file.",
             hint="For safetensors, give the folder that holds config.json.",
         )
     return path.resolve()
+
+
+def _only_gguf_file(folder: Path) -> Path:
+    """The model of a folder without config.json, if the folder has exactly one .gguf file."""
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ModelLoadError(
+            f"The folder {folder} has {len(files)} .gguf files.",
+            hint=f"Name one of them, such as {files[0]}.",
+        )
+    raise ModelLoadError(
+        f"The folder {folder} has neither a config.json nor a .gguf file, so it is not a model folder.",
+        hint="Give the folder that holds config.json and the .safetensors files, or a .gguf file.",
+    )
 
 
 def _looks_like_hub_id(text: str) -> bool:

@@ -232,6 +232,9 @@ def test_paths_stand_for_themselves(
     (tmp_path / "folder" / "config.json").touch()
     assert hub.resolve("model.gguf") == tmp_path / "model.gguf"
     assert hub.resolve("./folder") == tmp_path / "folder"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "only.gguf").touch()
+    assert hub.resolve("./one") == tmp_path / "one" / "only.gguf"
     assert hub.resolve("echo") == Path("echo")
 
 
@@ -242,7 +245,8 @@ def test_paths_stand_for_themselves(
         ("tinny", "no model, file or folder", "Did you mean tiny?"),
         ("./no/such.gguf", "no model, file or folder", "Known names"),
         ("/no/such", "no model, file or folder", "Known names"),
-        ("empty", "has no config.json", "folder that holds config.json"),
+        ("empty", "neither a config.json nor a .gguf", "folder that holds config.json"),
+        ("two", "has 2 .gguf files", "Name one of them"),
         ("notes.txt", "neither a folder nor a .gguf", "config.json"),
     ],
 )
@@ -252,6 +256,9 @@ def test_what_is_no_model_is_a_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").touch()
+    (tmp_path / "two").mkdir()
+    for file in ("a.gguf", "b.gguf"):
+        (tmp_path / "two" / file).touch()
     with pytest.raises(ModelLoadError, match=sentence) as caught:
         fake_pip.hub(tmp_path / "cache").resolve(name)
     assert hint in (caught.value.hint or "")

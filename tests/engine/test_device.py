@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,3 +146,18 @@ preload(Path('/proc/nobody/bytecode'))
 assert not asked, asked
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("cache", [{"kv_cache_memory": "900TiB"}, {"num_kv_blocks": 10**12}])
+def test_a_kv_cache_that_does_not_fit_is_a_sentence(tmp_path: Path, cache: dict[str, Any]) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="no memory for a KV cache of") as caught:
+        tiny_engine(model, **{"num_kv_blocks": None, **cache})
+    assert "--kv-cache-memory" in (caught.value.hint or "")
+
+
+def test_float16_on_a_cpu_says_what_is_fast(caplog: pytest.LogCaptureFixture) -> None:
+    choose_ops(EngineConfig(model=ModelConfig(device="cpu", dtype="float16")))
+    (record,) = caplog.records
+    assert "--dtype bfloat16 or --dtype float32" in record.getMessage()
+    assert "doctor" not in record.getMessage()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def write_settings(checkpoint: Checkpoint, folder: Path, quantization: dict[str,
         settings = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
         _copy_other_files(checkpoint.path, folder)
     write_json(folder / "config.json", {**settings, "quantization_config": quantization})
+    _share_with_others(folder)
+
+
+def _share_with_others(folder: Path) -> None:
+    """Give all files the mode that new files have here. Weights are written through temporary files, which only their
+    owner may read."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~umask)
 
 
 def require_writable(checkpoint: Checkpoint) -> None:
@@ -128,7 +139,11 @@ def _write_tokenizer(path: Path, folder: Path) -> None:
     if files.chat_template is not None:
         settings["chat_template"] = files.chat_template
     write_json(folder / "tokenizer_config.json", settings)
-    write_json(folder / "generation_config.json", {"eos_token_id": list(files.eos_token_ids)})
+    beside = path.parent / "generation_config.json"
+    if beside.is_file():
+        shutil.copy(beside, folder)
+    else:
+        write_json(folder / "generation_config.json", {"eos_token_id": list(files.eos_token_ids)})
 
 
 def _copy_other_files(source: Path, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,31 @@ def test_from_a_gguf_file(name: str, tmp_path: Path) -> None:
     assert after.eos_token_ids == before.eos_token_ids
     config = open_checkpoint(tmp_path / "out").config
     assert config.max_positions == open_checkpoint(path).config.max_positions
+
+
+def test_all_files_can_be_read_by_others_and_generation_settings_stay(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    (llama_folder / "generation_config.json").write_text('{"eos_token_id": [2, 5], "temperature": 0.6}')
+    (llama_folder / "generation_config.json").chmod(0o600)
+    umask = os.umask(0o022)
+    try:
+        quantize_model(job_for(llama_folder, tmp_path / "out"), lambda *_: None)
+    finally:
+        os.umask(umask)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert set(modes.values()) == {0o644}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= modes.keys()
+    assert "temperature" in (tmp_path / "out" / "generation_config.json").read_text()
+
+
+def test_generation_settings_beside_a_gguf_file_stay(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, make_reference("qwen2", tmp_path / "folder"), GGMLQuantizationType.F32)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.6}')
+    job = dataclasses.replace(job_for(path, tmp_path / "out", "int8", 16), evaluation_text="aab" * 300)
+    quantize_model(job, lambda *_: None)
+    assert "temperature" in (tmp_path / "out" / "generation_config.json").read_text()
 
 
 def test_a_gguf_file_that_does_not_say_enough(tmp_path: Path) -> None:
