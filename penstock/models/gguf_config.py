@@ -12,8 +12,17 @@ def metadata_fields(file: GGUFFile) -> Fields:
     return Fields(file.metadata, file.path.name, prefix=f"{file.architecture}.")
 
 
+def mixture_in_gguf(file: GGUFFile) -> ModelLoadError:
+    return ModelLoadError(
+        f"{file.path.name} holds a mixture of experts, which is read from safetensors only.",
+        hint="Give the folder of the original checkpoint.",
+    )
+
+
 def common_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
     fields = metadata_fields(file)
+    if fields.raw("expert_count"):  # files of Mixtral call themselves "llama"
+        raise mixture_in_gguf(file)
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
     num_layers = fields.integer("block_count")

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Routing
+from penstock.models import gguf_config
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import ExpertMLP, GatedMLP, PreNormDecoder, SharedExpert
@@ -25,9 +25,7 @@ class ExpertDecoder(PreNormDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise ModelLoadError(
-            f"{file.path.name} holds a mixture of experts, which is read from safetensors only."
-        )
+        raise gguf_config.mixture_in_gguf(file)
 
     def _load_mlp(self, prefix: str, index: int, loader: WeightLoader) -> GatedMLP | ExpertMLP:
         config, experts = self.config, self.config.experts

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 
+from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
 from penstock.models.load import load_model, open_checkpoint
 from tests.models.checkpoints import Reference, make_reference
@@ -57,3 +59,16 @@ def test_weights_are_read_when_asked_for(tmp_path: Path, ops: Ops) -> None:
     assert seen == sorted(seen)
     assert seen[0] < 0.1
     assert seen[-1] == 1.0
+
+
+def test_a_mixture_that_calls_itself_llama_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mixtral.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_expert_count(8)
+    writer.add_tensor("output_norm.weight", np.ones(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match="mixture of experts, which is read from safetensors only"):
+        open_checkpoint(path)
