@@ -108,7 +108,7 @@ class Worker:
         self._broadcast(self._engine.ready)
 
     def _open_transfers(self, engine: Engine) -> Engine:
-        """Let other engines borrow KV, at an endpoint beside that of the gateways."""
+        """Let other engines read KV, at an endpoint beside that of the gateways."""
         if engine.shared_kv is None:
             raise ConfigError("--kv-transfer needs a model that has a KV cache.")
         wire = Wire(self._bind_beside, connect)

@@ -1,8 +1,8 @@
-"""What engines tell each other when KV moves between them. The bytes of the blocks do not travel in these messages.
+"""The messages between engines when KV moves from one to another. They do not carry the bytes of the blocks.
 
-The borrower, which serves a request, asks the lender for the leading blocks of it, and reads them from the lender's
+The receiver, which serves a request, asks the sender for the leading blocks of it, and reads them from the sender's
 memory as they become ready: those before `num_whole_blocks` in every layer, and those up to `num_begun_blocks` in the
-first `num_layers` layers. When it has read all, it says so, and what it read counts only once the lender has answered
+first `num_layers` layers. When it has read all, it says so, and what it read counts only once the sender has answered
 that the blocks were kept until then.
 """
 
@@ -17,7 +17,7 @@ from penstock.core.request import Request
 
 class KVSource(msgspec.Struct, frozen=True):
     """Where the KV of a request's first tokens can be had. `computes`: the engine there computes what it does not
-    have; otherwise it lends only what is in its cache."""
+    have; otherwise it sends only what is in its cache."""
 
     endpoint: str  # EngineReady.kv_endpoint
     computes: bool = True
@@ -29,7 +29,7 @@ class MemoryRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, tag="layout"):
-    """The first thing that a borrower hears: how to reach the lender's memory, and what lies where, by layer."""
+    """The first thing that a receiver hears: how to reach the sender's memory, and what lies where, by layer."""
 
     agent_name: str
     agent_metadata: bytes
@@ -43,8 +43,8 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
     """Asks for KVLayout."""
 
 
-class Borrow(msgspec.Struct, frozen=True, tag="borrow"):
-    """Lend me the first `num_blocks` blocks of this request. `fetch` is a number of the borrower's choice."""
+class AskForBlocks(msgspec.Struct, frozen=True, tag="ask"):
+    """Asks for the first `num_blocks` blocks of this request. `fetch` is a number of the receiver's choice."""
 
     fetch: int
     request: Request
@@ -52,27 +52,27 @@ class Borrow(msgspec.Struct, frozen=True, tag="borrow"):
     computes: bool
 
 
-class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
-    """All that was to be read is read. Answered by Returned."""
+class BlocksRead(msgspec.Struct, frozen=True, tag="read"):
+    """All that was to be read is read. Answered by ReadConfirmed."""
 
     fetch: int
 
 
-class CancelBorrow(msgspec.Struct, frozen=True, tag="cancel"):
-    """The request has ended, or the borrower does without. Nothing is read any more; not answered."""
+class CancelTransfer(msgspec.Struct, frozen=True, tag="cancel"):
+    """The request has ended, or the receiver does without. Nothing is read any more; not answered."""
 
     fetch: int
 
 
-ToLender: TypeAlias = Introduce | Borrow | GiveBack | CancelBorrow
+ToSender: TypeAlias = Introduce | AskForBlocks | BlocksRead | CancelTransfer
 
 
-class Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """These blocks are kept for the borrower. They may be fewer than asked for where nothing is computed."""
+class BlocksOffered(msgspec.Struct, frozen=True, tag="offered"):
+    """These blocks are kept for the receiver. They may be fewer than asked for where nothing is computed."""
 
     fetch: int
     block_ids: tuple[int, ...]
-    num_cached_tokens: int  # that the lender had before
+    num_cached_tokens: int  # that the sender had before
 
 
 class BlocksReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -82,23 +82,23 @@ class BlocksReady(msgspec.Struct, frozen=True, tag="ready"):
     num_layers: int
 
 
-class CannotLend(msgspec.Struct, frozen=True, tag="cannot_lend"):
+class CannotSend(msgspec.Struct, frozen=True, tag="cannot_send"):
     """There will be no more than what was ready before, and that may be gone any moment."""
 
     fetch: int
     reason: str
 
 
-class Returned(msgspec.Struct, frozen=True, tag="returned"):
+class ReadConfirmed(msgspec.Struct, frozen=True, tag="confirmed"):
     fetch: int
     was_kept: bool
 
 
-class LenderAlive(msgspec.Struct, frozen=True, tag="alive"):
-    """Sent to everyone who borrows, also while their requests wait."""
+class SenderAlive(msgspec.Struct, frozen=True, tag="alive"):
+    """Sent to every receiver, also while its requests wait."""
 
 
-ToBorrower: TypeAlias = KVLayout | Lent | BlocksReady | CannotLend | Returned | LenderAlive
+ToReceiver: TypeAlias = KVLayout | BlocksOffered | BlocksReady | CannotSend | ReadConfirmed | SenderAlive
 
 
 class TransferCodec:
@@ -106,14 +106,14 @@ class TransferCodec:
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._to_lender: msgspec.msgpack.Decoder[ToLender] = msgspec.msgpack.Decoder(ToLender)
-        self._to_borrower: msgspec.msgpack.Decoder[ToBorrower] = msgspec.msgpack.Decoder(ToBorrower)
+        self._to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+        self._to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
 
-    def encode(self, message: ToLender | ToBorrower) -> bytes:
+    def encode(self, message: ToSender | ToReceiver) -> bytes:
         return self._encoder.encode(message)
 
-    def decode_to_lender(self, data: bytes) -> ToLender:
-        return self._to_lender.decode(data)
+    def decode_to_sender(self, data: bytes) -> ToSender:
+        return self._to_sender.decode(data)
 
-    def decode_to_borrower(self, data: bytes) -> ToBorrower:
-        return self._to_borrower.decode(data)
+    def decode_to_receiver(self, data: bytes) -> ToReceiver:
+        return self._to_receiver.decode(data)

@@ -79,7 +79,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     max_num_seqs: int
     max_output_tokens: int  # server cap on max_tokens
     max_lora_rank: int = 0  # of adapters that requests may bring; 0 where they may not
-    kv_endpoint: str = ""  # where other engines borrow KV from this one; empty where they cannot
+    kv_endpoint: str = ""  # where other engines read KV from this one; empty where they cannot
     kv_bytes_per_token: int = 0  # that such a transfer moves
 
 

@@ -38,7 +38,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # the name that requests ask for
     role: Role = "both"
     is_connected: bool = True  # the driver can send requests to the replica
-    kv_endpoint: str = ""  # where other replicas borrow KV from this one; empty where they cannot
+    kv_endpoint: str = ""  # where other replicas read KV from this one; empty where they cannot
     kv_bytes_per_token: int = 0
 
 

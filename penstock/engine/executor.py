@@ -127,8 +127,8 @@ class ModelExecutor:
         embeddings: dict[str, Tensor] = {}
         with torch.inference_mode():
             self._copy_blocks(plan.copies)
-            likeliest = self._takes_likeliest(request_ids, sampled_rows)
-            made, failed = self._compute_somehow(plan.chunks, step, embeddings, likeliest)
+            only_argmax = self._needs_only_argmax(request_ids, sampled_rows)
+            made, failed = self._compute_somehow(plan.chunks, step, embeddings, only_argmax)
             if made is not None:
                 sampled = made
                 if made.dim() == 1:
@@ -153,10 +153,10 @@ class ModelExecutor:
         tokens_only = [index for index in step.sampled if not self._pooler.pools(chunks[index].request_id)]
         return replace(step, sampled=tokens_only)
 
-    def _takes_likeliest(self, request_ids: Sequence[str], rows: NDArray[np.int64]) -> bool:
+    def _needs_only_argmax(self, request_ids: Sequence[str], rows: NDArray[np.int64]) -> bool:
         """Whether these, which sample, need nothing but the largest of their logits."""
         masked = self._masks is not None and self._masks.any_of(request_ids)
-        return not masked and self._sampler.takes_likeliest(rows)
+        return not masked and self._sampler.needs_only_argmax(rows)
 
     def _compute(
         self,
@@ -165,10 +165,10 @@ class ModelExecutor:
         embeddings: dict[str, Tensor],
         *,
         graphs: bool = True,
-        likeliest: bool = False,
+        only_argmax: bool = False,
     ) -> Tensor | None:
-        """Run the model; float32 [S, V] of the requests that sample, if any does. With `likeliest` it may be int64
-        [S]: the likeliest tokens. `embeddings` takes in the vectors of prompts that ended."""
+        """Run the model; float32 [S, V] of the requests that sample, if any does. With `only_argmax` it may be
+        int64 [S]: the argmax of each row. `embeddings` takes in the vectors of prompts that ended."""
         adapters = None if self._lora is None else self._lora.adapters_of(chunks)
         if self._pooler.any_of(chunks):
             hidden = self._hidden(step, adapters)
@@ -180,15 +180,15 @@ class ModelExecutor:
             replayed = self._prompt_graphs.hidden(step)
             if replayed is not None:
                 return self._head(replayed, step)
-        return self._head(self._hidden(step, adapters), step, likeliest)
+        return self._head(self._hidden(step, adapters), step, only_argmax)
 
     def _compute_somehow(
-        self, chunks: Sequence[Chunk], step: HostStep, embeddings: dict[str, Tensor], likeliest: bool
+        self, chunks: Sequence[Chunk], step: HostStep, embeddings: dict[str, Tensor], only_argmax: bool
     ) -> tuple[Tensor | None, list[Chunk]]:
         """As `_compute`, in as many passes as the memory asks for; also returns the chunks, or what was left of them,
         that no pass had room for. Their logits and vectors are not numbers."""
         try:
-            return self._compute(chunks, step, embeddings, likeliest=likeliest), []
+            return self._compute(chunks, step, embeddings, only_argmax=only_argmax), []
         except torch.OutOfMemoryError:
             pass  # it holds on to what the pass had allocated: whatever follows must come after it
         return self._compute_in_pieces(chunks, embeddings)
@@ -247,12 +247,12 @@ class ModelExecutor:
             return self._lora.forward(token_ids, batch, self._kv, adapters, step.query_starts)
         return self._model.forward(token_ids, batch, self._kv)
 
-    def _head(self, hidden: Tensor, step: HostStep, likeliest: bool = False) -> Tensor | None:
+    def _head(self, hidden: Tensor, step: HostStep, only_argmax: bool = False) -> Tensor | None:
         if not step.sampled:
             return None
         last_rows = self._staging.to_device(step.query_starts[1:][step.sampled].astype(np.int64) - 1)
         rows = hidden[last_rows]
-        chosen = self._model.likeliest(rows) if likeliest else None
+        chosen = self._model.argmax(rows) if only_argmax else None
         return chosen if chosen is not None else self._model.logits(rows)
 
     def collect(self) -> StepResult:

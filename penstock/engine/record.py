@@ -69,27 +69,27 @@ class RecordedExchange:
         return self._exchange.num_missing(request)
 
     def begin_import(self, request: Request) -> BlockImport | None:
-        landing = self._exchange.begin_import(request)
+        begun = self._exchange.begin_import(request)
         self._record(BeginImportCall(self._clock.now(), request))
-        return landing
+        return begun
 
-    def finish_import(self, landing: BlockImport, num_filled: int) -> None:
-        self._exchange.finish_import(landing.number, num_filled)
-        self._record(FinishImportCall(self._clock.now(), landing.number, num_filled))
+    def finish_import(self, begun: BlockImport, num_filled: int) -> None:
+        self._exchange.finish_import(begun.number, num_filled)
+        self._record(FinishImportCall(self._clock.now(), begun.number, num_filled))
 
     def begin_export(self, block_ids: tuple[int, ...]) -> BlockExport:
-        loan = self._exchange.begin_export(block_ids)
+        export = self._exchange.begin_export(block_ids)
         self._record(BeginExportCall(self._clock.now(), block_ids))
-        return loan
+        return export
 
     def export_prefix(self, request: Request) -> BlockExport:
-        loan = self._exchange.export_prefix(request)
+        export = self._exchange.export_prefix(request)
         self._record(BeginExportCall(self._clock.now(), request=request))
-        return loan
+        return export
 
-    def finish_export(self, loan: BlockExport) -> None:
-        self._exchange.finish_export(loan.number)
-        self._record(FinishExportCall(self._clock.now(), loan.number))
+    def finish_export(self, export: BlockExport) -> None:
+        self._exchange.finish_export(export.number)
+        self._record(FinishExportCall(self._clock.now(), export.number))
 
     def _record(self, call: ExchangeCall) -> None:
         if self._recorder is not None:

@@ -25,7 +25,7 @@ from penstock.engine.staging import Staging
 from penstock.kernels.bitmask import forbid
 from penstock.kernels.interface import Ops, SamplingBatch
 
-# Below it float32 quotients overflow, and the likeliest token wins in any case.
+# Below this, float32 quotients overflow; the argmax wins in any case.
 MIN_TEMPERATURE = 1e-5
 
 
@@ -100,7 +100,7 @@ class Sampler:
         self._edits.pop(row, None)
         self._logprobs.pop(row, None)
 
-    def takes_likeliest(self, rows: NDArray[np.int64]) -> bool:
+    def needs_only_argmax(self, rows: NDArray[np.int64]) -> bool:
         """Whether nobody among them wants more of the logits than which is largest."""
         if any(int(row) in special for special in (self._edits, self._logprobs) if special for row in rows):
             return False

@@ -185,7 +185,7 @@ class Decoder(ABC):
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def likeliest(self, hidden_rows: Tensor) -> Tensor | None:
+    def argmax(self, hidden_rows: Tensor) -> Tensor | None:
         # A cap may make equals of logits that were not.
         if self.config.logit_softcap is not None or not isinstance(self._ops, PicksLikeliest):
             return None

@@ -30,7 +30,7 @@ class Model(Protocol):
         """Rows of what `forward` returned, [S, hidden] → float32 [S, V]"""
         ...
 
-    def likeliest(self, hidden_rows: Tensor) -> Tensor | None:
+    def argmax(self, hidden_rows: Tensor) -> Tensor | None:
         """[S, hidden] → int64 [S], what a greedy draw takes of `logits`; None where that is not quicker."""
         ...
 

@@ -324,34 +324,36 @@ class Driver:
 
     def begin_import(self, request: Request) -> None:
         """Room for KV of a request from another engine."""
-        landing = self.scheduler.exchange.begin_import(request)
+        begun = self.scheduler.exchange.begin_import(request)
         self.scheduler.check_integrity()
-        if landing is not None:
-            self.imports.append((landing, request))
+        if begun is not None:
+            self.imports.append((begun, request))
 
     def finish_import(self, num_filled: int) -> None:
-        """The oldest landing ends: some of its blocks are filled, and rubbish is written to the others."""
-        landing, request = self.imports.popleft()
-        num_filled = min(num_filled, len(landing.block_ids))
-        first = landing.num_found
+        """The oldest begun ends: some of its blocks are filled, and rubbish is written to the others."""
+        begun, request = self.imports.popleft()
+        num_filled = min(num_filled, len(begun.block_ids))
+        first = begun.num_found
         contents = self.executor.contents_of(request, first + num_filled)[first:]
-        rubbish: list[list[int]] = [[-1] * self.cache.block_size] * (len(landing.block_ids) - num_filled)
-        for block_id, content in zip(landing.block_ids, [*contents, *rubbish], strict=True):
+        rubbish: list[list[int]] = [[-1] * self.cache.block_size] * (len(begun.block_ids) - num_filled)
+        for block_id, content in zip(begun.block_ids, [*contents, *rubbish], strict=True):
             self.executor.overwrite(block_id, content)
-        self.scheduler.exchange.finish_import(landing.number, num_filled)
+        self.scheduler.exchange.finish_import(begun.number, num_filled)
         self.scheduler.check_integrity()
 
     def export(self, request: Request) -> None:
         """Another engine reads what is cached of a request."""
-        loan = self.scheduler.exchange.export_prefix(request)
-        self.exports.append((loan, request))
+        export = self.scheduler.exchange.export_prefix(request)
+        self.exports.append((export, request))
         self.scheduler.check_integrity()
 
     def finish_export(self) -> None:
-        """The oldest loan ends: what was lent is still what it was."""
-        loan, request = self.exports.popleft()
-        assert self.executor.read(loan.block_ids) == self.executor.contents_of(request, len(loan.block_ids))
-        self.scheduler.exchange.finish_export(loan.number)
+        """The oldest export ends: what was offered is still what it was."""
+        export, request = self.exports.popleft()
+        assert self.executor.read(export.block_ids) == self.executor.contents_of(
+            request, len(export.block_ids)
+        )
+        self.scheduler.exchange.finish_export(export.number)
         self.scheduler.check_integrity()
 
     def pin(self, prompt: tuple[int, ...], seconds: float = 1.0) -> None:

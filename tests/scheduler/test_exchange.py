@@ -62,8 +62,8 @@ def test_only_what_is_cached_is_lent() -> None:
     driver = Driver()
     driver.add(make_request("first", PROMPT[:17], max_tokens=1))
     driver.run()
-    loan = driver.scheduler.exchange.export_prefix(make_request("r", PROMPT))
-    assert len(loan.block_ids) == 4
+    export = driver.scheduler.exchange.export_prefix(make_request("r", PROMPT))
+    assert len(export.block_ids) == 4
     driver.scheduler.check_integrity()
-    driver.scheduler.exchange.finish_export(loan.number)
+    driver.scheduler.exchange.finish_export(export.number)
     driver.scheduler.check_integrity()

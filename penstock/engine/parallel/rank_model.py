@@ -54,7 +54,7 @@ class RankModel:
         with _no_second_try():
             return self._model.logits(hidden_rows) if self._shard.is_last_stage else hidden_rows
 
-    def likeliest(self, hidden_rows: Tensor) -> Tensor | None:
+    def argmax(self, hidden_rows: Tensor) -> Tensor | None:
         return None  # ranks have parts of the logits
 
     def with_ops(self, ops: Ops) -> Model:

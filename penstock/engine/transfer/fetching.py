@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.core.kv_transfer import BlocksReady, KVLayout, Lent
+from penstock.core.kv_transfer import BlocksOffered, BlocksReady, KVLayout
 from penstock.engine.transfer.nixl_memory import NixlAgent, Read, TransferError
 from penstock.engine.transfer.port import Fetch
 
 
 class Fetching:
-    """Blocks are counted from the first one to be fetched; the lender counts from the start of the request."""
+    """Blocks are counted from the first one to be fetched; the sender counts from the start of the request."""
 
     def __init__(self, order: Fetch, num_layers: int) -> None:
         self.order = order
         self.trouble: str | None = None  # why there will be no more
         self.num_cached_tokens = 0
         self.is_cancelled = False
-        self.is_given_back = False
+        self.is_reported_read = False
         self._num_layers = num_layers
         self._their_block_ids: tuple[int, ...] | None = None
-        self._layers_begun: list[int] = []  # of each block that was lent
+        self._layers_begun: list[int] = []  # of each block that was offered
         self._num_whole_begun = 0  # leading blocks of which every layer is begun
         self._reads: list[Read] = []
 
@@ -34,14 +34,14 @@ class Fetching:
 
     @property
     def is_read(self) -> bool:
-        """All that was lent is here."""
+        """All that was offered is here."""
         return (
             self._their_block_ids is not None
             and self._num_whole_begun == len(self._their_block_ids)
             and not self._reads
         )
 
-    def lent(self, message: Lent) -> None:
+    def offered(self, message: BlocksOffered) -> None:
         first = self.order.first_block
         self._their_block_ids = message.block_ids[first : first + len(self.order.block_ids)]
         self._layers_begun = [0] * len(self._their_block_ids)
@@ -50,7 +50,7 @@ class Fetching:
     def ready(self, message: BlocksReady, agent: NixlAgent, peer: KVLayout) -> None:
         """Begin to read what has become ready. Raises TransferError."""
         if self._their_block_ids is None:
-            raise TransferError("blocks were ready that had not been lent")
+            raise TransferError("blocks were ready that had not been offered")
         for start, stop, layers in self._newly_ready(message):
             self._reads.append(
                 agent.read(peer, layers, self._their_block_ids[start:stop], self.order.block_ids[start:stop])

@@ -1,7 +1,7 @@
-"""Between the engine's loop and the thread that moves KV: what each tells the other. Knows neither of them.
+"""Messages between the engine's loop and the thread that moves KV. Knows neither of them.
 
-The loop decides which blocks are lent and filled, and when they are free again; the thread talks to other engines and
-reads their memory. Neither waits for the other.
+The loop decides which blocks are offered and filled, and when they are free again; the thread talks to other engines
+and reads their memory. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class CancelFetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
-    """Blocks are kept for the borrower of this loan."""
+class Offer:
+    """Blocks are kept for the receiver of this transfer."""
 
-    borrow: BorrowKey
+    transfer: TransferKey
     block_ids: tuple[int, ...]
     num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """How far the blocks of a loan are computed, once the device has come to the marker."""
+    """How far the blocks of a transfer are computed, once the device has come to the marker."""
 
-    borrow: BorrowKey
+    transfer: TransferKey
     num_whole_blocks: int
     num_begun_blocks: int
     num_layers: int
@@ -63,29 +63,29 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    borrow: BorrowKey
+    transfer: TransferKey
     reason: str
 
 
-Order: TypeAlias = Fetch | CancelFetch | Lend | Ready | Refuse
-BorrowKey: TypeAlias = tuple[bytes, int]  # who borrows, and the number that they gave to it
+Order: TypeAlias = Fetch | CancelFetch | Offer | Ready | Refuse
+TransferKey: TypeAlias = tuple[bytes, int]  # the receiver, and the number it gave to the transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Nobody writes to the blocks of a fetch any more; so many of them are filled."""
+    """A fetch has ended: nothing writes to its blocks any more, and so many of them are filled."""
 
     number: int
     num_filled: int
-    num_cached_tokens: int  # that the lender had before
+    num_cached_tokens: int  # that the sender had before
     trouble: str | None  # why it is not all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Another engine wants to borrow."""
+    """Another engine asks for blocks."""
 
-    borrow: BorrowKey
+    transfer: TransferKey
     request: Request
     num_blocks: int
     computes: bool
@@ -93,9 +93,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nobody reads what was lent, or is waiting for it, any more."""
+    """The receiver no longer reads the blocks of this transfer, or waits for them."""
 
-    borrow: BorrowKey
+    transfer: TransferKey
 
 
 News: TypeAlias = Fetched | Asked | Over
@@ -103,7 +103,7 @@ News: TypeAlias = Fetched | Asked | Over
 
 @dataclass(frozen=True, slots=True)
 class LoopCalls:
-    """What the desk asks of the loop and its device."""
+    """What KV transfers call on the loop and its device."""
 
     add: Callable[[Request], None]
     abort: Callable[[str], None]

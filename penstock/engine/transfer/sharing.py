@@ -12,10 +12,10 @@ from penstock.core.errors import ConfigError
 from penstock.core.kv_transfer import MemoryRegion
 from penstock.engine.loop import EngineLoop
 from penstock.engine.record import PlanRecorder, RecordedExchange
-from penstock.engine.transfer.desk import KVTransfers
 from penstock.engine.transfer.nixl_memory import KVMemory
 from penstock.engine.transfer.port import LoopCalls, Marker, Wire
 from penstock.engine.transfer.thread import TransferThread
+from penstock.engine.transfer.transfers import KVTransfers
 from penstock.engine.transfer.watch import WatchedKVStore
 from penstock.kernels.interface import KVStore, Ops
 from penstock.models.model import Model
@@ -39,7 +39,7 @@ class SharedKV:
             thread, exchange, calls, block_size=self.store.block_size, max_waiting=self.max_waiting
         )
         loop.collaborate_first(transfers)
-        self.store.on_layer = transfers.lending.layer_begins
+        self.store.on_layer = transfers.exports.layer_begins
         return thread, opened
 
     def _mark(self) -> Marker | None:

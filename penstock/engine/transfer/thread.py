@@ -14,15 +14,15 @@ from uuid import uuid4
 import zmq
 
 from penstock.core.errors import EngineUnavailable
-from penstock.engine.transfer.borrower import Borrower
-from penstock.engine.transfer.lender import ALIVE_INTERVAL_S, Lender
 from penstock.engine.transfer.nixl_memory import KVMemory, NixlAgent
 from penstock.engine.transfer.port import CancelFetch, Fetch, News, Order, Wire
+from penstock.engine.transfer.receiver import Receiver
+from penstock.engine.transfer.sender import ALIVE_INTERVAL_S, Sender
 
 log = logging.getLogger(__name__)
 
 _READING_POLL_MS = 1
-_LENDING_POLL_MS = (
+_SENDING_POLL_MS = (
     5  # some transports need a turn of ours while others read; every turn is taken from the model's
 )
 _IDLE_POLL_MS = int(ALIVE_INTERVAL_S * 1000)
@@ -89,38 +89,38 @@ class TransferThread:
             if socket is not None:
                 socket.close(0)
             return
-        borrower = Borrower(self._context, self._wire.connect, agent, self._tell)
-        lender = Lender(socket, agent.layout(), self._tell, time.monotonic())
+        receiver = Receiver(self._context, self._wire.connect, agent, self._tell)
+        sender = Sender(socket, agent.layout(), self._tell, time.monotonic())
         try:
             while not self._stopping:
-                self._turn(socket, borrower, lender, agent)
+                self._turn(socket, receiver, sender, agent)
         except Exception:
             log.exception("the transfer of KV between engines stopped")
         finally:
-            borrower.close()
+            receiver.close()
             socket.close(0)
             for bell in (self._heard_orders, self._tell_bell):
                 bell.close(0)
 
-    def _turn(self, socket: zmq.Socket[bytes], borrower: Borrower, lender: Lender, agent: NixlAgent) -> None:
+    def _turn(self, socket: zmq.Socket[bytes], receiver: Receiver, sender: Sender, agent: NixlAgent) -> None:
         poller = zmq.Poller()
-        for each in (self._heard_orders, socket, *borrower.sockets()):
+        for each in (self._heard_orders, socket, *receiver.sockets()):
             poller.register(each, zmq.POLLIN)
-        is_moving = borrower.has_reads or len(lender) > 0
-        lending_ms = _LENDING_POLL_MS if len(lender) else _IDLE_POLL_MS
-        poller.poll(_READING_POLL_MS if borrower.has_reads else lending_ms)
+        is_moving = receiver.has_reads or len(sender) > 0
+        sending_ms = _SENDING_POLL_MS if len(sender) else _IDLE_POLL_MS
+        poller.poll(_READING_POLL_MS if receiver.has_reads else sending_ms)
         now = time.monotonic()
         _hush(self._heard_orders)
         for _ in range(len(self._orders)):
             order = self._orders.popleft()
             if isinstance(order, Fetch | CancelFetch):
-                borrower.obey(order, now)
+                receiver.obey(order, now)
             else:
-                lender.obey(order, now)
-        lender.read()
-        borrower.read(now)
-        lender.tick(now)
-        if is_moving or borrower.is_waiting:
+                sender.obey(order, now)
+        sender.read()
+        receiver.read(now)
+        sender.tick(now)
+        if is_moving or receiver.is_waiting:
             agent.progress()
 
     def _tell(self, news: News) -> None:

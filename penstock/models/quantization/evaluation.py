@@ -32,7 +32,7 @@ class Difference:
 
     logit_error: float  # root mean square of the difference, as a share of the logits' own spread
     divergence: float  # mean Kullback-Leibler divergence, in nats
-    same_choice: float  # share of tokens after which both find the same next token likeliest
+    same_choice: float  # share of tokens after which both have the same argmax
 
 
 def windows(

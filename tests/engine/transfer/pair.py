@@ -52,30 +52,30 @@ class Side:
 
 @dataclass
 class Pair:
-    lender: Side
-    borrower: Side
+    sender: Side
+    receiver: Side
 
-    def until(self, condition: Callable[[], bool], *, lender_steps: bool = True) -> None:
+    def until(self, condition: Callable[[], bool], *, sender_steps: bool = True) -> None:
         gives_up = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < gives_up, "the condition never came true"
-            if lender_steps:
-                self.lender.step()
-            self.borrower.step()
+            if sender_steps:
+                self.sender.step()
+            self.receiver.step()
             time.sleep(0.0005)
 
-    def borrow(self, request: Request, *, computes: bool = True) -> Side:
-        """Serve a request at the borrower, with KV of the lender."""
-        self.borrower.events.pop(request.id, None)
-        self.borrower.engine.loop.add(request, kv_source=KVSource(self.lender.endpoint, computes))
-        self.until(lambda: self.borrower.has_ended(request.id))
-        return self.borrower
+    def fetch(self, request: Request, *, computes: bool = True) -> Side:
+        """Serve a request at the receiver, with KV of the sender."""
+        self.receiver.events.pop(request.id, None)
+        self.receiver.engine.loop.add(request, kv_source=KVSource(self.sender.endpoint, computes))
+        self.until(lambda: self.receiver.has_ended(request.id))
+        return self.receiver
 
     def settle(self) -> None:
         """Wait until nobody holds anything."""
-        self.until(lambda: not self.lender.num_blocks_used and not self.borrower.num_blocks_used)
-        assert not len(self.lender.engine.loop.scheduler.exchange)
-        assert not len(self.borrower.engine.loop.scheduler.exchange)
+        self.until(lambda: not self.sender.num_blocks_used and not self.receiver.num_blocks_used)
+        assert not len(self.sender.engine.loop.scheduler.exchange)
+        assert not len(self.receiver.engine.loop.scheduler.exchange)
 
 
 @contextmanager
@@ -97,9 +97,9 @@ def side(model: Path, endpoint: str, **settings: Any) -> Iterator[Side]:
 
 
 @contextmanager
-def pair(model: Path, folder: Path, lender: dict[str, Any], borrower: dict[str, Any]) -> Iterator[Pair]:
+def pair(model: Path, folder: Path, sender: dict[str, Any], receiver: dict[str, Any]) -> Iterator[Pair]:
     with (
-        side(model, f"ipc://{folder}/lender", **lender) as lending,
-        side(model, f"ipc://{folder}/borrower", **borrower) as borrowing,
+        side(model, f"ipc://{folder}/sender", **sender) as sending,
+        side(model, f"ipc://{folder}/receiver", **receiver) as receiving,
     ):
-        yield Pair(lending, borrowing)
+        yield Pair(sending, receiving)

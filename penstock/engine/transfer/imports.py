@@ -1,7 +1,7 @@
-"""Where requests wait for KV that another engine has, before any scheduler knows of them. Knows no peer and no bytes.
+"""Imports: requests that wait for KV of another engine, before the scheduler. Knows no peer and no bytes.
 
-Nobody else waits with them. A request that waits can be aborted and has its deadline, like any other. Whatever goes
-wrong with its KV, the request goes on: what did not come is computed here.
+Other requests do not wait with them. A request that waits can be aborted and has its deadline, like any other. When
+the transfer fails, the request goes on: what did not come is computed here.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class FetchCounters:
 class _Waiting:
     request: Request
     source: KVSource
-    landing: BlockImport | None = None  # None while there is no room
+    begun: BlockImport | None = None  # None while there is no room
 
 
-class BorrowingDesk:
+class KVImports:
     def __init__(
         self,
         port: KVPort,
@@ -55,7 +55,7 @@ class BorrowingDesk:
         self._max_waiting = max_waiting
         self._mark = mark
         self._waiting: dict[str, _Waiting] = {}  # in order of arrival
-        self._landings: dict[int, tuple[BlockImport, str]] = {}  # being filled, and for which request
+        self._imports: dict[int, tuple[BlockImport, str]] = {}  # being filled, and for which request
         self._served: list[Request] = []
         self._computed_elsewhere: dict[str, int] = {}  # tokens, of requests that have no output yet
         self.counters = FetchCounters()
@@ -77,29 +77,29 @@ class BorrowingDesk:
         self._computed_elsewhere.pop(request_id, None)
         self._served = [request for request in self._served if request.id != request_id]
         waiting = self._waiting.pop(request_id, None)
-        if waiting is not None and waiting.landing is not None:
-            self._port.order(CancelFetch(waiting.landing.number))
+        if waiting is not None and waiting.begun is not None:
+            self._port.order(CancelFetch(waiting.begun.number))
 
     def fetched(self, news: Fetched) -> None:
-        landing, request_id = self._landings.pop(news.number)
-        self._exchange.finish_import(landing, news.num_filled)
+        begun, request_id = self._imports.pop(news.number)
+        self._exchange.finish_import(begun, news.num_filled)
         if news.trouble is not None:
             self.counters.num_failed += 1
             log.warning("KV of %s did not all come from another engine: %s", request_id, news.trouble)
         self.counters.num_tokens += news.num_filled * self._block_size
         waiting = self._waiting.get(request_id)
-        if waiting is None or waiting.landing is not landing:
+        if waiting is None or waiting.begun is not begun:
             return
         del self._waiting[request_id]
         self._served.append(waiting.request)
-        first_token = landing.num_found * self._block_size
+        first_token = begun.num_found * self._block_size
         num_fetched = news.num_filled * self._block_size
         num_cached_there = min(max(0, news.num_cached_tokens - first_token), num_fetched)
         self._computed_elsewhere[request_id] = num_fetched - num_cached_there
 
     def served(self, now: float, *, may_wait: bool) -> Iterator[tuple[Request, PenstockError | None]]:
-        """Everyone whose wait is over, with what went wrong if it cannot go on. `may_wait`: requests run here, so
-        that room for those who have none may come."""
+        """Requests whose wait is over, each with an error if it cannot go on. `may_wait`: requests run here, so that
+        blocks may come free for imports that have none."""
         for waiting in tuple(self._waiting.values()):
             deadline_s = waiting.request.deadline_s
             if deadline_s is not None and deadline_s <= now:
@@ -108,7 +108,7 @@ class BorrowingDesk:
                     waiting.request,
                     DeadlineExceeded("The request's deadline passed before its KV was there."),
                 )
-            elif waiting.landing is None and not self._begin(waiting, may_wait=may_wait):
+            elif waiting.begun is None and not self._begin(waiting, may_wait=may_wait):
                 del self._waiting[waiting.request.id]
                 yield waiting.request, None
         served, self._served = self._served, []
@@ -129,19 +129,19 @@ class BorrowingDesk:
         request = waiting.request
         if not self._exchange.num_missing(request):
             return False
-        landing = self._exchange.begin_import(request)
-        if landing is None:
-            return may_wait or bool(self._landings)
-        waiting.landing = landing
-        self._landings[landing.number] = landing, request.id
+        begun = self._exchange.begin_import(request)
+        if begun is None:
+            return may_wait or bool(self._imports)
+        waiting.begun = begun
+        self._imports[begun.number] = begun, request.id
         self.counters.num_begun += 1
         self._port.order(
             Fetch(
-                landing.number,
+                begun.number,
                 waiting.source,
                 request,
-                landing.num_found,
-                landing.block_ids,
+                begun.num_found,
+                begun.block_ids,
                 self._mark(),
             )
         )

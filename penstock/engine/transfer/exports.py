@@ -1,7 +1,7 @@
-"""KV that other engines read from this one: computed for them if need be, and kept while they read. Knows no socket.
+"""Exports: KV that other engines read from this one, computed for them if necessary. Knows no socket.
 
-What is computed for a borrower is an ordinary request that asks for a single token, which nobody reads. Its blocks
-are on loan from its first step on, and what each step has written of them is told layer by layer, while it runs.
+KV is computed for a receiver by an ordinary request for a single token, which no client sees. Its blocks are exported
+from its first step on, and the receiver is told layer by layer what each step has written, while the step runs.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from penstock.core.messages import RequestRejected
 from penstock.core.plan import Chunk, StepPlan, TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.engine.record import RecordedExchange
-from penstock.engine.transfer.port import Asked, BorrowKey, KVPort, Lend, LoopCalls, Ready, Refuse
+from penstock.engine.transfer.port import Asked, KVPort, LoopCalls, Offer, Ready, Refuse, TransferKey
 from penstock.scheduler.exchange import BlockExport
 
 
 @dataclass(slots=True)
 class _Prefill:
-    borrow: BorrowKey
+    transfer: TransferKey
     request_id: str
     num_blocks: int
-    loan: BlockExport | None = None
+    export: BlockExport | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
     """A chunk of the step that runs: what is whole in every layer before it, and what will be after it."""
 
-    borrow: BorrowKey
+    transfer: TransferKey
     num_whole_blocks: int
     num_begun_blocks: int
 
 
-class LendingDesk:
+class KVExports:
     def __init__(self, port: KVPort, exchange: RecordedExchange, block_size: int, calls: LoopCalls) -> None:
         self._port = port
         self._exchange = exchange
         self._block_size = block_size
         self._calls = calls
         self._prefills: dict[str, _Prefill] = {}  # that are not done, by request id
-        self._loans: dict[BorrowKey, BlockExport] = {}
+        self._exports: dict[TransferKey, BlockExport] = {}
         self._running: list[_Running] = []
         self._num_layers_begun = 0  # of the step that runs
         self._preempted: list[str] = []  # of the step that runs: requests that had begun before
@@ -49,24 +49,24 @@ class LendingDesk:
 
     def asked(self, news: Asked) -> None:
         if not news.computes:
-            self._lend_cached(news)
+            self._export_cached(news)
             return
         self._num_asked += 1
         request = self._prefill_request(news)
-        self._prefills[request.id] = _Prefill(news.borrow, request.id, news.num_blocks)
+        self._prefills[request.id] = _Prefill(news.transfer, request.id, news.num_blocks)
         try:
             self._calls.add(request)
         except PenstockError as error:
             self._give_up(request.id, error.message)
 
-    def over(self, borrow: BorrowKey) -> None:
-        """The borrower has all it wanted, or has gone."""
-        for request_id in [each.request_id for each in self._prefills.values() if each.borrow == borrow]:
+    def over(self, transfer: TransferKey) -> None:
+        """The receiver has read everything, or has gone."""
+        for request_id in [each.request_id for each in self._prefills.values() if each.transfer == transfer]:
             del self._prefills[request_id]
             self._calls.abort(request_id)
-        loan = self._loans.pop(borrow, None)
-        if loan is not None:
-            self._exchange.finish_export(loan)
+        export = self._exports.pop(transfer, None)
+        if export is not None:
+            self._exchange.finish_export(export)
 
     def begin_step(self, plan: StepPlan) -> None:
         """A plan is about to be executed."""
@@ -89,7 +89,7 @@ class LendingDesk:
         marker = self._calls.mark()
         for chunk in self._running:
             self._port.order(
-                Ready(chunk.borrow, chunk.num_whole_blocks, chunk.num_begun_blocks, layer, marker)
+                Ready(chunk.transfer, chunk.num_whole_blocks, chunk.num_begun_blocks, layer, marker)
             )
 
     def end_step(self, missing: tuple[Chunk, ...]) -> None:
@@ -103,16 +103,16 @@ class LendingDesk:
             if chunk.request_id in self._prefills:
                 self._give_up(chunk.request_id, "there was not enough memory")
         marker = self._calls.mark()
-        alive = {prefill.borrow for prefill in self._prefills.values()}
+        alive = {prefill.transfer for prefill in self._prefills.values()}
         for running in self._running:
-            if running.borrow in alive:
+            if running.transfer in alive:
                 num_blocks = running.num_begun_blocks
-                self._port.order(Ready(running.borrow, num_blocks, num_blocks, 0, marker))
+                self._port.order(Ready(running.transfer, num_blocks, num_blocks, 0, marker))
         self._running.clear()
         self._num_layers_begun = 0
 
     def take_events(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Keep what concerns requests of this desk; returns the rest."""
+        """Take the events of requests that are computed for receivers; returns the others."""
         if not self._prefills:
             return events
         others = []
@@ -137,28 +137,28 @@ class LendingDesk:
 
     def _begin_chunk(self, prefill: _Prefill, chunk: Chunk) -> None:
         if chunk.begins:
-            if prefill.loan is not None:  # and now it begins anew, with other blocks
+            if prefill.export is not None:  # and now it begins anew, with other blocks
                 self._preempted.append(prefill.request_id)
                 return
-            self._lend_table(prefill, chunk)
+            self._export_table(prefill, chunk)
         whole = min(chunk.start // self._block_size, prefill.num_blocks)
         begun = min((chunk.start + chunk.num_tokens) // self._block_size, prefill.num_blocks)
-        self._running.append(_Running(prefill.borrow, whole, begun))
+        self._running.append(_Running(prefill.transfer, whole, begun))
 
-    def _lend_table(self, prefill: _Prefill, chunk: Chunk) -> None:
-        loan = self._exchange.begin_export(chunk.new_block_ids[: prefill.num_blocks])
-        prefill.loan = self._loans[prefill.borrow] = loan
-        self._port.order(Lend(prefill.borrow, loan.block_ids, chunk.start))
+    def _export_table(self, prefill: _Prefill, chunk: Chunk) -> None:
+        export = self._exchange.begin_export(chunk.new_block_ids[: prefill.num_blocks])
+        prefill.export = self._exports[prefill.transfer] = export
+        self._port.order(Offer(prefill.transfer, export.block_ids, chunk.start))
         num_cached = min(chunk.start // self._block_size, prefill.num_blocks)
         if num_cached:
-            self._port.order(Ready(prefill.borrow, num_cached, num_cached, 0, self._calls.mark()))
+            self._port.order(Ready(prefill.transfer, num_cached, num_cached, 0, self._calls.mark()))
 
-    def _lend_cached(self, news: Asked) -> None:
-        loan = self._exchange.export_prefix(self._prefill_request(news))
-        self._loans[news.borrow] = loan
-        num_blocks = len(loan.block_ids)
-        self._port.order(Lend(news.borrow, loan.block_ids, num_blocks * self._block_size))
-        self._port.order(Ready(news.borrow, num_blocks, num_blocks, 0, self._calls.mark()))
+    def _export_cached(self, news: Asked) -> None:
+        export = self._exchange.export_prefix(self._prefill_request(news))
+        self._exports[news.transfer] = export
+        num_blocks = len(export.block_ids)
+        self._port.order(Offer(news.transfer, export.block_ids, num_blocks * self._block_size))
+        self._port.order(Ready(news.transfer, num_blocks, num_blocks, 0, self._calls.mark()))
 
     def _prefill_request(self, news: Asked) -> Request:
         """The first blocks of a request, and one token more, since the last one is always computed."""
@@ -175,7 +175,7 @@ class LendingDesk:
         )
 
     def _give_up(self, request_id: str, reason: str) -> None:
-        """What was lent stays so until the borrower is done with it."""
+        """Refuse the rest. Blocks that were offered stay as they are until the receiver has read them."""
         prefill = self._prefills.pop(request_id)
         self._calls.abort(request_id)
-        self._port.order(Refuse(prefill.borrow, reason))
+        self._port.order(Refuse(prefill.transfer, reason))

@@ -1,4 +1,4 @@
-"""What a lender tells, and when: layer by layer, before the step that computes it is over."""
+"""What a sender tells, and when: layer by layer, before the step that computes it is over."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import zmq
 
 from penstock.core.clock import SystemClock
 from penstock.core.kv_transfer import (
+    AskForBlocks,
+    BlocksOffered,
+    BlocksRead,
     BlocksReady,
-    Borrow,
-    GiveBack,
     Introduce,
     KVLayout,
-    LenderAlive,
-    Lent,
-    Returned,
-    ToBorrower,
+    ReadConfirmed,
+    SenderAlive,
+    ToReceiver,
     TransferCodec,
 )
 from penstock.engine.build import Engine
 from penstock.engine.record import RecordedExchange
-from penstock.engine.transfer.desk import KVTransfers
-from penstock.engine.transfer.lender import LOAN_TIMEOUT_S, Lender
-from penstock.engine.transfer.port import Asked, Lend, LoopCalls, News, Order, Over, Ready, Refuse
+from penstock.engine.transfer.port import Asked, LoopCalls, News, Offer, Order, Over, Ready, Refuse
+from penstock.engine.transfer.sender import READ_TIMEOUT_S, Sender
+from penstock.engine.transfer.transfers import KVTransfers
 
 from ..tiny import request, tiny_engine, write_tiny_model
 
 NUM_LAYERS = 2
-BORROW = (b"somebody", 1)
+TRANSFER = (b"somebody", 1)
 
 
 class FakePort:
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def lending_engine(model: Path, **settings: object) -> tuple[Engine, FakePort]:
+def exporting_engine(model: Path, **settings: object) -> tuple[Engine, FakePort]:
     engine = tiny_engine(model, kv_transfer=True, **settings)
     port = FakePort()
     exchange = RecordedExchange(engine.loop.scheduler.exchange, SystemClock(), None)
@@ -59,13 +59,13 @@ def lending_engine(model: Path, **settings: object) -> tuple[Engine, FakePort]:
     transfers = KVTransfers(port, exchange, calls, block_size=16, max_waiting=4)
     engine.loop.collaborate_first(transfers)
     assert engine.shared_kv is not None
-    engine.shared_kv.store.on_layer = transfers.lending.layer_begins
+    engine.shared_kv.store.on_layer = transfers.exports.layer_begins
     return engine, port
 
 
 def asked_for(num_tokens: int) -> Asked:
     wanted = request("wanted", [5 + 3 * n % 290 for n in range(num_tokens)])
-    return Asked(BORROW, wanted, (num_tokens - 1) // 16, computes=True)
+    return Asked(TRANSFER, wanted, (num_tokens - 1) // 16, computes=True)
 
 
 def progress(orders: list[Order]) -> list[tuple[int, int, int]]:
@@ -77,46 +77,46 @@ def progress(orders: list[Order]) -> list[tuple[int, int, int]]:
 
 
 def test_each_layer_is_told_while_the_step_runs(model: Path) -> None:
-    engine, port = lending_engine(model, max_num_batched_tokens=40)
+    engine, port = exporting_engine(model, max_num_batched_tokens=40)
     port.pending.append(asked_for(100))
     engine.loop.step()
-    lent = port.orders[0]
-    assert isinstance(lent, Lend)
-    assert len(lent.block_ids) == 6
+    offered = port.orders[0]
+    assert isinstance(offered, Offer)
+    assert len(offered.block_ids) == 6
     # 40 tokens are two blocks and a half: first in the first layer, then in all.
     assert progress(port.orders) == [(0, 2, 1), (2, 2, 0)]
     while engine.loop.has_work:
         assert not engine.loop.step(), "nobody hears of a request that is computed for another engine"
         engine.loop.scheduler.check_integrity()
     assert progress(port.orders) == [(0, 2, 1), (2, 2, 0), (2, 5, 1), (5, 5, 0), (5, 6, 1), (6, 6, 0)]
-    assert engine.loop.stats().num_kv_blocks_used == 6, "the loan outlives the request"
-    port.pending.append(Over(BORROW))
+    assert engine.loop.stats().num_kv_blocks_used == 6, "the export outlives the request"
+    port.pending.append(Over(TRANSFER))
     engine.loop.step()
     assert engine.loop.stats().num_kv_blocks_used == 0
 
 
 def test_cached_blocks_are_ready_at_once(model: Path) -> None:
-    engine, port = lending_engine(model)
+    engine, port = exporting_engine(model)
     port.pending.append(asked_for(100))
     engine.loop.step()
-    port.pending.append(Over(BORROW))
+    port.pending.append(Over(TRANSFER))
     engine.loop.step()
     port.orders.clear()
     port.pending.append(asked_for(100))
     engine.loop.step()
-    assert isinstance(port.orders[0], Lend)
+    assert isinstance(port.orders[0], Offer)
     assert port.orders[0].num_cached_tokens == 96
     assert progress(port.orders)[0] == (6, 6, 0)
 
 
 def test_a_step_that_is_done_in_parts_tells_only_what_is_certain(model: Path) -> None:
-    engine, port = lending_engine(model)
+    engine, port = exporting_engine(model)
     (transfers,) = (each for each in engine.loop._collaborators if isinstance(each, KVTransfers))
     port.pending.append(asked_for(100))
     forward = engine.loop._executor.submit
 
     def in_two_parts(plan: object) -> object:
-        transfers.lending.layer_begins(0)  # a first attempt, which ends for want of memory
+        transfers.exports.layer_begins(0)  # a first attempt, which ends for want of memory
         return forward(plan)  # type: ignore[arg-type]
 
     engine.loop._executor.submit = in_two_parts  # type: ignore[method-assign, assignment]
@@ -125,7 +125,7 @@ def test_a_step_that_is_done_in_parts_tells_only_what_is_certain(model: Path) ->
 
 
 def test_one_that_is_preempted_is_given_up(model: Path) -> None:
-    engine, port = lending_engine(model, max_num_batched_tokens=16)
+    engine, port = exporting_engine(model, max_num_batched_tokens=16)
     port.pending.append(asked_for(200))
     engine.loop.step()
     scheduler = engine.loop.scheduler
@@ -140,58 +140,58 @@ def test_one_that_is_preempted_is_given_up(model: Path) -> None:
 
 class TestTheWire:
     @pytest.fixture
-    def ends(self, tmp_path: Path) -> Iterator[tuple[Lender, list[News], zmq.Socket[bytes]]]:
+    def ends(self, tmp_path: Path) -> Iterator[tuple[Sender, list[News], zmq.Socket[bytes]]]:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.bind(f"ipc://{tmp_path}/lender")
-        dealer.connect(f"ipc://{tmp_path}/lender")
+        router.bind(f"ipc://{tmp_path}/sender")
+        dealer.connect(f"ipc://{tmp_path}/sender")
         told: list[News] = []
-        yield Lender(router, KVLayout("a", b"", "DRAM", 0, "m", ()), told.append, 0.0), told, dealer
+        yield Sender(router, KVLayout("a", b"", "DRAM", 0, "m", ()), told.append, 0.0), told, dealer
         context.destroy(linger=0)
 
-    def send(self, ends: tuple[Lender, list[News], zmq.Socket[bytes]], message: object) -> None:
-        lender, _, dealer = ends
+    def send(self, ends: tuple[Sender, list[News], zmq.Socket[bytes]], message: object) -> None:
+        sender, _, dealer = ends
         dealer.send(TransferCodec().encode(message))  # type: ignore[arg-type]
-        assert lender._socket.poll(5000)
-        lender.read()
+        assert sender._socket.poll(5000)
+        sender.read()
 
-    def hear(self, ends: tuple[Lender, list[News], zmq.Socket[bytes]]) -> ToBorrower:
+    def hear(self, ends: tuple[Sender, list[News], zmq.Socket[bytes]]) -> ToReceiver:
         assert ends[2].poll(5000)
-        return TransferCodec().decode_to_borrower(ends[2].recv())
+        return TransferCodec().decode_to_receiver(ends[2].recv())
 
     def test_blocks_that_were_kept_too_long_are_not_vouched_for(
-        self, ends: tuple[Lender, list[News], zmq.Socket[bytes]]
+        self, ends: tuple[Sender, list[News], zmq.Socket[bytes]]
     ) -> None:
-        lender, told, _ = ends
+        sender, told, _ = ends
         self.send(ends, Introduce())
         assert isinstance(self.hear(ends), KVLayout)
-        self.send(ends, Borrow(7, request("r", [1] * 40), 2, True))
+        self.send(ends, AskForBlocks(7, request("r", [1] * 40), 2, True))
         (asked,) = told
         assert isinstance(asked, Asked)
-        lender.obey(Lend(asked.borrow, (4, 5), 0), 1.0)
-        lender.obey(Ready(asked.borrow, 2, 2, 0, None), 2.0)
-        assert self.hear(ends) == Lent(7, (4, 5), 0)
+        sender.obey(Offer(asked.transfer, (4, 5), 0), 1.0)
+        sender.obey(Ready(asked.transfer, 2, 2, 0, None), 2.0)
+        assert self.hear(ends) == BlocksOffered(7, (4, 5), 0)
         assert self.hear(ends) == BlocksReady(7, 2, 2, 0)
-        lender.tick(2.0 + LOAN_TIMEOUT_S)
-        assert self.hear(ends) == LenderAlive()
-        assert len(lender) == 1
-        lender.tick(3.0 + LOAN_TIMEOUT_S)
-        assert told[-1] == Over(asked.borrow)
-        assert self.hear(ends) == LenderAlive()
-        self.send(ends, GiveBack(7))
-        assert self.hear(ends) == Returned(7, was_kept=False)
+        sender.tick(2.0 + READ_TIMEOUT_S)
+        assert self.hear(ends) == SenderAlive()
+        assert len(sender) == 1
+        sender.tick(3.0 + READ_TIMEOUT_S)
+        assert told[-1] == Over(asked.transfer)
+        assert self.hear(ends) == SenderAlive()
+        self.send(ends, BlocksRead(7))
+        assert self.hear(ends) == ReadConfirmed(7, was_kept=False)
 
-    def test_a_borrower_that_has_gone_keeps_nothing(
-        self, ends: tuple[Lender, list[News], zmq.Socket[bytes]]
+    def test_a_receiver_that_has_gone_keeps_nothing(
+        self, ends: tuple[Sender, list[News], zmq.Socket[bytes]]
     ) -> None:
-        lender, told, dealer = ends
-        self.send(ends, Borrow(7, request("r", [1] * 40), 2, True))
+        sender, told, dealer = ends
+        self.send(ends, AskForBlocks(7, request("r", [1] * 40), 2, True))
         dealer.close(0)
         for second in range(1, 200):
-            lender._socket.poll(10)
-            lender.tick(float(second))
+            sender._socket.poll(10)
+            sender.tick(float(second))
             if len(told) > 1:
                 break
-        assert told[-1] == Over(told[0].borrow)  # type: ignore[union-attr]
-        assert not len(lender)
+        assert told[-1] == Over(told[0].transfer)  # type: ignore[union-attr]
+        assert not len(sender)

@@ -11,8 +11,8 @@ from penstock.core.messages import EngineStats, RequestRejected
 from penstock.core.plan import Chunk, StepPlan, TokenEvent
 from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.record import RecordedExchange
-from penstock.engine.transfer.borrowing import BorrowingDesk
-from penstock.engine.transfer.lending import LendingDesk
+from penstock.engine.transfer.exports import KVExports
+from penstock.engine.transfer.imports import KVImports
 from penstock.engine.transfer.port import Asked, Fetched, KVPort, LoopCalls
 
 
@@ -32,48 +32,48 @@ class KVTransfers(Collaborator):
     ) -> None:
         """`max_waiting` bounds the requests that wait for KV."""
         self._port = port
-        self.borrowing = BorrowingDesk(port, exchange, block_size, max_waiting=max_waiting, mark=calls.mark)
-        self.lending = LendingDesk(port, exchange, block_size, calls)
+        self.imports = KVImports(port, exchange, block_size, max_waiting=max_waiting, mark=calls.mark)
+        self.exports = KVExports(port, exchange, block_size, calls)
 
     def __len__(self) -> int:
-        return len(self.borrowing)
+        return len(self.imports)
 
     def must_wait(self, arrival: Arrival) -> bool:
         return arrival.kv_source is not None and arrival.request.pooling is None
 
     def enter(self, arrival: Arrival, now: float) -> None:
         assert arrival.kv_source is not None
-        self.borrowing.enter(arrival.request, arrival.kv_source)
+        self.imports.enter(arrival.request, arrival.kv_source)
 
     def forget(self, request_id: str) -> None:
-        self.borrowing.leave(request_id)
+        self.imports.leave(request_id)
 
     def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
         for news in self._port.news():
             if isinstance(news, Fetched):
-                self.borrowing.fetched(news)
+                self.imports.fetched(news)
             elif isinstance(news, Asked):
-                self.lending.asked(news)
+                self.exports.asked(news)
             else:
-                self.lending.over(news.borrow)
-        for request, error in self.borrowing.served(now, may_wait=not is_idle):
+                self.exports.over(news.transfer)
+        for request, error in self.imports.served(now, may_wait=not is_idle):
             yield Arrival(request), error
 
     def executing(self, plan: StepPlan) -> None:
-        self.lending.begin_step(plan)
+        self.exports.begin_step(plan)
 
     def executed(self, missing: tuple[Chunk, ...]) -> None:
-        self.lending.end_step(missing)
+        self.exports.end_step(missing)
 
     def for_clients(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        corrected = self.borrowing.corrected
-        return [corrected(event) for event in self.lending.take_events(events)]
+        corrected = self.imports.corrected
+        return [corrected(event) for event in self.exports.take_events(events)]
 
     def rejections_for_clients(self, rejections: list[RequestRejected]) -> list[RequestRejected]:
-        return self.lending.take_rejections(rejections)
+        return self.exports.take_rejections(rejections)
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
-        counters = self.borrowing.counters
+        counters = self.imports.counters
         return msgspec.structs.replace(
             stats,
             kv_fetches=counters.num_begun,

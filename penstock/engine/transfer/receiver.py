@@ -1,6 +1,6 @@
-"""The borrower's end of the wire to engines that lend KV. Runs in the transfer thread; decides nothing about blocks.
+"""The receiving end of KV transfers. Runs in the transfer thread; decides nothing about blocks.
 
-Every fetch ends with one `Fetched`, after which nothing is written to its blocks. A lender that fails or falls silent
+Every fetch ends with one `Fetched`, after which nothing is written to its blocks. A sender that fails or falls silent
 is dropped with all that was on its way; a later fetch connects anew.
 """
 
@@ -14,25 +14,25 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.core.kv_transfer import (
+    AskForBlocks,
+    BlocksOffered,
+    BlocksRead,
     BlocksReady,
-    Borrow,
-    CancelBorrow,
-    CannotLend,
-    GiveBack,
+    CancelTransfer,
+    CannotSend,
     Introduce,
     KVLayout,
-    LenderAlive,
-    Lent,
-    Returned,
-    ToBorrower,
-    ToLender,
+    ReadConfirmed,
+    SenderAlive,
+    ToReceiver,
+    ToSender,
     TransferCodec,
 )
 from penstock.engine.transfer.fetching import Fetching
 from penstock.engine.transfer.nixl_memory import NixlAgent, TransferError
 from penstock.engine.transfer.port import CancelFetch, Fetch, Fetched, News
 
-SILENCE_S = 3.0  # six messages of a lender that lives are missing
+SILENCE_S = 3.0  # six messages of a sender that lives are missing
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Peer:
     fetches: dict[int, Fetching] = field(default_factory=dict)
 
 
-class Borrower:
+class Receiver:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
@@ -82,7 +82,7 @@ class Borrower:
             fetching = peer.fetches.get(order.number)
             if fetching is not None:
                 fetching.is_cancelled = True
-                self._send(peer, CancelBorrow(order.number))
+                self._send(peer, CancelTransfer(order.number))
                 self._settle(peer, fetching)
 
     def read(self, now: float) -> None:
@@ -114,14 +114,14 @@ class Borrower:
             peer.heard_s = now
         peer.fetches[order.number] = Fetching(order, len(self._agent.memory.layers))
         num_blocks = order.first_block + len(order.block_ids)
-        self._send(peer, Borrow(order.number, order.request, num_blocks, order.source.computes))
+        self._send(peer, AskForBlocks(order.number, order.request, num_blocks, order.source.computes))
 
     def _connect(self, endpoint: str, now: float) -> _Peer:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, 0)
-        # A lender's endpoint is known only once it listens: where nobody does, it has gone.
+        # A sender's endpoint is known only once it listens: where nobody does, it has gone.
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._connect_to(socket, endpoint)
         peer = self._peers[endpoint] = _Peer(endpoint, socket, monitor, now)
@@ -131,7 +131,7 @@ class Borrower:
     def _read_peer(self, peer: _Peer, now: float) -> None:
         while peer.endpoint in self._peers and int(peer.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             peer.heard_s = now
-            message = self._codec.decode_to_borrower(peer.socket.recv())
+            message = self._codec.decode_to_receiver(peer.socket.recv())
             try:
                 self._handle(peer, message)
             except TransferError as error:
@@ -140,26 +140,26 @@ class Borrower:
             recv_monitor_message(peer.monitor)
             self._lose(peer, "its process has gone")
 
-    def _handle(self, peer: _Peer, message: ToBorrower) -> None:
+    def _handle(self, peer: _Peer, message: ToReceiver) -> None:
         """Raises TransferError."""
         if isinstance(message, KVLayout):
             self._agent.connect(message)
             peer.layout = message
             return
-        if isinstance(message, LenderAlive):
+        if isinstance(message, SenderAlive):
             return
         fetching = peer.fetches.get(message.fetch)
         if fetching is None or fetching.is_cancelled:
             return
         match message:
-            case Lent():
-                fetching.lent(message)
+            case BlocksOffered():
+                fetching.offered(message)
             case BlocksReady():
-                assert peer.layout is not None, "a lender introduces itself first"
+                assert peer.layout is not None, "a sender introduces itself first"
                 fetching.ready(message, self._agent, peer.layout)
-            case CannotLend():
+            case CannotSend():
                 fetching.trouble = message.reason
-            case Returned():
+            case ReadConfirmed():
                 if not message.was_kept:
                     fetching.trouble = "it did not keep the blocks"
                 del peer.fetches[message.fetch]
@@ -178,16 +178,16 @@ class Borrower:
     def _settle(self, peer: _Peer, fetching: Fetching) -> None:
         """Take the step that a fetch without outstanding reads is ready for, if any."""
         number = fetching.order.number
-        if fetching.is_given_back or fetching.has_reads:
+        if fetching.is_reported_read or fetching.has_reads:
             return
         if fetching.is_cancelled or (fetching.trouble is not None and not fetching.num_whole_begun):
             del peer.fetches[number]
             if not fetching.is_cancelled:
-                self._send(peer, CancelBorrow(number))
+                self._send(peer, CancelTransfer(number))
             self._end(fetching, 0)
         elif fetching.is_read or fetching.trouble is not None:
-            fetching.is_given_back = True
-            self._send(peer, GiveBack(number))
+            fetching.is_reported_read = True
+            self._send(peer, BlocksRead(number))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         if self._peers.pop(peer.endpoint, None) is None:
@@ -212,6 +212,6 @@ class Borrower:
         trouble = None if fetching.is_cancelled else fetching.trouble
         self._tell(Fetched(fetching.order.number, num_filled, fetching.num_cached_tokens, trouble))
 
-    def _send(self, peer: _Peer, message: ToLender) -> None:
+    def _send(self, peer: _Peer, message: ToSender) -> None:
         with contextlib.suppress(zmq.Again):  # it has gone, as the monitor will tell
             peer.socket.send(self._codec.encode(message), zmq.NOBLOCK)
