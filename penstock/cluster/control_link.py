@@ -1,5 +1,5 @@
 """A gateway's end of the wire to the control plane: reports what the fleet saw, follows the directive, and passes on
-what operators order. A control plane that does not answer changes nothing: the gateway serves on as it was told last.
+what operators order. While the control plane does not answer, the gateway follows the last directive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _AWAY = "The control plane of this server does not answer."
 
 
 class ReportingFleet(TrafficFleet, Protocol):
-    """The fleet as it is reported on."""
+    """What the control link needs of the fleet."""
 
     @property
     def router(self) -> Router: ...
@@ -75,12 +75,12 @@ class ControlLink:
 
     @property
     def pools(self) -> tuple[PoolView, ...]:
-        """As the control plane last saw them."""
+        """The pools of the last directive."""
         return self._directive.pools
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Yields when the first directive is followed: before that, it is not known whose requests are whose."""
+        """Yields when the gateway follows its first directive: before that, revisions cannot be chosen."""
         self._fleet.on_wait = self._is_urgent.set
         reader, writer = await self._connect()
         await self._exchange(reader, writer)
@@ -112,7 +112,7 @@ class ControlLink:
         return answer.release
 
     async def _ask(self, message: ToControl) -> FromControl:
-        """Over a connection of its own: an order may take a while, and reports go on meanwhile."""
+        """Send an order over a connection of its own: it may take a while, and reports go on meanwhile."""
         try:
             reader, writer = await self._connect()
         except OSError as error:
@@ -142,7 +142,7 @@ class ControlLink:
                     await self._exchange(reader, writer)
             except OSError as error:
                 log.warning("the control plane does not answer (%s)", error)
-            except Exception:  # whatever it was, the next report may well be heard
+            except Exception:  # the next report may succeed
                 log.exception("a report to the control plane failed")
             finally:
                 writer.close()

@@ -1,7 +1,7 @@
-"""What gateways and the control plane say to each other: JSON lines over a private socket.
+"""The messages between gateways and the control plane: JSON lines over a private socket.
 
-A gateway reports what it saw since its last report and hears the directive in return. Sums are made by the control
-plane; a gateway that restarts merely reports less.
+A gateway reports what happened since its last report and gets the directive in return. The control plane adds the
+reports up; a gateway that restarts only reports less.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ActiveRelease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Directive(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
-    """What a gateway does until it hears otherwise. `number` rises when `releases` change."""
+    """What a gateway does until the next directive. `number` rises when `releases` change."""
 
     number: int
     releases: tuple[ActiveRelease, ...] = ()

@@ -44,9 +44,9 @@ from penstock.core.errors import PenstockError
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
-HEARD_TIMEOUT_S = 5.0  # for every gateway to follow a new directive; one that takes longer is as good as gone
+HEARD_TIMEOUT_S = 5.0  # for every gateway to follow a new directive; a slower gateway counts as gone
 MAX_LINE_BYTES = 1 << 24
-_TIMES_WINDOW_S = 60.0  # of each replica's latencies, for people
+_TIMES_WINDOW_S = 60.0  # over which the latencies of each replica are shown
 
 
 @dataclass(slots=True)
@@ -125,14 +125,14 @@ class ControlPlane:
         for pool in self.pools:
             pool.figures.add(gateway_number, pool.spec.model, pool.spec.revision, report, now)
             if pool.figures.held_requests:
-                self._should_look.set()  # somebody waits for a replica
+                self._should_look.set()  # a request waits for a replica
         self.releases.observe(report)
         self._note(report, now)
         self._gateways[gateway_number].directive_number = report.directive_number
         return self.directive(now)
 
     def directive(self, now: float) -> Directive:
-        # Of many gateways each asks; the figures are sorted for them all once.
+        # Every gateway asks; the percentiles are computed once for all of them.
         if now >= self._next_views_s:
             self._next_views_s = now + 0.5 * self._look_interval_s
             self._pool_views = tuple(pool.view(now) for pool in self.pools)
@@ -181,7 +181,7 @@ class ControlPlane:
         )
 
     def _note(self, report: Report, now: float) -> None:
-        """For people to look at."""
+        """The cluster as operators see it."""
         self._reasons.update(report.reasons)
         self._num_prompt_tokens += report.num_prompt_tokens
         self._num_matched_tokens += report.num_matched_tokens
@@ -201,11 +201,11 @@ class ControlPlane:
             for pool in self.pools:
                 try:
                     pool.look(loop.time(), time.time())
-                except Exception:  # one bad look must not end all scaling
+                except Exception:  # one failure must not end all scaling
                     log.exception("the autoscaler stumbled over %s", pool.spec.model)
 
     async def _announce(self) -> None:
-        """Returns when every gateway follows the present state of releases, or has had the time to."""
+        """Returns when every gateway follows the present state of releases, or the time for that is over."""
         self._directive_number += 1
         number = self._directive_number
         with contextlib.suppress(TimeoutError):

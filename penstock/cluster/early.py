@@ -1,7 +1,7 @@
-"""An engine process that starts before it is known what it will serve.
+"""An engine process that starts before its model and settings are known.
 
 Python and torch take a second or more to load. Meanwhile the server reads its settings, its database and its own
-modules, and only then knows what to launch; by that time this process is ready to be told. Light to import.
+modules, and only then knows what to launch; by that time this process has loaded them. Light to import.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ WORKER = "penstock.cluster.worker"
 
 
 class EarlyProcess:
-    """For one engine on this machine. Where it is never taken, it ends with `close`, or with its parent."""
+    """A process for one engine on this machine. If it is never taken, it ends with `close` or with its parent."""
 
     def __init__(self, bytecode: Path) -> None:
-        """`bytecode` is a folder for that of packages which were installed without."""
+        """`bytecode` is a folder for the bytecode of packages that were installed without any."""
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
             [sys.executable, "-m", WORKER, "--early", str(bytecode)], stdin=subprocess.PIPE
         )
 
     def take(self, arguments: list[str], config: EngineConfig) -> subprocess.Popen[bytes] | None:
-        """The process, now an engine like any other; None if it is taken already, or has gone."""
+        """Turn the process into an engine and return it; None if it was taken already or has ended."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -47,5 +47,5 @@ class EarlyProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()  # It does nothing yet that would have to be ended in order.
+        process.kill()  # The process does nothing yet that needs an orderly end.
         process.communicate()

@@ -1,9 +1,8 @@
-"""Where an engine listens and how gateways get there: a socket file of this machine, or TCP with a key (CURVE).
+"""Endpoints of engines: a socket file of this machine, or TCP with a key (CURVE).
 
-An endpoint on the network is `tcp://host:port#key`. All traffic is encrypted, and only who has the key gets an
-answer: in CURVE a server never tells its public key, so that knowing it proves that one was meant to. It is made for
-one life of one engine, travels with the endpoint alone, and is never logged.
-"""
+An endpoint on the network is `tcp://host:port#key`. All traffic is encrypted, and only clients with the key get an
+answer: a CURVE server never sends its public key, so a client that knows the key was given it. The key is made for
+one engine process, travels with the endpoint alone, and is never logged."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import zmq
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """Of one engine. The public one is for those who may reach it, and for nobody else."""
+    """The keys of one engine. The public key is only for clients that may reach the engine."""
 
     public: str
     secret: str
@@ -34,7 +33,7 @@ def with_key(address: str, public_key: str) -> str:
 
 
 def bind(socket: zmq.Socket[Any], address: str, secret_key: str | None) -> None:
-    """`address` is without a key."""
+    """Bind a socket to an address without a key."""
     if secret_key is not None:
         socket.curve_secretkey = secret_key.encode()
         socket.curve_server = True

@@ -10,7 +10,7 @@ from penstock.cluster.control_messages import ModelReport, Sample
 from penstock.control.gates import Evidence, Figures
 from penstock.core.percentile import percentile
 
-MAX_TIMES = 20_000  # of each kind, that percentiles are taken over; older ones are dropped
+MAX_TIMES = 20_000  # of each kind, for percentiles; older ones are dropped
 
 
 class RecentTimes:
@@ -30,7 +30,7 @@ class RecentTimes:
 
 
 class RecentRate:
-    """What came per second, over the last seconds."""
+    """An amount per second, over the last seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -71,7 +71,7 @@ class _RevisionFigures:
 
 
 class EvidenceCollector:
-    """What was seen of a release in its present stage. Whatever began in another stage proves nothing."""
+    """The evidence of the present stage of a release. Requests that began in another stage do not count."""
 
     def __init__(self, stable: str, candidate: str) -> None:
         self._names = (stable, candidate)

@@ -31,7 +31,7 @@ class LocalLauncher:
     """Each process listens on a socket in a private folder of its own: no other user of the machine can reach it.
 
     `gpus` are the devices of this machine, as CUDA_VISIBLE_DEVICES names them. A process gets one for each of its
-    ranks, those with the fewest processes so far; where there are none it sees what its parent sees."""
+    ranks, the devices with the fewest processes so far; without `gpus` it sees the devices of its parent."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class LocalLauncher:
         early: EarlyProcess | None = None,
         bytecode: Path | None = None,
     ) -> None:
-        """`early` becomes the first engine that is launched. `bytecode` is a folder for that of packages which were
-        installed without, for all others."""
+        """`early` becomes the first engine that is launched. All others keep the bytecode of packages that
+        were installed without any in the folder `bytecode`."""
         self._early = early
         self._bytecode = ["--bytecode", str(bytecode)] if bytecode is not None else []
         self._gpu_uses = dict.fromkeys(gpus, 0)
@@ -84,7 +84,7 @@ class LocalLauncher:
 
 
 class _Process(Protocol):
-    """As asyncio's."""
+    """The part of asyncio's Process that is used here."""
 
     @property
     def pid(self) -> int: ...
@@ -114,7 +114,7 @@ class _Adopted:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # The loop has gone, and with it all who wait.
+        with contextlib.suppress(RuntimeError):  # The event loop is closed, and nobody waits any more.
             loop.call_soon_threadsafe(self._end.set_result, code)
 
 

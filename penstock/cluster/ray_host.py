@@ -1,5 +1,5 @@
-"""What runs on a node of a Ray cluster: an actor that keeps one engine process beside it. The same worker as
-everywhere; it leaves when the actor does, however that ends.
+"""The actor that runs on a node of a Ray cluster and starts one engine process. The worker is the same as on one
+machine; it leaves when the actor ends.
 
 Imported by Ray on the node, where Penstock must be installed. Never imports the engine, nor Ray.
 """
@@ -56,7 +56,7 @@ class EngineHost:
 
 
 def _free_port(node_address: str) -> int:
-    """Another process could take it before the engine does; then the engine fails, and is started again."""
+    """A free port. Another process could take it first; then the engine fails and is started again."""
     with socket.socket() as probe:
         probe.bind((node_address, 0))
         return int(probe.getsockname()[1])

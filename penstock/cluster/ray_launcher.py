@@ -1,5 +1,5 @@
 """Engines as actors of a Ray cluster, each in a placement group of its own. Restarts nothing: `supervisor` does.
-Finds no room itself: Ray does, and its autoscaler adds nodes while a placement group waits.
+Ray finds room for them, and its autoscaler adds nodes while a placement group waits.
 
 Imports Ray when the first replica is launched. Never imports the engine.
 """
@@ -56,7 +56,7 @@ class RayLauncher:
                 name=replica_id,  # in a namespace of this server's own
                 scheduling_strategy=strategy,
                 max_restarts=0,
-                max_concurrency=8,  # somebody waits for the process all the time
+                max_concurrency=8,  # one call always waits for the end of the process
             )
             actor = actor_class.remote()
             endpoint = await actor.start.remote(
@@ -134,7 +134,7 @@ class _RayReplica:
             self._killing = asyncio.create_task(self._kill())
 
     async def _end(self) -> int:
-        """A node that is gone tells nobody: whoever kills a replica need not wait for it."""
+        """A node that is gone does not answer: killing a replica must not wait for it."""
         exited = asyncio.ensure_future(self._exit_code())
         killed = asyncio.ensure_future(self._was_killed.wait())
         await asyncio.wait((exited, killed), return_when=asyncio.FIRST_COMPLETED)
@@ -157,7 +157,7 @@ class _RayReplica:
         await self._free()
 
     async def _free(self) -> None:
-        """Give back what the replica took."""
+        """Free the resources of the replica."""
         await _aside(self._ray.kill, self._actor)
         await _aside(self._ray.util.remove_placement_group, self._group)
 
@@ -185,7 +185,7 @@ def _take_signals_back() -> None:
 
 
 def resources(spec: ReplicaSpec, cluster: dict[str, float]) -> dict[str, float]:
-    """What one replica takes of a node."""
+    """The resources of a node that one replica takes."""
     needs = {"CPU": float(spec.engine.num_threads or 1)}
     device = spec.engine.model.device
     if device == "cuda" or (device == "auto" and cluster.get("GPU", 0.0) > 0.0):
@@ -213,7 +213,7 @@ async def _aside(work: Callable[[Any], object], argument: Any) -> None:
     def run() -> None:
         with contextlib.suppress(Exception):  # a cluster that is gone has nothing to give back
             work(argument)
-        with contextlib.suppress(RuntimeError):  # nor is anybody left to be told
+        with contextlib.suppress(RuntimeError):  # and no caller waits for the result
             loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,4 +1,4 @@
-"""What is written down about a release, so that it survives a restart of the server."""
+"""The stored record of a release, which survives a restart of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    base_revision: str  # what the server's own settings amount to: when they change, this release is history
+    base_revision: (
+        str  # the revision of the server's own settings: when they change, this release no longer counts
+    )
     stable: tuple[ReplicaSpec, ...]  # one for each pool of the model
     candidate: tuple[ReplicaSpec, ...]  # in the same order
     num_replicas: tuple[int, ...]  # of the stable revision in each pool, when it began
@@ -31,16 +33,16 @@ class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class ReleaseStore(Protocol):
     async def load(self) -> tuple[ReleaseRecord, ...]:
-        """Oldest first."""
+        """All records, oldest first."""
         ...
 
     async def save(self, record: ReleaseRecord) -> None:
-        """Add it, or replace what was known of it."""
+        """Add a record, or replace the record with the same id."""
         ...
 
 
 class MemoryReleases:
-    """For a server that must leave no file behind, and for tests."""
+    """Records in memory, for a server without a database and for tests."""
 
     def __init__(self) -> None:
         self._records: dict[str, ReleaseRecord] = {}

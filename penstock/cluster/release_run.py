@@ -1,5 +1,5 @@
-"""One release on its way: starts the candidate's replicas, weighs what gateways report, removes the revision that
-lost. Whether to go on is `control/release`'s business; who may begin a release is `releases`'s."""
+"""One active release: starts the candidate's replicas, collects evidence from gateways, and removes the revision that
+lost. `control/release` decides whether to go on; `releases` decides whether a release may begin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GATED = (Stage.SHADOW, Stage.CANARY)
 
 
 class ReleaseRun:
-    """One release on its way."""
+    """One active release."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class ReleaseRun:
         self._driver = asyncio.create_task(self._drive())
 
     async def order(self, happening: Happening) -> None:
-        """An operator's. Raises Conflict where it cannot follow; else drops whatever is underway."""
+        """Carry out an order of an operator. Raises Conflict where the order does not apply; else cancels the present
+        step."""
         after = self.rules.happened(self.state, happening, time.time(), "by an operator")
         await self.close()
         await self._enter(after)
@@ -122,19 +123,19 @@ class ReleaseRun:
         await self._announce()
 
     async def _warm_up(self) -> None:
-        # Gateways must know before a replica of the candidate is there: it gets no request that it was not meant for.
+        # Gateways must know of the candidate before its replicas exist, so that no replica gets a wrong request.
         await self._announce()
         if not await self._candidate_serves(0.0):
             return
         if self._tokenizers(self.record.stable) <= self._tokenizers(self.record.candidate):
             await self._happen(Happening.WARMED_UP)
         else:
-            # Gateways turn text into tokens before anybody knows who answers.
+            # Gateways tokenize a request before a revision is chosen.
             reason = "its tokenizer is another one; serve it under a name of its own"
             await self._happen(Happening.CANDIDATE_LOST, reason)
 
     async def _watch(self) -> None:
-        """Through one stage, or one step of it."""
+        """Carry out one stage, or one step of it."""
         state = self.state
         share = self.rules.split(state).candidate_share
         await self._announce()
@@ -148,7 +149,7 @@ class ReleaseRun:
             after = self.rules.judged(state, self.collector.evidence(), time.time())
             if after is state:
                 continue
-            # More requests only once there is somebody to answer them.
+            # The candidate's share grows only after its replicas are ready.
             share = self.rules.split(after).candidate_share
             if after.stage is not Stage.CANARY or await self._candidate_serves(share):
                 await self._enter(after)
@@ -168,7 +169,9 @@ class ReleaseRun:
         await self._happen(Happening.DRAINED, self.state.reason)
 
     async def _retire_candidate(self) -> None:
-        await self._start_missing(self.record.stable, [1] * len(self._pools))  # they may have left already
+        await self._start_missing(
+            self.record.stable, [1] * len(self._pools)
+        )  # the replicas may have left already
         for pool, spec in zip(self._pools, self.record.stable, strict=True):
             pool.spec = spec
         await self._announce()
@@ -176,7 +179,7 @@ class ReleaseRun:
         await self._happen(Happening.DRAINED, self.state.reason)
 
     async def _candidate_serves(self, share: float) -> bool:
-        """Start what is missing for it to get this share. If it cannot be started, it is lost."""
+        """Start the replicas that the candidate needs for this share. If that fails, the candidate has lost."""
         try:
             await self._start_missing(self.record.candidate, self._counts(share))
         except PenstockError as error:
@@ -185,7 +188,7 @@ class ReleaseRun:
         return True
 
     async def _start_missing(self, specs: Sequence[ReplicaSpec], counts: Sequence[int]) -> None:
-        """Have so many in each pool; those that drain come back first."""
+        """Bring each pool to this number of replicas; draining replicas are taken back first."""
         launches = []
         for pool, spec, count in zip(self._pools, specs, counts, strict=True):
             for member in pool.members():
@@ -216,7 +219,7 @@ class ReleaseRun:
         return {ready.model.tokenizer_json for ready in descriptions if ready is not None}
 
     def _counts(self, candidate_share: float) -> list[int]:
-        """Replicas of the candidate that each pool needs for it to get this share."""
+        """How many replicas of the candidate each pool needs for this share."""
         return [
             max(1, ceil(candidate_share * max(at_first, len(pool.serving(spec.revision)))))
             for pool, spec, at_first in zip(

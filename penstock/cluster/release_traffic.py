@@ -1,9 +1,8 @@
 """A gateway's part in releases: which revision answers a request, which requests are mirrored, and whether a mirrored
 answer is the same. Follows the directive of the control plane; decides nothing about a release.
 
-A mirrored request goes to the candidate beside the real one. Nobody sees its answer and nobody pays for it: it never
-passes through the gateway's accounts.
-"""
+A mirrored request is a copy that goes to the candidate. Its answer is compared and dropped, and no caller pays for
+the copy."""
 
 from __future__ import annotations
 
@@ -31,17 +30,17 @@ from penstock.router import ReplicaState
 
 MAX_MIRRORED = 64  # at a time
 MIRROR_TIMEOUT_S = 120.0
-# After the first near-tie that falls the other way, two good answers have nothing in common any more.
+# After one near-tie between two tokens falls the other way, two good answers have nothing in common any more.
 COMPARED_TOKENS = 16
 _MIRROR_PREFIX = "mirror-"
-# Whoever sent the request, or the time it was given, is to blame; not the revision.
+# Errors that the caller or the deadline caused, not the revision.
 _CALLERS_FAULT = (InvalidRequest, RateLimited, DeadlineExceeded, ShuttingDown)
-# Before a candidate has proved itself at all, no client's request goes to it, come what may.
+# In these stages the candidate gets no client's request at all.
 _HIDDEN = (Stage.WARMING, Stage.SHADOW)
 
 
 class TrafficFleet(Protocol):
-    """What is needed of the fleet."""
+    """What release traffic needs of the fleet."""
 
     @property
     def members(self) -> Sequence[Member]: ...
@@ -60,7 +59,7 @@ class TrafficFleet(Protocol):
 
 @dataclass(slots=True)
 class _Pair:
-    """A request and its mirror image, until both answers are there."""
+    """A request and its mirrored copy, until both are answered."""
 
     stage_number: int
     since_s: float
@@ -73,7 +72,7 @@ class ReleaseTraffic:
 
     def __init__(self, fleet: TrafficFleet, only_model: Callable[[], str | None]) -> None:
         self._fleet = fleet
-        self._only_model = only_model  # what a request without a model's name means
+        self._only_model = only_model  # the model of a request that names none
         self._releases: dict[str, ActiveRelease] = {}
         self._stages: dict[str, int] = {}  # by request id: the stage that it began in, if that is not over
         self._pairs: dict[str, _Pair] = {}  # by the id of the client's request
@@ -89,7 +88,7 @@ class ReleaseTraffic:
         self._pairs = {name: pair for name, pair in self._pairs.items() if pair.stage_number in present}
 
     def choose_revision(self, request: Request) -> str | None:
-        """None: any. Asked for every attempt."""
+        """The revision that must answer an attempt; None: any."""
         release = self._releases.get(self._model(request))
         if release is None:
             return None
@@ -120,7 +119,7 @@ class ReleaseTraffic:
             self._mirror(request, release.state.stage_number)
 
     def first_token(self, request: Request, replica_id: str, revision: str, ttft_s: float) -> None:
-        """The attempt's end tells it too."""
+        """Nothing to do: the end of the attempt reports this time too."""
 
     def ended(self, attempt: Attempt) -> None:
         request = attempt.request
@@ -161,7 +160,7 @@ class ReleaseTraffic:
         mirrored = replace(request, id=_MIRROR_PREFIX + request.id)
 
         def ignore(_: TokenEvent) -> None:
-            """`ended` hears of the answer."""
+            """Nothing to do: `ended` gets the whole answer."""
 
         def give_up(_: PenstockError) -> None:
             self._pairs.pop(request.id, None)
@@ -169,7 +168,7 @@ class ReleaseTraffic:
         self._fleet.add(mirrored, timeout_s=MIRROR_TIMEOUT_S, on_event=ignore, on_error=give_up)
 
     def _has_room(self) -> bool:
-        """For one more mirrored request; those that were lost make room."""
+        """Whether one more request may be mirrored; copies that timed out are dropped."""
         if len(self._pairs) >= MAX_MIRRORED:
             latest_s = time.monotonic() - MIRROR_TIMEOUT_S
             self._pairs = {name: pair for name, pair in self._pairs.items() if pair.since_s > latest_s}

@@ -1,8 +1,8 @@
-"""All releases of a server: begins them, hands operators' orders and gateways' reports to the one that they are for,
-and goes on after a restart.
+"""All releases of a server: starts them, passes orders of operators and reports of gateways to the right release, and
+continues releases after a restart.
 
-One release at a time for each model. Every change of state is written down before it is acted upon, so that a server
-that is restarted in the middle goes on where it was, with the evidence of that stage gathered anew.
+Each model has one release at a time. Every change of state is stored before it is acted upon, so that a restarted
+server continues where it was and gathers the evidence of that stage again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFou
 
 log = logging.getLogger(__name__)
 
-Resolve = Callable[[str], Awaitable[str]]  # from what an operator calls weights to where they are
+Resolve = Callable[[str], Awaitable[str]]  # from an operator's name of weights to their path
 
 
 class ReleaseDesk:
@@ -51,7 +51,8 @@ class ReleaseDesk:
         self._runs: dict[str, ReleaseRun] = {}  # by model: the active one, or the last
 
     async def resume(self, records: Iterable[ReleaseRecord], base_revisions: dict[str, str]) -> None:
-        """After a restart. `base_revisions`: what the server's settings amount to, by model."""
+        """Continue the releases of an earlier process. `base_revisions`: the revision of the server's settings, by
+        model."""
         self._base_revisions |= base_revisions
         for record in records:
             if record.model not in self._base_revisions:
@@ -121,7 +122,7 @@ class ReleaseDesk:
                 run.collector.add_comparisons(of_model)
 
     def active(self) -> tuple[ActiveRelease, ...]:
-        """For gateways."""
+        """The active releases, as gateways must know them."""
         return tuple(
             ActiveRelease(model=model, state=run.state, config=run.record.config)
             for model, run in self._runs.items()

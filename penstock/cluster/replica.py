@@ -1,7 +1,7 @@
-"""What a replica is made of, what a gateway must know to use one, and what starting one means.
+"""Replicas as data, and the protocols of launchers and running processes.
 
-Data and protocols only: knows no process, socket or policy. `supervisor` keeps replicas alive, `fleet` sends them
-requests, and a launcher is a module of its own.
+Knows no process, socket or policy. `supervisor` keeps replicas alive, `fleet` sends them requests, and each launcher
+is a module of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica in one moment of its life, as gateways hear of it."""
+    """One replica and its present state, as gateways know it."""
 
     replica: Replica
     spec: ReplicaSpec
@@ -44,16 +44,16 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningReplica(Protocol):
-    """A worker process that was started, wherever it runs."""
+    """A worker process that was started, on this machine or another."""
 
     @property
     def endpoint(self) -> str:
-        """Where gateways reach it. Nothing may listen there yet."""
+        """The endpoint for gateways. The process may not listen there yet."""
         ...
 
     @property
     def pid(self) -> int | None:
-        """On this machine; None elsewhere."""
+        """The process id on this machine; None elsewhere."""
         ...
 
     async def wait(self) -> int:
@@ -61,15 +61,15 @@ class RunningReplica(Protocol):
         ...
 
     async def stop(self) -> None:
-        """The engine was told to leave: returns when it has, kills it when it does not, and frees what is left."""
+        """Wait for an engine that was told to leave, kill it if it does not, and free its resources."""
         ...
 
     def kill(self) -> None:
-        """End it now, whatever it does."""
+        """End the process at once."""
         ...
 
 
 class Launcher(Protocol):
     async def launch(self, spec: ReplicaSpec, replica_id: str) -> RunningReplica:
-        """Returns as soon as a process exists; loading the model takes its time."""
+        """Returns as soon as a process exists, before its model is loaded."""
         ...

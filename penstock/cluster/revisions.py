@@ -1,4 +1,4 @@
-"""What a revision of a model is: weights, settings and a name for both. Pure; reads no file and starts nothing."""
+"""Revisions of a model: weights, settings, and a name for both. Pure; reads no file and starts nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.cluster.replica import ReplicaSpec
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import InvalidRequest
 
-# A release changes how a model is served, not what clients call it; its weights are given by themselves.
+# A release changes how a model is served, not its name; its weights are a parameter of their own.
 _FIXED = frozenset({"model", "served_model_name"})
 
 
 def revision_of(engine: EngineConfig, model_path: str) -> str:
-    """A name that is the same wherever weights and settings are the same."""
+    """A name that is the same for the same weights and settings."""
     content = msgspec.json.encode((engine, model_path), order="deterministic")
     return hashlib.sha256(content).hexdigest()[:10]
 
@@ -41,8 +41,8 @@ def changed(
 
 
 def with_settings(engine: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
-    """Engine settings by the names that flags have. Raises InvalidRequest for one that there is not, or a value that
-    it cannot have."""
+    """Engine settings by the names that flags have. Raises InvalidRequest for an unknown setting or an
+    invalid value."""
     places = _places(engine)
     for name, value in changes.items():
         if name not in places:
@@ -61,7 +61,7 @@ def with_settings(engine: EngineConfig, changes: Mapping[str, Any]) -> EngineCon
 
 
 def _places(engine: EngineConfig) -> dict[str, str | None]:
-    """Of every setting, the section that it is in; None for the engine's own."""
+    """The section of every setting; None for settings of the engine itself."""
     places: dict[str, str | None] = {}
     for field in engine.__struct_fields__:
         value = getattr(engine, field)
@@ -78,7 +78,7 @@ _Struct = typing.TypeVar("_Struct", bound=msgspec.Struct)
 def _with(struct: _Struct, name: str, value: Any) -> _Struct:
     declared = typing.get_type_hints(type(struct), include_extras=True)[name]
     try:
-        # Values of a command line are texts, those of JSON have types: both are understood.
+        # Values of a command line are strings, and values of JSON have types: both are accepted.
         checked = msgspec.convert(value, declared, strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"The setting {name} cannot be {value!r}: {error}.", param="settings") from None

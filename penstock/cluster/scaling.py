@@ -1,7 +1,7 @@
 """Carries out what the autoscaler decides for one pool of replicas: gathers its signals, starts, drains and stops.
 
-A pool is the replicas of one model and role that stand in for each other. How many there should be is
-`control/autoscaler`'s business; how a replica is started is the manager's, which the supervisor is.
+A pool is the replicas of one model and role, which are interchangeable. `control/autoscaler` decides how many there
+should be; a `ReplicaManager`, which the supervisor implements, starts and stops them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PHASES = {
 
 
 def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | None:
-    """None where the number of replicas is to stay as it is."""
+    """The autoscaler's settings; None when the number of replicas stays as it is."""
     if config.min_replicas is None and config.max_replicas is None:
         return None
     floor = num_replicas if config.min_replicas is None else config.min_replicas
@@ -75,36 +75,36 @@ def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | 
 
 
 class ReplicaManager(Protocol):
-    """What the control plane asks of whoever runs replicas."""
+    """What the control plane needs of the supervisor."""
 
     def members(self) -> tuple[Member, ...]: ...
 
     def stats(self, replica_id: str) -> EngineStats: ...
 
     def ready(self, replica_id: str) -> EngineReady | None:
-        """What it serves, once it knows."""
+        """What the replica serves; None while it loads."""
         ...
 
     async def launch(self, spec: ReplicaSpec) -> str:
-        """It is a member from the first moment on; returns its id when it is ready."""
+        """Start a replica, which is a member at once. Returns its id when it is ready."""
         ...
 
     async def drain(self, replica_id: str, timeout_s: float) -> bool:
-        """Send it no new requests; returns when it has none left, or too long."""
+        """Send a replica no new requests. Returns when it has none left, or after `timeout_s`."""
         ...
 
     def resume(self, replica_id: str) -> bool:
-        """Take it out of draining; False when that is too late."""
+        """Take a replica out of draining. Returns False when that is too late."""
         ...
 
     async def stop(self, replica_id: str) -> None: ...
 
 
 class PoolFigures:
-    """What gateways report of one pool, summed."""
+    """The sum of what all gateways report about one pool."""
 
     def __init__(self, config: AutoscalerConfig) -> None:
-        # What was seen before the last change must not call for another.
+        # Times from before the last change must not cause another change.
         window_s = max(MIN_WINDOW_S, min(MAX_TTFT_WINDOW_S, 0.75 * config.up_cooldown_s))
         self.ttfts_s = RecentTimes(window_s)
         self.arrived_tokens = RecentRate(
@@ -131,11 +131,12 @@ class PoolFigures:
         self._token_s.update(report.token_s)
 
     def forget(self, gateway: int) -> None:
-        """It has gone, and what it held with it."""
+        """A gateway has gone, and its waiting requests with it."""
         self._held.pop(gateway, None)
 
     def drain_tokens_per_s(self, ready: list[str]) -> float | None:
-        """Prefill of one replica, on the mean of those that are ready; of all that there were when none is."""
+        """Prompt tokens per second of one replica: the mean of the ready replicas, or of all known ones when none is
+        ready."""
         known = [self._token_s[replica_id] for replica_id in ready if replica_id in self._token_s]
         known = known or list(self._token_s.values())
         self._token_s = {
@@ -175,7 +176,7 @@ class PoolScaler:
         self._last_decision_at: float | None = None
 
     def members(self) -> list[Member]:
-        """Of this pool, whichever revision."""
+        """All replicas of this pool, of every revision."""
         return [
             member
             for member in self._manager.members()
@@ -184,7 +185,7 @@ class PoolScaler:
         ]
 
     def serving(self, revision: str) -> list[Member]:
-        """Those of a revision that serve, or are about to."""
+        """The replicas of a revision that serve or are starting."""
         return [
             member
             for member in self.members()
@@ -250,7 +251,7 @@ class PoolScaler:
         )
 
     async def remove(self, replica_ids: list[str]) -> None:
-        """Drain and stop these, all at once."""
+        """Drain and stop these replicas, all at the same time."""
         await asyncio.gather(*map(self._leave, replica_ids))
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
 """Keeps replicas alive: launches them, replaces those that die or freeze, drains and stops them. Lives in the process
 that owns the replicas; gateways hear of them as `Member`s.
 
-Every process gets an id of its own, so that nothing meant for a dead one can reach its successor. Decides nothing
-about how many there should be: who calls `launch` and `stop` does.
+Every process gets an id of its own, so that no message for a dead process can reach its successor. How many replicas
+there are is decided by the callers of `launch` and `stop`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IDLE_HEARTBEATS = 3
 
 @dataclass(slots=True)
 class _Slot:
-    """A place that is to be filled. When its replica dies, another one takes it."""
+    """A slot that one replica fills. When the replica dies, another one takes the slot."""
 
     process: ReplicaProcess
     watcher: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ class Supervisor:
     async def launch(self, spec: ReplicaSpec) -> str:
         """Returns the id of a replica that is ready. Raises the engine's own error when it cannot start; from then on
         a replica that ends is replaced, whatever the reason."""
-        # Of several that load at once, one is shown.
+        # When several replicas load at once, the progress of the first is shown.
         on_progress = self._on_progress if not self._slots else None
         slot = _Slot(self._new_process(spec, on_progress))
         self._slots.append(slot)
@@ -69,31 +69,31 @@ class Supervisor:
         return slot.process.id
 
     def members(self) -> tuple[Member, ...]:
-        """Everyone who is not gone, in the order of their launch."""
+        """All replicas that are not gone, in the order of their launch."""
         return tuple(
             slot.process.member() for slot in self._slots if slot.process.state is not ReplicaState.GONE
         )
 
     def stats(self, replica_id: str) -> EngineStats:
-        """As of its latest heartbeat."""
+        """The statistics of the replica's latest heartbeat."""
         return self._slot(replica_id).process.stats
 
     def ready(self, replica_id: str) -> EngineReady | None:
-        """What it serves, once it knows."""
+        """What the replica serves; None while it loads."""
         return self._slot(replica_id).process.ready
 
     def pid(self, replica_id: str) -> int | None:
-        """Of its process, where that is on this machine."""
+        """The process id of a replica on this machine; None elsewhere."""
         return self._slot(replica_id).process.pid
 
     @property
     def num_restarts(self) -> int:
-        """Replicas that took the place of one that died, of those that are still wanted."""
+        """How many dead replicas were replaced, in the slots that are still wanted."""
         return sum(slot.num_restarts for slot in self._slots)
 
     async def drain(self, replica_id: str, timeout_s: float) -> bool:
-        """Send it nothing new and let it finish what it has. False when that took too long, or was called off. One
-        that dies meanwhile is not replaced."""
+        """Send the replica no new requests and wait until its requests are finished. Returns False when that took too
+        long or the replica was resumed. A replica that dies meanwhile is not replaced."""
         slot = self._slot(replica_id)
         process = slot.process
         slot.is_leaving = True
@@ -110,13 +110,13 @@ class Supervisor:
         return process.state is ReplicaState.GONE
 
     def resume(self, replica_id: str) -> bool:
-        """Whether it serves again after a drain."""
+        """Take a replica out of draining. Returns whether it serves again."""
         slot = self._slot(replica_id)
         slot.is_leaving = not slot.process.resume()
         return not slot.is_leaving
 
     async def stop(self, replica_id: str) -> None:
-        """Take it down, with whatever it still does, and start no other in its place."""
+        """End a replica and its requests, and start no other in its slot."""
         await self._remove(self._slot(replica_id))
 
     async def close(self) -> None:

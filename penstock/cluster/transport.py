@@ -52,8 +52,8 @@ class ZmqEngineClient:
     With `on_events`, all events of a step are passed on at once; without, each goes to the `on_event` of its request.
 
     `on_ready` is called when `ready` changes, `on_stats` with every heartbeat. After `subscribe_kv_events` the
-    engine also sends its KV events, in the order in which they happened, for `on_kv_events`; whoever finds a gap in
-    them calls `restart_kv_events`. Clients may share one `context`, which then is not theirs to end."""
+    engine also sends its KV events, in the order in which they happened, for `on_kv_events`; a caller that
+    finds a gap in them calls `restart_kv_events`. Clients may share one `context`, which the caller then ends."""
 
     def __init__(
         self,
@@ -166,10 +166,10 @@ class ZmqEngineClient:
             listener.on_error(lost)
         if self._became_ready is not None and not self._became_ready.done():
             self._became_ready.set_exception(error)
-            self._became_ready.exception()  # mark as seen: nobody may be waiting
+            self._became_ready.exception()  # marks the error as seen: perhaps no caller waits
 
     def subscribe_kv_events(self) -> None:
-        """From now on, also after a restart. The first event is `cleared`, and all that the engine holds follows."""
+        """Get KV events from now on, also after a restart: first `cleared`, then everything that the engine holds."""
         self._reads_kv_events = True
         self._send(Hello(wants_kv_events=True))
 
@@ -193,8 +193,8 @@ class ZmqEngineClient:
             self._outbox.clear()
 
     def _send(self, message: ToEngine) -> None:
-        """Goes out at the end of this turn of the event loop, in one piece with whatever else does: waking
-        ZeroMQ's thread costs more than a message."""
+        """Send a message at the end of this turn of the event loop, together with all others: waking ZeroMQ's thread
+        costs more than a message."""
         if self._socket is None or self._loop is None:
             return
         if not self._outbox:

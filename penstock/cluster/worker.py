@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 # An idle engine also looks for expired requests and for its parent as often as it sends its stats.
 IDLE_POLL_S = HEARTBEAT_INTERVAL_S
-# While nothing can be done before other engines have sent KV, or given some back: a bell tells when they have.
+# The poll while all requests wait for KV of other engines; a socket signals when it has come.
 STUCK_POLL_S = 0.05
 STATS_INTERVAL_S = 0.1
 KV_EVENTS_INTERVAL_S = 0.02
@@ -68,7 +68,7 @@ _READABLE = int(zmq.POLLIN)
 
 
 class Worker:
-    """Serves any number of gateways; a request belongs to the one that sent it."""
+    """Serves any number of gateways; a request belongs to the gateway that sent it."""
 
     def __init__(self, endpoint: str, parent_pid: int | None = None, secret_key: str | None = None) -> None:
         self._codec = Codec()
@@ -101,14 +101,14 @@ class Worker:
 
         engine = build_engine(config, model_path, on_progress=progress)
         self._engine = self._open_transfers(engine) if config.kv_transfer else engine
-        # What is loaded stays: the collector need not walk over it again and again between steps.
+        # Loaded objects stay: the garbage collector need not visit them between steps.
         gc.collect()
         gc.freeze()
         gc.enable()
         self._broadcast(self._engine.ready)
 
     def _open_transfers(self, engine: Engine) -> Engine:
-        """Let other engines read KV, at an endpoint beside that of the gateways."""
+        """Open an endpoint at which other engines read KV, beside the endpoint for gateways."""
         if engine.shared_kv is None:
             raise ConfigError("--kv-transfer needs a model that has a KV cache.")
         wire = Wire(self._bind_beside, connect)
@@ -119,7 +119,7 @@ class Worker:
         return replace(engine, ready=ready)
 
     def _bind_beside(self, socket: zmq.Socket[bytes]) -> str:
-        """On the network it has a key of its own, like the endpoint of the gateways."""
+        """Bind the endpoint for KV, on the network with a key of its own. Returns the endpoint."""
         here = self._endpoint
         if here.startswith("ipc://"):
             bind(socket, f"{here}.kv", None)
@@ -165,14 +165,14 @@ class Worker:
         self._broadcast(failure)
 
     def _wait_for_gateway(self) -> None:
-        """Return when at least one gateway has said hello, so that a message reaches somebody."""
+        """Return when at least one gateway has said hello, so that a message has a receiver."""
         give_up_s = time.monotonic() + FIRST_HELLO_TIMEOUT_S
         self._read_inbox(0.0)
         while not self._gateways and time.monotonic() < give_up_s and os.getppid() == self._parent:
             self._read_inbox(0.1)
 
     def leaves_in_order(self) -> bool:
-        """Whether the engine's records agree with each other at the end of its life: no KV block was lost."""
+        """Whether the engine's records agree with each other at the end: no KV block was lost."""
         try:
             if self._engine is not None:
                 self._engine.loop.scheduler.check_integrity()
@@ -199,7 +199,7 @@ class Worker:
 
     @property
     def _has_mail(self) -> bool:
-        """Asked before every step, and cheaper than to read in vain."""
+        """Whether a message has come. Asked before every step: cheaper than a read that finds nothing."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _handle(self, gateway: bytes, data: bytes) -> None:
@@ -244,8 +244,8 @@ class Worker:
         self._unsent += events
 
     def _take_unsent(self, *, at_once: bool) -> list[TokenEvent]:
-        """What is to be sent now. A message wakes three threads, so an engine whose steps take no time sends some
-        steps' events in one."""
+        """The events to send now. A message wakes three threads, so an engine with very short steps sends the events
+        of several steps in one message."""
         if not self._unsent or not (at_once or time.monotonic() - self._unsent_since_s >= EVENTS_INTERVAL_S):
             return []
         events, self._unsent = self._unsent, []
@@ -259,7 +259,7 @@ class Worker:
         return True
 
     def _due_kv_events(self, *, at_once: bool) -> tuple[KVEvent, ...]:
-        """All readers get the same stream, some steps' events in one message."""
+        """The KV events to send now. All readers get the same stream, with events of several steps in one message."""
         now = time.monotonic()
         if not self._readers or self._engine is None:
             return ()
@@ -280,7 +280,7 @@ class Worker:
         *,
         to_all: bool,
     ) -> None:
-        """One message to each gateway that something happened for, or to all."""
+        """Send one message to each gateway whose requests have events, or to all gateways."""
         by_gateway: defaultdict[bytes, list[TokenEvent]] = defaultdict(list)
         for event in events:
             gateway = self._gateway_of.get(event.request_id)
@@ -309,7 +309,7 @@ class Worker:
             self._forget(gateway)
 
     def _forget(self, gateway: bytes) -> None:
-        """It has gone, and nobody waits for what it asked for."""
+        """A gateway has gone: abort its requests."""
         self._gateways.pop(gateway, None)
         self._readers.discard(gateway)
         for request_id in [known for known, owner in self._gateway_of.items() if owner == gateway]:
@@ -374,7 +374,7 @@ def main() -> int:
     # sends Shutdown. If the gateway dies instead, run() notices.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    gc.disable()  # until everything is loaded, of which hardly anything is garbage
+    gc.disable()  # until everything is loaded: hardly any of it is garbage
     faulthandler.enable()  # a crash in C code leaves the stacks of all threads in the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does a frozen engine, before it is killed
     given = sys.argv[1:]

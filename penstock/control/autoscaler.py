@@ -1,13 +1,12 @@
 """How many replicas there should be: `decide(signals, state, now)`. Pure: knows no process, no clock, no cloud.
 
 Three signals, each of which alone scales up, because each means that users wait or are about to: queued prefill
-tokens over the rate at which they drain, the time to first token against its target, and KV utilisation. How busy an
-accelerator is says nothing: it is busy at half load too, since a batch of one step takes as long as it takes.
+tokens over the rate at which they drain, the time to first token against its target, and KV utilisation. The
+utilisation of an accelerator says nothing: it is high at half load too.
 
-Going down is another question: would what there is now fit into fewer, with room to spare? The thresholds for that
-are a share of those for going up, and a number of replicas that was too few for a load is not tried again at that
-load. So a constant load comes to rest at a constant number.
-"""
+Scaling down asks another question: would the present load fit into fewer replicas, with room to spare? The
+thresholds for that are a share of those for going up, and a number of replicas that was too few for a load is not
+tried again at that load. So a constant load comes to rest at a constant number."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ class ReplicaSignal(msgspec.Struct, frozen=True):
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one pool now. Rates are means over some seconds."""
+    """The present signals of one pool. Rates are means over some seconds."""
 
     replicas: tuple[ReplicaSignal, ...]
     queued_prefill_tokens: float = 0.0  # held requests included
@@ -68,7 +67,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AutoscalerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be remembered from one decision to the next. Survives a restart as JSON."""
+    """The state between two decisions. Survives a restart as JSON."""
 
     last_up_s: float | None = None
     last_change_s: float | None = None
@@ -84,21 +83,21 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Take these out of draining: quicker than starting others."""
+    """Take these replicas out of draining, which is quicker than starting others."""
 
     replica_ids: tuple[str, ...]
     reason: str
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Send these no new requests, and let them finish what they have."""
+    """Send these replicas no new requests, and let them finish the ones they have."""
 
     replica_ids: tuple[str, ...]
     reason: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """These have drained: end them."""
+    """End these replicas, which have drained."""
 
     replica_ids: tuple[str, ...]
 
@@ -146,7 +145,7 @@ class Autoscaler:
     def _observe(
         self, signals: Signals, state: AutoscalerState, num_serving: int, now: float
     ) -> AutoscalerState:
-        """Keep track of since when there was too much of everything."""
+        """Note since when one replica fewer would have been enough."""
         is_roomy = num_serving > 1 and self._fits(signals, state, num_serving - 1)
         is_idle = not (
             signals.queued_prefill_tokens
@@ -250,7 +249,7 @@ def _grow(signals: Signals, count: int, reason: str) -> list[Action]:
 
 
 def _least_loaded(signals: Signals, count: int) -> tuple[str, ...]:
-    """Those that have the least to finish; starting ones have nothing yet. Of equals, the ones that came last."""
+    """The replicas with the fewest requests to finish, which starting replicas have not. Of equals, the newest."""
     serving = [
         (replica.phase is Phase.READY, replica.num_requests, -position, replica.id)
         for position, replica in enumerate(signals.replicas)

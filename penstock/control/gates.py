@@ -1,4 +1,4 @@
-"""Whether a candidate revision is as good as the stable one, by figures taken side by side. Knows no stage.
+"""Gates: whether a candidate revision is as good as the stable one, by figures of the same time. Knows no stage.
 
 A gate without enough samples says nothing; with enough, it passes or fails. Latencies are compared with the stable
 revision's, in the same time and traffic, because no absolute limit fits every model and load.

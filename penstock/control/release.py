@@ -1,8 +1,8 @@
 """A release as a state machine in a table: warm up, shadow, canary by steps, then promotion or rollback. Pure.
 
-The state is plain data that survives a restart as JSON; times in it are whatever clock the caller passes as `now`, so
-it must be one that survives too. Carrying it out (starting replicas, mirroring, splitting traffic) is the cluster's.
-"""
+The state is plain data that survives a restart as JSON; its times are of the clock that the caller passes as `now`,
+which must survive a restart too. The cluster room carries the state out: it starts replicas, mirrors and splits
+traffic."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TrafficSplit(msgspec.Struct, frozen=True):
 
 
 class Releases:
-    """The rules; every method returns a new state."""
+    """The rules of releases; every method returns a new state."""
 
     def __init__(self, config: ReleaseConfig) -> None:
         self.config = config
@@ -149,8 +149,8 @@ class Releases:
         return TrafficSplit(0.0, 0.0)
 
     def revision_for(self, state: ReleaseState, key: str) -> str:
-        """Who answers whoever has this key, a user's or a session's. As the share grows, keys move to the candidate
-        and none moves back."""
+        """The revision that answers requests with this key, of a user or a session. As the share grows, keys move to
+        the candidate and none moves back."""
         share = self.split(state).candidate_share
         return state.candidate if unit_of(key, state.candidate) < share else state.stable
 

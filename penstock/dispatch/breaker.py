@@ -1,8 +1,8 @@
-"""A circuit breaker, one per replica: stop asking what keeps failing, and ask again carefully. Pure state machine.
+"""The circuit breaker of a replica: a replica that keeps failing gets no requests, then a few. Pure state machine.
 
     state      on                                        becomes
     closed     `max_failures` in a row                   open
-    open       the pause is over, and someone asks       half open
+    open       the pause is over, and a request is sent  half open
     half open  a probe fails                             open, with twice the pause
     half open  `probes` succeed                          closed, with the first pause again
 
@@ -44,7 +44,7 @@ class CircuitBreaker:
         self.config = config
 
     def allows(self, state: BreakerState, now: float) -> bool:
-        """Whether a request may be sent. If it is, say so with `sent`."""
+        """Whether a request may be sent. A caller that sends one must call `sent`."""
         if state.circuit is Circuit.CLOSED:
             return True
         if state.circuit is Circuit.OPEN:
@@ -61,7 +61,7 @@ class CircuitBreaker:
     def succeeded(self, state: BreakerState) -> BreakerState:
         if state.circuit is Circuit.CLOSED:
             return replace(state, failures=0) if state.failures else state
-        if state.circuit is Circuit.OPEN:  # sent before it opened: old news
+        if state.circuit is Circuit.OPEN:  # the request was sent before the circuit opened
             return state
         if state.succeeded + 1 >= self.config.probes:
             return BreakerState()
@@ -79,5 +79,5 @@ class CircuitBreaker:
         )
 
     def abandoned(self, state: BreakerState) -> BreakerState:
-        """A request ended without telling anything about the replica: its client left."""
+        """A request ended in a way that says nothing about the replica, for example because its client left."""
         return replace(state, probing=max(0, state.probing - 1)) if state.probing else state

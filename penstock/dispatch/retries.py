@@ -1,6 +1,6 @@
 """Whether a request that lost its replica is tried again. Pure: knows counts and times; sends nothing.
 
-Three things bound it: attempts per request, the request's own deadline, and a budget that all requests share. The
+Retries are bounded by attempts per request, the request's own deadline, and a budget that all requests share. The
 budget is a bucket: each first attempt puts in a fraction of a token, each retry takes one out. When everything fails,
 retries add at most that fraction to the load, rather than multiply it.
 """

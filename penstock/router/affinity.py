@@ -1,4 +1,4 @@
-"""Which replica a key leads to, the same one in every gateway, without any of them telling the others.
+"""Which replica a session key leads to: the same one in every gateway, without messages between gateways.
 
 Highest random weight: each pair of key and replica has a score, and the highest wins. When a replica comes or goes,
 only the keys that lead to it move.

@@ -1,8 +1,8 @@
 """`choose(request, replicas, now, rng)`: which replica serves a request. Knows no socket, clock or source of chance.
 
-Who may serve is settled first: the model, the revision, health, the region. Then a policy picks. What the router
-knows comes in as news: `heartbeat` and `receive` from replicas, `first_token` and `ended` from whoever relays
-answers. What it wants comes out as data: a `Decision`, and `resyncs_needed`.
+First the candidates are found: by model, revision, health and region. Then a policy picks one. The router learns from
+reports: `heartbeat` and `receive` from replicas, `first_token` and `ended` from the dispatcher. It returns data: a
+`Decision`, and `resyncs_needed`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RouterConfig:
 
 @dataclass(slots=True)
 class _Known:
-    """All that is kept about one replica."""
+    """What the router keeps about one replica."""
 
     replica: Replica
     load: ReplicaLoad
@@ -49,9 +49,9 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Who may serve one kind of request, until the fleet changes."""
+    """The replicas that may serve one kind of request, until the fleet changes."""
 
-    local: list[ReplicaLoad]  # in the preferred region; everyone, where there is no preference
+    local: list[ReplicaLoad]  # in the preferred region; all replicas when there is no preference
     everywhere: list[ReplicaLoad]
 
 
@@ -71,12 +71,12 @@ class Router:
     def choose(
         self, request: RoutingRequest, replicas: Sequence[Replica], now: float, rng: RandomSource
     ) -> Decision:
-        """Raises ModelNotFound or EngineUnavailable when nobody may serve. Pass the same `replicas` object until
+        """Raises ModelNotFound or EngineUnavailable when no replica may serve. Pass the same `replicas` object until
         something about them changes: it is compared by identity."""
         if replicas is not self._fleet:
             self.update(replicas)
         self.expectations.expire(now)
-        self.ended(request.id, now)  # another attempt: the one before counts no longer
+        self.ended(request.id, now)  # another attempt: the previous one no longer counts
         candidates = self._candidates(request)
         matches: dict[ReplicaLoad, int] = {}
         if self.policy.reads_prefixes and request.block_hashes:
@@ -122,8 +122,8 @@ class Router:
                 self._known[replica.id] = _Known(replica, load, feed)
 
     def receive(self, replica_id: str, events: Iterable[KVEvent]) -> bool:
-        """KV events of a replica, in the order in which they came. False: it must tell everything again, because
-        some were lost. What an unknown replica says is ignored."""
+        """KV events of a replica, in the order in which they came. Returns False when events
+        were lost and the replica must send all of them again. Events of an unknown replica are ignored."""
         known = self._known.get(replica_id)
         if known is None:
             return True
@@ -170,7 +170,7 @@ class Router:
             ticket.load.leave(ticket, now)
 
     def load(self, replica_id: str) -> ReplicaLoad | None:
-        """What is known of a replica's load, for people to look at."""
+        """The load of a replica as this router knows it; None for an unknown replica."""
         known = self._known.get(replica_id)
         return None if known is None else known.load
 
@@ -182,7 +182,7 @@ class Router:
         now: float,
         rng: RandomSource,
     ) -> tuple[ReplicaLoad, Reason]:
-        """As the policy says, unless that replica had more than its share lately."""
+        """Pick as the policy says, unless that replica got more than its share of requests lately."""
         picked, reason = self.policy.pick(request, candidates, matches, rng)
         if self.policy.reads_prefixes:
             within = self._shares.within(candidates, picked, now)
@@ -193,7 +193,7 @@ class Router:
         return picked, reason
 
     def _candidates(self, request: RoutingRequest) -> list[ReplicaLoad]:
-        """Those in the preferred region, unless the shortest wait there is too long; then all."""
+        """The replicas in the preferred region; all replicas when the shortest wait there is too long."""
         key = request.model, request.revision, request.region
         pool = self._pools.get(key)
         if pool is None:

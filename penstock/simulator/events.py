@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, in an order that never depends on chance. Knows nothing of what happens."""
+"""The event heap of virtual time, in an order that never depends on chance. Knows no meaning of its events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Action: TypeAlias = Callable[[float], None]
 
 
 class Rank(enum.IntEnum):
-    """What goes first among things that happen at the same instant. Planning is last, so that a plan knows of
+    """The order of events at the same instant. Planning is last, so that a plan knows of
     everything that happened up to now, as it does in the engine, which empties its inbox before it plans."""
 
     COMMIT = 0
@@ -37,7 +37,7 @@ class EventHeap:
         self._next_sequence += 1
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no event is left."""
         while self._heap:
             time_s, _, _, action = heapq.heappop(self._heap)
             self._clock.advance_to(time_s)

@@ -1,4 +1,4 @@
-"""What goes wrong, when, and where: plain data for the driver. Replicas are named by the order of starting."""
+"""Faults of a simulation: what goes wrong, when, and where. Replicas are numbered by the order of starting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A replica's process dies. Nothing tells: it is noticed after a while, and another one is started after that."""
+    """A replica's process dies. The supervisor notices after a while, and starts another one."""
 
     at_s: float
     replica: int

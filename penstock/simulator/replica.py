@@ -93,7 +93,7 @@ class SimulatedReplica:
         return self._told(self.scheduler.commit(step.plan, step.result, now))
 
     def take_events(self) -> list[TokenEvent]:
-        """News of requests that ended without a step."""
+        """Events of requests that ended without a step."""
         return self._told(self.scheduler.take_events())
 
     def _execute(self, plan: StepPlan) -> StepResult:
