@@ -2,7 +2,8 @@
 
 An endpoint on the network is `tcp://host:port#key`. All traffic is encrypted, and only clients with the key get an
 answer: a CURVE server never sends its public key, so a client that knows the key was given it. The key is made for
-one engine process, travels with the endpoint alone, and is never logged."""
+one engine process, travels with the endpoint alone, and is never logged.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 answer is the same. Follows the directive of the control plane; decides nothing about a release.
 
 A mirrored request is a copy that goes to the candidate. Its answer is compared and dropped, and no caller pays for
-the copy."""
+the copy.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ utilisation of an accelerator says nothing: it is high at half load too.
 
 Scaling down asks another question: would the present load fit into fewer replicas, with room to spare? The
 thresholds for that are a share of those for going up, and a number of replicas that was too few for a load is not
-tried again at that load. So a constant load comes to rest at a constant number."""
+tried again at that load. So a constant load comes to rest at a constant number.
+"""
 
 from __future__ import annotations
 

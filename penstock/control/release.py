@@ -2,7 +2,8 @@
 
 The state is plain data that survives a restart as JSON; its times are of the clock that the caller passes as `now`,
 which must survive a restart too. The cluster room carries the state out: it starts replicas, mirrors and splits
-traffic."""
+traffic.
+"""
 
 from __future__ import annotations
 

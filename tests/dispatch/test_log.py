@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -123,3 +124,10 @@ def test_a_log_that_was_cut_off_says_which_line() -> None:
     lines = simulated_log(5)
     with pytest.raises(UsageError, match=f"Line {len(lines)} "):
         replay_dispatch([*lines[:-1], lines[-1][:20]])
+
+
+def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "dispatch.md"
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(block, str(page), "exec"), {})
+    assert "Send(replica_id='a'" in capsys.readouterr().out
