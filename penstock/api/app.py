@@ -31,12 +31,12 @@ from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
 from penstock.api.websocket.endpoint import WebSocketEndpoint
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import ServerConfig
+from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import MemoryResponses, ResponseStore
-from penstock.gateway.stream import ReaderGone
 from penstock.gateway.tenants.authenticator import Authenticator
 from penstock.gateway.tenants.service import Tenants
 

@@ -13,9 +13,9 @@ from penstock.api.anthropic.answers import model_info, model_page
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
 from penstock.core.errors import ModelNotFound
-from penstock.gateway.catalogue import ListedModel
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.models.catalogue import ListedModel
 
 
 class ModelEntry(msgspec.Struct):

@@ -20,24 +20,24 @@ from penstock.core.errors import PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Accounts
-from penstock.gateway.auto import AutoModel
-from penstock.gateway.caching import PromptCacheSettings
-from penstock.gateway.catalogue import RETRY_AFTER_S, Catalogue
-from penstock.gateway.choice import Choice
+from penstock.gateway.answers.choice import Choice
+from penstock.gateway.answers.generation import Generation
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
-from penstock.gateway.generation import Generation
 from penstock.gateway.guards.policies import GuardPolicies
-from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.metrics_exchange import MetricsExchange
+from penstock.gateway.metrics.exchange import MetricsExchange
+from penstock.gateway.metrics.gateway import GatewayMetrics
+from penstock.gateway.models.auto import AutoModel
+from penstock.gateway.models.catalogue import RETRY_AFTER_S, Catalogue
+from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prepared import PreparedRequest, prepare_for_engine, prepare_for_server
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.queue_times import QueueTimes
 from penstock.gateway.reuse.reuse import AnswerReuse
-from penstock.gateway.served_model import ServedModel
-from penstock.gateway.stream import AnswerStream
+from penstock.gateway.settings.tiers import TierSettings, least_urgent
 from penstock.gateway.telemetry.record import current_record
-from penstock.gateway.tiers import TierSettings, least_urgent
+from penstock.gateway.text.caching import PromptCacheSettings
 
 
 class LiveWork(Protocol):

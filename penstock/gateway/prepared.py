@@ -15,15 +15,15 @@ from penstock.cluster.external.call import ExternalCall
 from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim
-from penstock.gateway.caching import PromptCacheSettings
-from penstock.gateway.catalogue import AnsweringModel
 from penstock.gateway.checks import resolve_max_tokens
-from penstock.gateway.dialect import PreparedPrompt
 from penstock.gateway.external.calls import calls_for
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.reports import Case
+from penstock.gateway.models.catalogue import AnsweringModel
+from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, Prompt
-from penstock.gateway.served_model import ServedModel
+from penstock.gateway.text.caching import PromptCacheSettings
+from penstock.gateway.text.dialect import PreparedPrompt
 
 # What is reserved for an external server's answer when the request names no limit.
 ASSUMED_MAX_TOKENS = 1024

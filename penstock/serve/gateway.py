@@ -22,14 +22,13 @@ from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.fleet import Fleet
 from penstock.core.config import ExternalServerConfig, ServeConfig
-from penstock.gateway.adapter_trial import try_given
-from penstock.gateway.adapters import open_adapters
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.fleet_control import FleetControl
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.pool_metrics import PoolMetrics
-from penstock.gateway.replica_metrics import ReplicaMetrics
+from penstock.gateway.metrics.fleet import PoolMetrics, ReplicaMetrics
+from penstock.gateway.models.adapter_trial import try_given
+from penstock.gateway.models.adapters import open_adapters
 from penstock.gateway.responses.database import DatabaseResponses
 from penstock.gateway.responses.store import MemoryResponses
 from penstock.gateway.tenants.service import Tenants

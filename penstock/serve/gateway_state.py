@@ -29,8 +29,8 @@ from penstock.gateway.ledger.spend import LedgerSpendBook
 from penstock.gateway.ratelimits.build import RunningLimiter, build_limiter
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
-from penstock.gateway.settings import Settings
-from penstock.gateway.settings_file import SettingsFile
+from penstock.gateway.settings.file import SettingsFile
+from penstock.gateway.settings.settings import Settings
 from penstock.gateway.store.database import Database
 from penstock.serve.stores import data_dir
 
@@ -139,7 +139,7 @@ async def _reloading(settings_file: SettingsFile) -> AsyncIterator[None]:
     reloads: set[asyncio.Task[None]] = set()
 
     async def reload() -> None:
-        with contextlib.suppress(ConfigError):  # the settings_file has said it
+        with contextlib.suppress(ConfigError):  # `reload` has logged it
             await settings_file.reload()
 
     def on_hangup() -> None:

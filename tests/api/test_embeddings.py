@@ -19,11 +19,11 @@ from penstock.core.identity import Principal
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
+from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.embeddings import run
 from penstock.gateway.embeddings.run import MAX_TEXTS_IN_FLIGHT
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.stream import ReaderGone
 from tests.api.conftest import Serve, Served, direct_client
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card
 

@@ -26,7 +26,7 @@ from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.settings import guard_settings
-from penstock.gateway.model_settings import ModelSettings
+from penstock.gateway.models.settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits

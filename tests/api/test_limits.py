@@ -18,14 +18,14 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, Tier
-from penstock.gateway import stream
 from penstock.gateway.accounts import Accounts, Claim
+from penstock.gateway.answers import stream
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits, Subject
 from penstock.gateway.ratelimits.spend import Spend
-from penstock.gateway.tiers import TierSettings
+from penstock.gateway.settings.tiers import TierSettings
 from tests.api.conftest import Serve, Served, direct_client
 from tests.gateway.fake_engine import FakeEngine, script_text
 

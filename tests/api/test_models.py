@@ -11,11 +11,11 @@ import pytest
 
 from penstock.core.identity import Scope
 from penstock.core.request import Adapter
-from penstock.gateway.adapters import AdapterRegistry, RegisteredAdapter
-from penstock.gateway.model_settings import AutoSettings, ModelAccess, ModelSettings
+from penstock.gateway.models.adapters import AdapterRegistry, RegisteredAdapter
+from penstock.gateway.models.settings import AutoSettings, ModelAccess, ModelSettings
 from tests.api.tenant_server import TenantServer
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
-from tests.gateway.test_catalogue import gateway_with, write_adapter
+from tests.gateway.models.test_catalogue import gateway_with, write_adapter
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 ANTHROPIC = {"anthropic-version": "2023-06-01"}

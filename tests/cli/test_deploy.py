@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.api.http.authenticate import OPEN_PATHS
-from penstock.gateway.metric_table import METRICS
+from penstock.gateway.metrics.table import METRICS
 from penstock.serve import environment
 from penstock.serve.config import settings
 

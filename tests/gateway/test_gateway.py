@@ -21,9 +21,10 @@ from penstock.core.errors import (
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.plan import TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request, Tier
-from penstock.gateway.choice import Delta
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.generation import Generation
+from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Generation
 from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -34,7 +35,6 @@ from penstock.gateway.prompts import (
     TokenPrompt,
     Usage,
 )
-from penstock.gateway.stream import ReaderGone
 from tests.gateway.fake_engine import EOS_ID, FakeEngine, engine_ready, model_card, script_text
 
 

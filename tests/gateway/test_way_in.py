@@ -39,7 +39,7 @@ from penstock.gateway.prompts import (
 )
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
-from penstock.gateway.tokenizer import TextTokenizer
+from penstock.gateway.text.tokenizer import TextTokenizer
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
 
 CALLER = Principal(workspace_id="ws-1", key_id="key-1")

@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import BodyDecoder, read_body
-from penstock.gateway.adapter_trial import AdapterTrial
-from penstock.gateway.adapters import RegisteredAdapter, register
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.models.adapter_trial import AdapterTrial
+from penstock.gateway.models.adapters import RegisteredAdapter, register
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import ConfigError, InvalidRequest, NotFound
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.fleet_control import FleetControl
-from penstock.gateway.settings_file import SettingsFile
+from penstock.gateway.settings.file import SettingsFile
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.audit import Actor, announce, write_entry
 

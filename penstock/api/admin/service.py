@@ -22,13 +22,13 @@ from penstock.core.errors import (
     PenstockError,
     ShuttingDown,
 )
-from penstock.gateway.catalogue import RETRY_AFTER_S
 from penstock.gateway.checks import check_token_ids
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.metrics import CONTENT_TYPE
-from penstock.gateway.plain_text import RenderedChat
+from penstock.gateway.metrics.gateway import CONTENT_TYPE
+from penstock.gateway.models.catalogue import RETRY_AFTER_S
+from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatPrompt
-from penstock.gateway.served_model import ServedModel
+from penstock.gateway.text.plain_text import RenderedChat
 from penstock.version import __version__
 
 

@@ -16,10 +16,10 @@ import msgspec
 from penstock.api.http.errors import anthropic_error_event
 from penstock.core.errors import PenstockError
 from penstock.core.request import FinishReason, Tier
-from penstock.gateway.catalogue import ListedModel
-from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.models.catalogue import ListedModel
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import AnswerStream
 
 _to_json = msgspec.json.Encoder().encode
 

@@ -17,10 +17,10 @@ from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import note_model, principal_of, request_id_of, signed_wish
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.choice import Delta
+from penstock.gateway.answers.choice import Delta
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import Usage
-from penstock.gateway.served_model import ServedModel
 
 # The later versions took temperature, top_p and top_k away; a model of one's own has them, so they always work.
 OLDEST_VERSION = "2023-06-01"

@@ -13,9 +13,9 @@ from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import Headers, limit_headers
 from penstock.core.errors import PenstockError
 from penstock.core.limits import RateLimits
-from penstock.gateway.choice import Delta
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import AnswerStream, ReaderGone
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -25,9 +25,9 @@ from penstock.api.http.errors import (
 from penstock.api.http.limit_headers import Headers, limit_headers, tells_limits
 from penstock.core.errors import PenstockError
 from penstock.core.identity import Principal
+from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.batches.batch import LineAnswer
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.stream import ReaderGone
 
 
 class Application(Starlette):

@@ -10,8 +10,8 @@ from starlette.types import Scope
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.stream import AnswerStream
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 

@@ -10,8 +10,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from penstock.core.errors import InvalidRequest, RequestTooLarge
+from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.files.files import Upload
-from penstock.gateway.stream import ReaderGone
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from penstock.core.errors import InvalidRequest, RequestTooLarge
-from penstock.gateway.stream import ReaderGone
+from penstock.gateway.answers.stream import ReaderGone
 
 Shape = TypeVar("Shape", bound=msgspec.Struct)
 

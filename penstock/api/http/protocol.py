@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 from penstock.api.http.errors import error_body
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
-from penstock.gateway.metric_table import metrics
+from penstock.gateway.metrics.table import metrics
 
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
 MAX_DISCARDED_BYTES = 64 << 20

@@ -9,9 +9,9 @@ from typing import Literal
 import msgspec
 
 from penstock.core.request import FinishReason, Tier
-from penstock.gateway.choice import Delta, TokenDetail
+from penstock.gateway.answers.choice import Delta, TokenDetail
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import AnswerStream
 
 _to_json = msgspec.json.Encoder().encode
 

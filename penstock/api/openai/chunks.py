@@ -17,9 +17,9 @@ from penstock.api.openai.answers import (
     wire_usage,
 )
 from penstock.core.errors import PenstockError
-from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import AnswerStream
 
 _to_json = msgspec.json.Encoder().encode
 

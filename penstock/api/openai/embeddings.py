@@ -16,8 +16,8 @@ from penstock.api.http.context import CACHE_HEADER, principal_of, request_id_of,
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import Pooling
+from penstock.gateway.embeddings.run import numbers
 from penstock.gateway.embeddings.service import EmbeddingAnswer, EmbeddingJob, EmbeddingRequest, Embeddings
-from penstock.gateway.embeddings.vectors import numbers
 
 EXTENSION_FIELDS = ("dimensions", "encoding_format", "pooling")
 ENTRIES_AT_ONCE = 32

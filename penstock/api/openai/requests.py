@@ -21,7 +21,6 @@ from penstock.api.openai.messages import (
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar, Tier
 from penstock.gateway.checks import check_top_logprobs
-from penstock.gateway.grammars import ResponseFormat, StructuredOutputs
 from penstock.gateway.prompts import (
     ChatPrompt,
     GenerationRequest,
@@ -30,6 +29,7 @@ from penstock.gateway.prompts import (
     TextPrompt,
     TokenPrompt,
 )
+from penstock.gateway.text.grammars import ResponseFormat, StructuredOutputs
 
 EXTENSION_FIELDS = (
     "top_k",

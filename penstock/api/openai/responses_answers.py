@@ -32,9 +32,9 @@ from penstock.api.openai.responses_requests import (
 )
 from penstock.core.errors import PenstockError
 from penstock.core.request import FinishReason
-from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import AnswerStream
 
 _to_json = msgspec.json.Encoder().encode
 

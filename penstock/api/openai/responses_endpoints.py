@@ -19,9 +19,9 @@ from penstock.api.openai.responses_items import InputItem, input_items, response
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.identity import Principal
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import HistoryBound
-from penstock.gateway.stream import AnswerStream
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 100

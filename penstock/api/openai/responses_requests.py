@@ -12,9 +12,9 @@ from penstock.api.openai.requests import TIERS, ReasoningEffort, ServiceTier, th
 from penstock.api.openai.responses_items import CUSTOM_TOOL_PARAMETERS, InputItem, messages_of
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar, Tier
-from penstock.gateway import grammars
 from penstock.gateway.checks import check_top_logprobs
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, SamplingOptions, Tool, ToolChoice
+from penstock.gateway.text import grammars
 
 LOGPROBS_INCLUDED = "message.output_text.logprobs"
 MAX_METADATA = 16

@@ -42,10 +42,10 @@ from penstock.core.errors import (
 )
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.metric_table import metrics
+from penstock.gateway.metrics.table import metrics
 from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.stream import AnswerStream, ReaderGone
 
 logger = logging.getLogger(__name__)
 

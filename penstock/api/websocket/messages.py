@@ -16,9 +16,9 @@ from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.answers import wire_finish_reason, wire_usage
 from penstock.api.openai.requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
 from penstock.core.errors import InvalidRequest, PenstockError
-from penstock.gateway.choice import Delta
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.stream import AnswerStream
 
 MAX_ID_CHARS = 128
 

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.gateway.batches.batch import Outcome
-from penstock.gateway.metric_table import metric, metric_by
+from penstock.gateway.metrics.table import metric, metric_by
 
 _COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")
 

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.request import Pooling
-from penstock.gateway.metric_table import metric
+from penstock.gateway.metrics.table import metric
 
 _ENTRY_BYTES = 200  # what Python needs for an entry besides its vector
 

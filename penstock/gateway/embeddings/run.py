@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
+from array import array
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,7 +13,7 @@ from penstock.cluster.client import EngineClient
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
-from penstock.gateway.stream import ENGINE_GRACE_S, ReaderGone
+from penstock.gateway.answers.stream import ENGINE_GRACE_S, ReaderGone
 
 # So many at once keep an engine busy, and leave room in its queue for others.
 MAX_TEXTS_IN_FLIGHT = 64
@@ -112,3 +115,24 @@ def _error_of(event: TokenEvent) -> PenstockError:
         case FinishReason.ERROR if event.queue_s is None:
             return Overloaded(event.error or "The request was never started.", retry_after_s=5.0)
     return PenstockError(event.error or "The engine could not embed this text.")
+
+
+BYTES_PER_NUMBER = 4
+
+
+def numbers(vector: bytes) -> list[float]:
+    values = array("f")
+    values.frombytes(vector)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def shortened(vector: bytes, dimensions: int) -> bytes:
+    """The first `dimensions` numbers, brought back to length 1."""
+    kept = numbers(vector[: dimensions * BYTES_PER_NUMBER])
+    length = math.sqrt(math.fsum(number * number for number in kept)) or 1.0
+    values = array("f", [number / length for number in kept])
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()

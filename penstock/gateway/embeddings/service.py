@@ -20,13 +20,12 @@ from penstock.core.sizes import parse_bytes
 from penstock.gateway.accounts import Account, Claim, Outcome
 from penstock.gateway.checks import check_token_ids
 from penstock.gateway.embeddings.cache import CachedVector, EmbeddingCache, cache_key
-from penstock.gateway.embeddings.run import EmbeddingRun
-from penstock.gateway.embeddings.vectors import shortened
+from penstock.gateway.embeddings.run import EmbeddingRun, shortened
 from penstock.gateway.gateway import Gateway, granted_tier
+from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
-from penstock.gateway.served_model import ServedModel
 from penstock.gateway.telemetry.record import current_record
-from penstock.gateway.tokenizer import DIRECT_ENCODE_CHARS
+from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
 
 MAX_INPUTS = 2048
 

@@ -17,9 +17,9 @@ from penstock.cluster.external.pool import ExternalPool
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, PenstockError
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Account
+from penstock.gateway.answers.stream import MeteredAnswer, StreamContext
 from penstock.gateway.external.choice import ExternalChoice
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import MeteredAnswer, StreamContext
 
 logger = logging.getLogger(__name__)
 

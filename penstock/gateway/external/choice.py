@@ -14,7 +14,7 @@ from penstock.cluster.external.wire import (
     WireUsage,
 )
 from penstock.core.request import FinishReason
-from penstock.gateway.choice import LOGPROB_BYTES, Delta, TokenAlternative, TokenDetail, ToolCallDelta
+from penstock.gateway.answers.choice import LOGPROB_BYTES, Delta, TokenAlternative, TokenDetail, ToolCallDelta
 
 _FINISH_REASONS = {
     "length": FinishReason.LENGTH,

@@ -15,7 +15,7 @@ from penstock.core.cluster_view import ReplicaView
 from penstock.core.errors import InvalidRequest
 from penstock.dispatch.breaker import Circuit
 from penstock.gateway.checks import check_request
-from penstock.gateway.metric_table import metric, metric_by
+from penstock.gateway.metrics.table import metric, metric_by
 from penstock.gateway.prompts import GenerationRequest
 from penstock.router import ReplicaState
 

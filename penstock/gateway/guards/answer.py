@@ -10,13 +10,13 @@ from __future__ import annotations
 import msgspec
 
 from penstock.core.request import FinishReason
-from penstock.gateway.choice import Delta, ToolCallDelta, merge_deltas
+from penstock.gateway.answers.choice import Delta, ToolCallDelta, merge_deltas
+from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.answers.wrapped import WrappedAnswer
 from penstock.gateway.guards.guard import Subject
 from penstock.gateway.guards.inputs import RunLater, reviewed, watch
 from penstock.gateway.guards.reports import Case
 from penstock.gateway.guards.scanner import Scanner
-from penstock.gateway.stream import AnswerStream
-from penstock.gateway.wrapped_answer import WrappedAnswer
 
 
 class GuardedChoice:

@@ -16,11 +16,11 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.core.errors import PenstockError
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.guards.detector import Detector
 from penstock.gateway.guards.guard import Asker, GuardFailed, Review, Subject
 from penstock.gateway.guards.settings import JudgeRule
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, SamplingOptions
-from penstock.gateway.stream import AnswerStream, ReaderGone
 
 PIECE_CHARS = 6000  # a longer text is judged piece by piece, so that it fits beside the constitution
 OVERLAP_CHARS = 300

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.guards.answer import GuardedAnswer
 from penstock.gateway.guards.inputs import Decode, check_input
 from penstock.gateway.guards.judge import Ask
@@ -18,7 +19,6 @@ from penstock.gateway.guards.policy import Policy, compile_policy
 from penstock.gateway.guards.reports import Case, GuardMetrics
 from penstock.gateway.guards.settings import NO_POLICY, GuardSettings, check_guard_settings
 from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.stream import AnswerStream
 
 
 class GuardPolicies:

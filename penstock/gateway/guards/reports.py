@@ -14,7 +14,7 @@ from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.guards.policy import Direction, Policy, PolicyRule
 from penstock.gateway.guards.settings import Action
-from penstock.gateway.metric_table import metric_by
+from penstock.gateway.metrics.table import metric_by
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from penstock.gateway.ledger.prices import PICODOLLARS_PER_DOLLAR
 from penstock.gateway.ledger.rows import UsageRow
 from penstock.gateway.ledger.spend import LedgerSpendBook
 from penstock.gateway.ledger.throughput import TokenMeter
-from penstock.gateway.metric_table import metric_by, metrics
+from penstock.gateway.metrics.table import metric_by, metrics
 
 
 class LedgerMetrics(Collector):

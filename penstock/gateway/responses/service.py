@@ -17,12 +17,12 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreUnavailable
 from penstock.core.identity import Principal
-from penstock.gateway.choice import Delta
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone
+from penstock.gateway.answers.wrapped import WrappedAnswer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, Usage
 from penstock.gateway.responses.store import ResponseStore, StoredResponse
-from penstock.gateway.stream import AnswerStream, ReaderGone
-from penstock.gateway.wrapped_answer import WrappedAnswer
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 from penstock.core.errors import Conflict, InvalidRequest, StoreUnavailable
 from penstock.gateway.accounts import Account
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.reuse import idempotency_store as store
 from penstock.gateway.reuse.cache import AnswerCache
@@ -28,7 +29,6 @@ from penstock.gateway.reuse.replay import ReplayedAnswer
 from penstock.gateway.reuse.settings import IdempotencySettings
 from penstock.gateway.reuse.shared import SharedAnswer
 from penstock.gateway.store.database import Database
-from penstock.gateway.stream import AnswerStream
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from penstock.core.request import FinishReason
-from penstock.gateway.choice import Delta, merge_deltas
+from penstock.gateway.answers.choice import Delta, merge_deltas
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import Usage
-from penstock.gateway.stream import AnswerStream
 
 # A deadline is an accident of the moment; these two would come again.
 _REPEATABLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})

@@ -7,11 +7,11 @@ from typing import Literal
 
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
-from penstock.gateway.choice import Delta
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone
+from penstock.gateway.answers.wrapped import WrappedAnswer
 from penstock.gateway.prompts import Usage
 from penstock.gateway.reuse.recording import RecordedAnswer, encode_answer, is_repeatable, merged
-from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
-from penstock.gateway.wrapped_answer import WrappedAnswer
 
 NOTHING_USED = Usage(0, 0, 0)
 

@@ -7,23 +7,26 @@ client knows whether another sample would do.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from functools import partial
 
+import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock, SystemClock
-from penstock.gateway.metric_table import metrics
+from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.metrics.table import metrics
 from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.reuse.cache import AnswerCache
-from penstock.gateway.reuse.fingerprint import request_fingerprint
 from penstock.gateway.reuse.idempotency import Generate, IdempotentAnswers, open_replay
 from penstock.gateway.reuse.recording import decode_answer
 from penstock.gateway.reuse.replay import RecordingAnswer, ReplayedAnswer
 from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
-from penstock.gateway.stream import AnswerStream
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class AnswerReuse(Collector):
@@ -99,3 +102,17 @@ class AnswerReuse(Collector):
                 ("response_cache_bytes", self._cache.num_bytes),
             )
         )
+
+
+def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) -> bytes:
+    """When two requests are the same: 32 bytes over the prompts, the sampling, the number of answers and the model.
+
+    The caller, the tier and the request id do not matter; the caches keep workspaces apart. Order matters everywhere,
+    also of the keys of a tool's schema, because a model sees it."""
+    content = (
+        [(type(prompt).__name__, prompt) for prompt in request.prompts],
+        request.sampling,
+        request.n,
+        request.default_max_tokens,
+    )
+    return hashlib.blake2b(model_fingerprint + _encode(content), digest_size=32).digest()

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.accounts import Account, Outcome, RateLimits
-from penstock.gateway.choice import Delta
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone
+from penstock.gateway.answers.wrapped import WrappedAnswer
 from penstock.gateway.reuse.recording import encode_answer, is_repeatable, merged
 from penstock.gateway.reuse.replay import NOTHING_USED
-from penstock.gateway.stream import AnswerStream, CacheStatus, ReaderGone
-from penstock.gateway.wrapped_answer import WrappedAnswer
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from penstock.gateway.metric_table import metric, metric_by
+from penstock.gateway.metrics.table import metric, metric_by
 
 
 class AuthenticationMetrics(Collector):

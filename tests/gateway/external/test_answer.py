@@ -19,9 +19,9 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Accounts, Claim, Outcome
+from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.stream import ReaderGone
 from tests.cluster.external.openai_server import text_chunks
 from tests.gateway.fake_engine import FakeEngine
 

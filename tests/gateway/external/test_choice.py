@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.cluster.external.wire import StreamChunk
 from penstock.core.request import FinishReason
-from penstock.gateway.choice import Delta, TokenAlternative
+from penstock.gateway.answers.choice import Delta, TokenAlternative
 from penstock.gateway.external.choice import ExternalChoice
 
 

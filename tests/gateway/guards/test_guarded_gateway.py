@@ -16,7 +16,7 @@ from penstock.core.errors import ConfigError, ContentRefused, InvalidRequest, Mo
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.request import FinishReason, Request, Tier
-from penstock.gateway.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.choice import Delta, ToolCallDelta
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.answer import GuardedChoice
 from penstock.gateway.guards.policy import compile_policy

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.gateway.guards.blocklist import blocklist_detectors
 from penstock.gateway.guards.detector import Detector
 from penstock.gateway.guards.pii import KINDS, pii_detectors
+from penstock.gateway.guards.policy import blocklist_detectors
 from penstock.gateway.guards.scanner import Scanner, scan_whole
 
 PATTERNS = (

@@ -16,7 +16,7 @@ from penstock.gateway.ratelimits.settings import (
     Subject,
 )
 from penstock.gateway.ratelimits.shared import _Caller as RedisCaller
-from penstock.gateway.settings import parse_settings
+from penstock.gateway.settings.settings import parse_settings
 
 CALLER = Principal(key_id="key-1", workspace_id="ws-1")
 

@@ -16,7 +16,8 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts, Claim, Outcome
-from penstock.gateway.choice import Delta, TokenDetail, ToolCallDelta
+from penstock.gateway.answers.choice import Delta, TokenDetail, ToolCallDelta
+from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import (
     ChatMessage,
@@ -28,10 +29,9 @@ from penstock.gateway.prompts import (
     Tool,
 )
 from penstock.gateway.reuse.cache import AnswerCache
-from penstock.gateway.reuse.fingerprint import request_fingerprint
 from penstock.gateway.reuse.recording import merged
+from penstock.gateway.reuse.reuse import request_fingerprint
 from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
-from penstock.gateway.stream import ReaderGone
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 

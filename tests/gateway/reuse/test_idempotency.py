@@ -14,7 +14,8 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts
-from penstock.gateway.choice import Delta
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.reuse import idempotency
@@ -33,7 +34,6 @@ from penstock.gateway.reuse.idempotency_store import (
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.reuse.settings import IdempotencySettings
 from penstock.gateway.store.database import Database, sqlite_url
-from penstock.gateway.stream import AnswerStream, ReaderGone
 from tests.gateway.fake_engine import FakeEngine, script_text
 from tests.gateway.ledger.books import WallClock
 from tests.gateway.reuse.test_cache import Rows

@@ -11,9 +11,9 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.grammar_text import grammar_text
 from penstock.core.request import Grammar
+from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart, Tool, ToolCall, ToolChoice
-from penstock.gateway.served_model import ServedModel
-from penstock.gateway.template import ChatTemplate
+from penstock.gateway.text.template import ChatTemplate
 from penstock.gateway.tools.described import described_in_words, with_single_calls
 from penstock.gateway.tools.formats import (
     FORMATS,

@@ -1,0 +1,329 @@
+"""One answer on its way from engine events to its reader: detokenized, cut at a stop string, split into reasoning,
+text and tool calls where it may hold them, and buffered.
+
+A choice does no waiting and wakes nobody: `generation.Generation` owns the choices of a request and does both.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.core.plan import CacheUse, TokenEvent, TokenLogprobs
+from penstock.core.request import FinishReason, Request
+from penstock.gateway.answers.stop import StopMatcher
+from penstock.gateway.text.tokenizer import TextTokenizer
+from penstock.gateway.tools.answer_form import AnswerForm
+from penstock.gateway.tools.parser import OutputParser
+
+# What a buffered log-probability weighs against the reader's byte limit, roughly its size on the wire.
+LOGPROB_BYTES = 80
+
+
+class TokenAlternative(msgspec.Struct, frozen=True):
+    data: bytes
+    logprob: float
+
+
+class TokenDetail(msgspec.Struct, frozen=True):
+    """A token of the answer, for clients that asked for log-probabilities."""
+
+    data: bytes  # what the token stands for; not always whole characters
+    logprob: float
+    text_offset: int  # where in the answer's text the token begins, in characters
+    alternatives: tuple[TokenAlternative, ...]
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """What is new about one tool call of an answer. `id` and `name` come once, with the first delta of a call."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What is new about one answer since its reader last looked."""
+
+    index: int
+    text: str
+    details: tuple[TokenDetail, ...] = ()
+    finish_reason: FinishReason | None = None
+    reasoning: str = ""  # comes before the text of the same delta
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # come after it
+    stop_sequence: str | None = None  # which stop string ended the answer, with finish_reason
+
+
+def merge_deltas(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one answer, in order, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    calls: dict[int, ToolCallDelta] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls):
+        known = calls.get(call.index)
+        if known is not None:
+            call = msgspec.structs.replace(known, arguments=known.arguments + call.arguments)
+        calls[call.index] = call
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        details=tuple(detail for delta in deltas for detail in delta.details),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(calls[index] for index in sorted(calls)),
+    )
+
+
+class ParsedAnswer:
+    """Takes what a parser found (`tools.parser.AnswerSink`) and keeps what is new until the reader comes."""
+
+    __slots__ = ("_calls", "_num_calls", "_parallel", "_reasoning", "_text", "is_over")
+
+    def __init__(self, text: list[str], *, parallel: bool) -> None:
+        self._text = text  # the choice's own
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallDelta, list[str]]] = []
+        self._num_calls = 0
+        self._parallel = parallel
+        self.is_over = False  # a call beyond the only one allowed has begun: nothing more is taken
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._reasoning or self._calls)
+
+    def add_reasoning(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def add_text(self, text: str) -> None:
+        if not self.is_over:
+            self._text.append(text)
+
+    def begin_call(self, name: str) -> None:
+        self.is_over = bool(self._num_calls) and not self._parallel
+        if self.is_over:
+            return
+        begun = ToolCallDelta(self._num_calls, id=f"call_{secrets.token_hex(12)}", name=name)
+        self._calls.append((begun, []))
+        self._num_calls += 1
+
+    def add_arguments(self, text: str) -> None:
+        if self.is_over or not text:
+            return
+        if not self._calls:
+            self._calls.append((ToolCallDelta(self._num_calls - 1), []))
+        self._calls[-1][1].append(text)
+
+    def take_reasoning(self) -> str:
+        reasoning = "".join(self._reasoning)
+        self._reasoning.clear()
+        return reasoning
+
+    def take_calls(self) -> tuple[ToolCallDelta, ...]:
+        calls = tuple(
+            msgspec.structs.replace(call, arguments="".join(arguments)) for call, arguments in self._calls
+        )
+        self._calls.clear()
+        return calls
+
+    def clear(self) -> None:
+        self._reasoning.clear()
+        self._calls.clear()
+
+
+class Choice:
+    """The state of one answer. `num_tokens` counts what the engine generated, up to and including the token that
+    ended the answer."""
+
+    __slots__ = (
+        "_details",
+        "_detokenizer",
+        "_is_announced",
+        "_matcher",
+        "_num_released_chars",
+        "_num_seen_chars",
+        "_parsed",
+        "_parser",
+        "_parts",
+        "_stop_ids",
+        "_tokenizer",
+        "_wants_details",
+        "buffered_bytes",
+        "cache_breakpoints",
+        "cache_use",
+        "finish_reason",
+        "first_token_at",
+        "index",
+        "is_dirty",
+        "last_token_at",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "num_reasoning_tokens",
+        "num_tokens",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: TextTokenizer,
+        eos_ids: Sequence[int],
+        form: AnswerForm | None = None,
+    ) -> None:
+        sampling = request.sampling
+        self.index = index
+        self.request_id = request.id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.cache_breakpoints = request.cache_breakpoints
+        self.cache_use = CacheUse(0, (0,) * len(request.cache_breakpoints))
+        self.num_reasoning_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
+        self.is_dirty = False  # whether the owner has it on its list of choices with news
+        self.buffered_bytes = 0
+        self._is_announced = False
+        self._tokenizer = tokenizer
+        shown_ids = frozenset() if form is None else form.shown_token_ids
+        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, shown_ids)
+        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._stop_ids = frozenset(
+            sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
+        )
+        self._wants_details = sampling.logprobs is not None
+        self._parts: list[str] = []
+        self._parsed = None if form is None else ParsedAnswer(self._parts, parallel=form.parallel)
+        self._parser = None if form is None or self._parsed is None else form.parser(self._parsed)
+        self._details: list[TokenDetail] = []
+        self._num_seen_chars = 0  # of the detokenized text, held back or not
+        self._num_released_chars = 0
+
+    def push(self, event: TokenEvent) -> None:
+        """Take in one event. Sets `finish_reason` when the answer is over, which a stop string may decide here."""
+        token_ids = event.token_ids
+        reason = event.finish_reason
+        if self._parser is not None and self._parser.is_reasoning:
+            self.num_reasoning_tokens += len(token_ids)
+        ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_ids
+        shown_ids = token_ids[:-1] if ends_by_token else token_ids
+        # What may end the answer between two tokens of an event must see them one by one.
+        if self._matcher is None and not self._wants_details and (reason is None or self._parser is None):
+            self.num_tokens += len(shown_ids)
+            self._release(self._detokenizer.push(shown_ids))
+        else:
+            for position, token_id in enumerate(shown_ids):
+                self._push_token(token_id, event.logprobs[position] if event.logprobs else None)
+                if self.finish_reason is not None:
+                    return
+        self.num_tokens += len(token_ids) - len(shown_ids)
+        if reason is not None:
+            self._finish(reason)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a reader would see a difference. The first event counts even without text: it says that the
+        answer has begun."""
+        return (
+            bool(self._parts)
+            or self.finish_reason is not None
+            or not self._is_announced
+            or (self._parsed is not None and self._parsed.has_news)
+        )
+
+    def take(self) -> Delta:
+        """Everything new, as one delta; the buffer is empty afterwards."""
+        self._is_announced = True
+        text = "".join(self._parts)
+        self._parts.clear()
+        self.buffered_bytes = 0
+        details = self._take_details()
+        if self._parsed is None and self.finish_reason is None:
+            return Delta(self.index, text, details)
+        parsed = self._parsed
+        return Delta(
+            self.index,
+            text,
+            details,
+            self.finish_reason,
+            "" if parsed is None else parsed.take_reasoning(),
+            () if parsed is None else parsed.take_calls(),
+            None if self._matcher is None else self._matcher.matched,
+        )
+
+    def drop_buffer(self) -> None:
+        self._parts.clear()
+        if self._parsed is not None:
+            self._parsed.clear()
+        self._details.clear()
+        self.buffered_bytes = 0
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._matcher is not None and self._matcher.matched is not None
+
+    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        self.num_tokens += 1
+        if logprobs is not None:
+            self._details.append(self._detail(token_id, logprobs))
+            self.buffered_bytes += LOGPROB_BYTES * (1 + len(logprobs.top_token_ids))
+        self._push_text(self._detokenizer.push((token_id,)))
+
+    def _push_text(self, text: str) -> None:
+        self._num_seen_chars += len(text)
+        if self._matcher is not None:
+            text = self._matcher.push(text)
+        self._release(text)
+        if self._is_stopped:
+            self._end(FinishReason.STOP)
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._push_text(self._detokenizer.finish())
+        if self.finish_reason is not None:
+            return
+        if self._matcher is not None:
+            self._release(self._matcher.finish())
+        self._end(reason)
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self._parser is not None:
+            self._parser.finish()
+
+    def _release(self, text: str) -> None:
+        if text:
+            if self._parser is None:
+                self._parts.append(text)
+            else:
+                self._parse(self._parser, text)
+            self._num_released_chars += len(text)
+            self.buffered_bytes += len(text) if text.isascii() else len(text.encode())
+
+    def _parse(self, parser: OutputParser, text: str) -> None:
+        parser.push(text)
+        if self._parsed is not None and self._parsed.is_over:
+            self.finish_reason = FinishReason.STOP
+
+    def _detail(self, token_id: int, logprobs: TokenLogprobs) -> TokenDetail:
+        token_bytes = self._tokenizer.token_bytes
+        alternatives = tuple(
+            TokenAlternative(token_bytes(top_id), logprob)
+            for top_id, logprob in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        )
+        return TokenDetail(token_bytes(token_id), logprobs.logprob, self._num_seen_chars, alternatives)
+
+    def _take_details(self) -> tuple[TokenDetail, ...]:
+        """Details travel with their text: a token that is held back, or that lies behind a stop string, is not
+        shown."""
+        if not self._details:
+            return ()
+        if self.finish_reason is not None and not self._is_stopped:
+            released = len(self._details)
+        else:
+            released = sum(detail.text_offset < self._num_released_chars for detail in self._details)
+        details = tuple(self._details[:released])
+        del self._details[:released]
+        return details

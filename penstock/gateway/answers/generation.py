@@ -1,0 +1,117 @@
+"""The answers of our own engines to one request: their events in, deltas for the reader out (`stream`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason, Request
+from penstock.gateway.answers.choice import Choice
+from penstock.gateway.answers.stream import ENGINE_GRACE_S, MeteredAnswer
+from penstock.gateway.prompts import Usage
+from penstock.gateway.text.caching import written_by_ttl
+
+
+class Generation(MeteredAnswer[Choice]):
+    """`start` it once."""
+
+    def start(self, requests: Sequence[Request], timeout_s: float | None) -> None:
+        """Send one request per choice to the engine."""
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_s + ENGINE_GRACE_S, self._time_out)
+        for choice, request in zip(self._choices, requests, strict=True):
+            if self._error is not None:  # an engine may refuse before `add` returns
+                return
+            self._context.engine.add(
+                request, timeout_s=timeout_s, on_event=partial(self._on_event, choice), on_error=self.fail
+            )
+
+    @property
+    def usage(self) -> Usage:
+        prompt = completion = cached = read = written_5m = written_1h = reasoning = 0
+        for choice in self._choices:
+            completion += choice.num_tokens
+            reasoning += choice.num_reasoning_tokens
+        for leader in self._choices[:: self._n]:
+            prompt += leader.num_prompt_tokens
+            cached += leader.num_cached_tokens
+            read += leader.cache_use.read_tokens
+            short, long = written_by_ttl(leader.cache_breakpoints, leader.cache_use)
+            written_5m += short
+            written_1h += long
+        return Usage(prompt, completion, cached, read, written_5m, written_1h, reasoning)
+
+    def _abandon(self, choices: Sequence[Choice]) -> None:
+        for choice in choices:
+            self._context.engine.abort(choice.request_id)
+
+    def _on_event(self, choice: Choice, event: TokenEvent) -> None:
+        if self._error is not None or choice.finish_reason is not None:
+            return
+        self._context.metrics.observe_engines(self._context.engine)
+        if event.num_cached_tokens is not None:
+            choice.num_cached_tokens = event.num_cached_tokens
+            if choice.index % self._n == 0:  # siblings share the prompt
+                self.account.note_cached(event.num_cached_tokens)
+            if event.cache_use is not None:
+                choice.cache_use = event.cache_use
+        if event.finish_reason is not None and (error := self._early_end(event, choice)):
+            self.fail(error)
+            return
+        if event.token_ids:
+            self._time_tokens(choice, event)
+        choice.push(event)
+        if choice.finish_reason is not None:
+            if event.finish_reason is None:  # a stop string: the engine does not know yet
+                self._context.engine.abort(choice.request_id)
+            self._close(choice, choice.finish_reason)
+        elif self._is_far_behind(choice):
+            self._give_up_on_reader()
+            return
+        if choice.has_news:
+            self._tell(choice)
+
+    def _time_tokens(self, choice: Choice, event: TokenEvent) -> None:
+        now = self._context.clock.now()
+        metrics = self._metrics
+        num_tokens = len(event.token_ids)
+        metrics.generation_tokens += num_tokens
+        if choice.first_token_at is None:
+            choice.first_token_at = now
+            waited_s = now - self._arrived_at
+            metrics.prompt_tokens += choice.num_prompt_tokens
+            metrics.first_token_s.observe(waited_s)
+            if event.queue_s is not None:
+                if self._queue_s is None:
+                    self._queue_s = event.queue_s
+                metrics.queue_s.observe(event.queue_s)
+                metrics.prefill_s.observe(max(0.0, waited_s - event.queue_s))
+        else:
+            metrics.inter_token_s.observe((now - choice.last_token_at) / num_tokens)
+        choice.last_token_at = now
+
+    def _early_end(self, event: TokenEvent, choice: Choice) -> PenstockError | None:
+        """The error that a last event stands for; None when it is an ordinary end, such as a deadline with an answer
+        to show for it."""
+        match event.finish_reason:
+            case FinishReason.ERROR if (
+                not choice.num_tokens and event.queue_s is None
+            ):  # it never left the queue
+                return Overloaded(
+                    event.error or "The request was never started.",
+                    retry_after_s=self._context.queue_drain_s(),
+                )
+            case FinishReason.ERROR:
+                return PenstockError(event.error or "The engine could not go on with this request.")
+            case FinishReason.ABORT:
+                return EngineUnavailable("The engine ended this request early.", hint="Try again.")
+            case FinishReason.DEADLINE if not choice.num_tokens and not event.token_ids:
+                return DeadlineExceeded("The request's deadline passed before its first token.")
+        return None
+
+    def _time_out(self) -> None:
+        self.fail(DeadlineExceeded("The request's deadline passed, and the engine did not end it."))

@@ -1,0 +1,264 @@
+"""The output of one request: its answers, the reader who waits for them, and what happens when either goes.
+
+Whoever makes the answers never waits for a reader. News of an answer is merged until the reader comes for it; a
+reader that falls too far behind loses the request. All of it runs on one event loop, without locks. Who makes them is
+up to `generation` (our engines) and `external.answer` (other people's servers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
+
+from penstock.cluster.client import EngineClient
+from penstock.core.clock import Clock
+from penstock.core.errors import Overloaded, PenstockError
+from penstock.core.request import FinishReason, Tier
+from penstock.gateway.accounts import Account, Outcome, RateLimits
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.metrics.gateway import GatewayMetrics
+from penstock.gateway.prompts import Usage
+
+# The engine ends a request at its deadline; this much later the gateway does it for an engine that hangs.
+ENGINE_GRACE_S = 1.0
+
+CacheStatus: TypeAlias = Literal["hit", "miss"]
+
+
+class ReaderGone(Exception):
+    """The request was cancelled by its own reader; nobody is left to answer."""
+
+
+class StreamContext(Protocol):
+    """What a generation needs of the gateway that started it."""
+
+    engine: EngineClient
+    metrics: GatewayMetrics
+    clock: Clock
+    max_buffer_bytes: int
+
+    def queue_drain_s(self) -> float:
+        """How long the engine will need for those who wait for it now."""
+        ...
+
+
+class AnswerStream(Protocol):
+    """The answers to one request, as a front end reads them. A generation is one; what wraps it (a guard) or stands
+    in for it (a replayed answer) is another.
+
+    An iteration yields every delta that is ready, at least one, and ends after the last answer's finish_reason. It
+    raises the PenstockError that ended the request early, or ReaderGone after `cancel`.
+    """
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def model(self) -> str:
+        """The model that answers, which need not be the name that was asked for."""
+        ...
+
+    @property
+    def tier(self) -> Tier: ...
+    @property
+    def rate_limits(self) -> RateLimits: ...
+    @property
+    def num_choices(self) -> int: ...
+    @property
+    def usage(self) -> Usage: ...
+    @property
+    def cache_status(self) -> CacheStatus | None:
+        """What the response cache knew; None when it was not asked."""
+        ...
+
+    def __aiter__(self) -> AnswerStream: ...
+    async def __anext__(self) -> list[Delta]: ...
+    async def collect(self) -> list[Delta]:
+        """All answers in order, whole."""
+        ...
+
+    def cancel(self) -> None: ...
+
+
+class AnyChoice(Protocol):
+    """One answer of a request: what is new about it, and how it stands."""
+
+    finish_reason: FinishReason | None
+    first_token_at: float | None
+    last_token_at: float
+    is_dirty: bool  # whether the owner has it on its list of choices with news
+    buffered_bytes: int
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def take(self) -> Delta: ...
+    def drop_buffer(self) -> None: ...
+
+
+ChoiceT = TypeVar("ChoiceT", bound=AnyChoice)
+
+
+class MeteredAnswer(Generic[ChoiceT]):
+    """An AnswerStream whose tokens are timed, and whose account is settled before the end is seen.
+
+    Iterate for deltas as they come, or `collect` the whole; `cancel` at any moment. A subclass makes the answers: it
+    calls `_tell` for news, `_close` for an end and `fail` for an error, and stops when `_abandon` says so.
+    """
+
+    cache_status: CacheStatus | None = None
+
+    def __init__(
+        self,
+        account: Account,
+        choices: Sequence[ChoiceT],
+        n: int,
+        context: StreamContext,
+        on_end: Callable[[MeteredAnswer[ChoiceT]], None],
+    ) -> None:
+        self.account = account
+        self._choices = choices
+        self._n = n
+        self._context = context
+        self._metrics = context.metrics.of(account.claim.model)
+        self._on_end = on_end
+        self._arrived_at = context.clock.now()
+        self._num_open = len(choices)
+        self._queue_s: float | None = None
+        self._dirty: list[ChoiceT] = []
+        self._error: PenstockError | ReaderGone | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._wants_all_at_once = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def id(self) -> str:
+        return self.account.claim.request_id
+
+    @property
+    def model(self) -> str:
+        return self.account.claim.model
+
+    @property
+    def tier(self) -> Tier:
+        return self.account.claim.tier
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self.account.rate_limits
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        """As things stand. A prompt counts once, however many answers share it."""
+        raise NotImplementedError
+
+    def _abandon(self, choices: Sequence[ChoiceT]) -> None:
+        """These answers ended early: free what is held for them, at once."""
+        raise NotImplementedError
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while True:
+            if self._dirty and not (self._wants_all_at_once and self._num_open):
+                return self._take()
+            if self._error is not None:
+                raise self._error
+            if not self._num_open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def collect(self) -> list[Delta]:
+        """All answers in order, whole. Their reader is not woken before the end, and has no byte limit."""
+        self._wants_all_at_once = True
+        deltas = await anext(self)
+        if self._error is not None:
+            raise self._error
+        return sorted(deltas, key=lambda delta: delta.index)
+
+    def cancel(self) -> None:
+        """The reader has gone: free what is held for it, at once."""
+        self._end_early(ReaderGone())
+
+    def fail(self, error: PenstockError) -> None:
+        """End every answer with an error that the reader will see."""
+        self._end_early(error)
+
+    def _tell(self, choice: ChoiceT) -> None:
+        """There is news of this one."""
+        if not choice.is_dirty:
+            choice.is_dirty = True
+            self._dirty.append(choice)
+        if not (self._wants_all_at_once and self._num_open):
+            self._wake()
+
+    def _is_far_behind(self, choice: ChoiceT) -> bool:
+        return choice.buffered_bytes > self._context.max_buffer_bytes and not self._wants_all_at_once
+
+    def _give_up_on_reader(self) -> None:
+        for choice in self._choices:
+            choice.drop_buffer()
+        self._dirty.clear()
+        limit = self._context.max_buffer_bytes
+        self.fail(Overloaded(f"The reader fell more than {limit} bytes behind, so the request was aborted."))
+
+    def _close(self, choice: ChoiceT, reason: FinishReason) -> None:
+        metrics = self._metrics
+        metrics.finished[reason] += 1
+        if choice.first_token_at is not None:
+            metrics.end_to_end_s.observe(self._context.clock.now() - self._arrived_at)
+            metrics.decode_s.observe(choice.last_token_at - choice.first_token_at)
+            metrics.request_prompt_tokens.observe(choice.num_prompt_tokens)
+            metrics.request_generation_tokens.observe(choice.num_tokens)
+        self._num_open -= 1
+        if not self._num_open:
+            if self._timer is not None:
+                self._timer.cancel()
+            # Before the reader is woken: whoever sees the end of an answer finds it settled.
+            self.account.settle(self._outcome())
+            self._on_end(self)
+
+    def _outcome(self) -> Outcome:
+        begun = [choice.first_token_at for choice in self._choices if choice.first_token_at is not None]
+        error = self._error
+        failed = isinstance(error, PenstockError)
+        return Outcome(
+            usage=self.usage,
+            status="completed" if error is None else "failed" if failed else "cancelled",
+            error_code=error.code if isinstance(error, PenstockError) else None,
+            duration_s=self._context.clock.now() - self._arrived_at,
+            first_token_s=min(begun) - self._arrived_at if begun else None,
+            queue_s=self._queue_s,
+            finish_reasons=tuple(choice.finish_reason for choice in self._choices if choice.finish_reason),
+        )
+
+    def _end_early(self, error: PenstockError | ReaderGone) -> None:
+        if self._error is not None or not self._num_open:
+            return
+        self._error = error
+        reason = FinishReason.ABORT if isinstance(error, ReaderGone | Overloaded) else FinishReason.ERROR
+        # Their finish_reason stays None: the error tells how they ended.
+        unfinished = [choice for choice in self._choices if choice.finish_reason is None]
+        self._abandon(unfinished)
+        for choice in unfinished:
+            self._close(choice, reason)
+        self._wake()
+
+    def _take(self) -> list[Delta]:
+        dirty, self._dirty = self._dirty, []
+        deltas = []
+        for choice in dirty:
+            choice.is_dirty = False
+            deltas.append(choice.take())
+        return deltas
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

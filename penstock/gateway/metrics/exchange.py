@@ -1,0 +1,101 @@
+"""The metrics of several gateway processes as one page, whichever of them is asked.
+
+Each tells its own over a private socket. What a gateway counted itself is added up; what it only repeats from the
+engine, which all of them hear, is taken once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from penstock.gateway.metrics.table import is_told_once
+
+ANSWER_TIMEOUT_S = 2.0
+MAX_PAGE_BYTES = 1 << 24
+# Ends every page on the wire: one without it was cut off. Whoever parses a page takes it for a comment.
+_PAGE_END = b"# EOF\n"
+
+
+class MetricsExchange:
+    """`sockets` has one path for each process; `number` is our own among them."""
+
+    def __init__(self, sockets: Sequence[str], number: int, render: Callable[[], bytes]) -> None:
+        self._sockets = sockets
+        self._number = number
+        self._render = render
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        server = await asyncio.start_unix_server(self._tell, self._sockets[self._number])
+        async with server:
+            yield
+
+    async def page(self) -> bytes:
+        """Of all processes that answer in time."""
+        others = [path for index, path in enumerate(self._sockets) if index != self._number]
+        pages = await asyncio.gather(*map(_ask, others))
+        return merge([self._render(), *(page for page in pages if page)])
+
+    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(self._render() + _PAGE_END)
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+
+
+def merge(pages: Sequence[bytes]) -> bytes:
+    """Pages in the Prometheus text format, as one."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], Sample]] = {}
+    for page in pages:
+        for family in text_string_to_metric_families(page.decode()):
+            families.setdefault(family.name, family)
+            samples = values.setdefault(family.name, {})
+            for sample in family.samples:
+                key = sample.name, frozenset(sample.labels.items())
+                samples[key] = _joined(samples.get(key), sample, is_told_once(family.name))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families([_filled(family, values[name]) for name, family in families.items()]))
+    return generate_latest(registry)
+
+
+def _joined(known: Sample | None, sample: Sample, repeats: bool) -> Sample:
+    if known is None:
+        return sample
+    value = max(known.value, sample.value) if repeats else known.value + sample.value
+    return sample._replace(value=value)
+
+
+def _filled(family: Metric, samples: dict[tuple[str, frozenset[tuple[str, str]]], Sample]) -> Metric:
+    whole = Metric(family.name, family.documentation, family.type, family.unit)
+    whole.samples = list(samples.values())
+    return whole
+
+
+class _Families(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+async def _ask(path: str) -> bytes:
+    """Nothing where nobody gives a whole answer: a worker may be starting, or have died while it spoke."""
+    with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_PAGE_BYTES)
+            try:
+                return await reader.readuntil(_PAGE_END)
+            finally:
+                writer.close()
+    return b""

@@ -1,0 +1,205 @@
+"""Counts what passes through a gateway, and writes it out in the Prometheus text format.
+
+Counting happens once per request and step, on one thread, in plain integers: a scrape, which is rare, does the
+work of labels and names. Every metric appears under `penstock_` and under the `vllm:` name that dashboards know.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.cluster.client import EngineClient
+from penstock.core.messages import EngineStats
+from penstock.core.request import FinishReason
+from penstock.gateway.metrics.table import ENGINE_METRICS, MODEL_METRICS, Declared, add
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Which attribute of EngineStats or ModelMetrics has the value, where it has another name than the metric.
+_ATTRIBUTES = {
+    "num_requests_running": "num_running",
+    "num_requests_waiting": "num_waiting",
+    "nan_logits": "num_nan_logits",
+    "out_of_memory": "num_out_of_memory",
+    "kv_pinned_blocks": "num_pinned_blocks",
+    "kv_host_blocks": "num_host_blocks",
+    "kv_host_blocks_used": "num_host_blocks_used",
+    "kv_pins_demoted": "num_pins_demoted",
+    "kv_blocks_to_host": "num_blocks_to_host",
+    "kv_blocks_from_host": "num_blocks_from_host",
+    "kv_kept_blocks_lost": "num_kept_blocks_lost",
+    "time_to_first_token_seconds": "first_token_s",
+    "inter_token_latency_seconds": "inter_token_s",
+    "e2e_request_latency_seconds": "end_to_end_s",
+    "request_queue_time_seconds": "queue_s",
+    "request_prefill_time_seconds": "prefill_s",
+    "request_decode_time_seconds": "decode_s",
+    "iteration_tokens_total": "step_tokens",
+}
+
+
+class GatewayMetrics(Collector):
+    """Counts by model, read by `render`."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelMetrics] = {}
+        self._engine_models: tuple[str, ...] = ()  # those that engines report on
+        self._stats: EngineStats | None = None  # of all engines, when they were last looked at
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def of(self, model_name: str) -> ModelMetrics:
+        found = self._models.get(model_name)
+        if found is None:
+            found = self._models[model_name] = ModelMetrics()
+        return found
+
+    @property
+    def mean_answer_tokens(self) -> float:
+        """0 when nothing was answered."""
+        answers = [model.request_generation_tokens for model in self._models.values()]
+        count = sum(sum(histogram.counts) for histogram in answers)
+        return sum(histogram.total for histogram in answers) / count if count else 0.0
+
+    def observe_engines(self, engine: EngineClient) -> None:
+        """Take over the engines' latest figures. Cheap when there are none."""
+        stats = engine.stats
+        if stats is self._stats:
+            return
+        self._stats = stats
+        names = self._engine_models = tuple(engine.models) or self._engine_models
+        for name in names:
+            self.of(name).observe_stats(stats if len(names) == 1 else engine.stats_of(name))
+
+    def register(self, collector: Collector) -> None:
+        """Show another part's metrics beside these."""
+        self._registry.register(collector)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        stats_of = {name: self.of(name).stats for name in self._engine_models}
+        for declared in ENGINE_METRICS:
+            values = {model: _engine_value(declared.name, stats) for model, stats in stats_of.items()}
+            yield from _families(declared, values)
+        for declared in MODEL_METRICS:
+            attribute = _ATTRIBUTES.get(declared.name, declared.name)
+            if declared.name == "request_success":
+                yield from self._successes(declared)
+            elif declared.kind == "histogram":
+                yield from self._histograms(declared, attribute)
+            else:
+                values = {name: getattr(model, attribute) for name, model in self._models.items()}
+                yield from _families(declared, values)
+
+    def _successes(self, declared: Declared) -> Iterator[Metric]:
+        for prefix in declared.prefixes:
+            family = declared.family(prefix)
+            for model_name, model in self._models.items():
+                for reason, count in model.finished.items():
+                    add(family, (model_name, reason.value), count)
+            yield family
+
+    def _histograms(self, declared: Declared, attribute: str) -> Iterator[Metric]:
+        for prefix in declared.prefixes:
+            family = HistogramMetricFamily(prefix + declared.name, declared.help, labels=declared.labels)
+            for model_name, model in self._models.items():
+                histogram: Histogram = getattr(model, attribute)
+                family.add_metric([model_name], histogram.cumulative(), histogram.total)
+            yield family
+
+
+def _engine_value(name: str, stats: EngineStats) -> float:
+    if name == "kv_cache_usage_perc":
+        return stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
+    if name.startswith("spec_decode_"):  # engines do not speculate yet, and dashboards expect the metrics
+        return 0.0
+    value: float = getattr(stats, _ATTRIBUTES.get(name, name))
+    return value
+
+
+def _families(declared: Declared, values: Mapping[str, float]) -> Iterator[Metric]:
+    for prefix in declared.prefixes:
+        family = declared.family(prefix)
+        for model_name, value in values.items():
+            add(family, (model_name,), value)
+        yield family
+
+
+def _bounds(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
+FIRST_TOKEN_BOUNDS_S = _bounds(
+    ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
+)
+INTER_TOKEN_BOUNDS_S = _bounds(
+    ".001 .0025 .005 .01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
+)
+REQUEST_BOUNDS_S = _bounds(".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
+STEP_TOKENS_BOUNDS = tuple(float(1 << power) for power in (0, *range(3, 15)))
+REQUEST_TOKENS_BOUNDS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+class Histogram:
+    """Counts per bucket; the last bucket is above every bound."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def mean(self) -> float:
+        """0 when nothing was observed."""
+        return self.total / count if (count := sum(self.counts)) else 0.0
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        pairs: list[tuple[str, float]] = []
+        running = 0
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            running += count
+            pairs.append((bound, running))
+        return pairs
+
+
+class ModelMetrics:
+    """Of one model, or of an adapter under the name that it is asked for by. Written by output streams as things
+    happen."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
+        self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
+        self.end_to_end_s = Histogram(REQUEST_BOUNDS_S)
+        self.queue_s = Histogram(REQUEST_BOUNDS_S)
+        self.prefill_s = Histogram(REQUEST_BOUNDS_S)
+        self.decode_s = Histogram(REQUEST_BOUNDS_S)
+        self.request_prompt_tokens = Histogram(REQUEST_TOKENS_BOUNDS)
+        self.request_generation_tokens = Histogram(REQUEST_TOKENS_BOUNDS)
+        self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
+        self.stats = EngineStats()  # of the model's engines; an adapter has none of its own
+
+    def observe_stats(self, stats: EngineStats) -> None:
+        """Take over the engines' latest figures. Steps that were reported together count with their mean size."""
+        if stats is self.stats:
+            return
+        before, self.stats = self.stats, stats
+        num_steps = stats.num_steps - before.num_steps
+        if num_steps > 0:
+            mean_tokens = (stats.tokens_computed - before.tokens_computed) / num_steps
+            self.step_tokens.counts[bisect_left(self.step_tokens.bounds, mean_tokens)] += num_steps
+            self.step_tokens.total += mean_tokens * num_steps

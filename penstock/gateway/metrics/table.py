@@ -1,0 +1,249 @@
+"""Every metric of a gateway process in one table: name, kind, help text and labels. Collectors fill in the values.
+
+Names are written without their prefix. Every metric appears as `penstock_NAME`; those with `vllm` set appear under
+the `vllm:` name too, which dashboards know. `once` marks what all gateway processes of a server repeat from the same
+engines or servers: `exchange` takes it once instead of adding it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+PREFIX = "penstock_"
+VLLM_PREFIX = "vllm:"
+
+
+class Declared(NamedTuple):
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    once: bool = False
+    vllm: bool = False
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        return (PREFIX, VLLM_PREFIX) if self.vllm else (PREFIX,)
+
+    def family(self, prefix: str = PREFIX) -> Metric:
+        family: Metric = _FAMILIES[self.kind](prefix + self.name, self.help, labels=self.labels)
+        return family
+
+
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+LabelsT = TypeVar("LabelsT", bound=str | tuple[str, ...])
+Rows: TypeAlias = tuple[tuple[str, str], ...]
+
+
+def _each(
+    kind: Literal["counter", "gauge", "histogram"],
+    rows: Rows,
+    *labels: str,
+    once: bool = False,
+    vllm: bool = False,
+) -> list[Declared]:
+    return [Declared(name, kind, help_text, labels, once, vllm) for name, help_text in rows]
+
+
+_MODEL = "model_name"
+_POOL = (_MODEL, "role")
+_REPLICA = (_MODEL, "replica", "revision", "region")
+
+# fmt: off
+_ENGINES = [
+    *_each("gauge", (
+        ("num_requests_running", "Requests in the running batch."),
+        ("num_requests_waiting", "Requests waiting to be scheduled."),
+        ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them."),
+    ), _MODEL, once=True, vllm=True),
+    *_each("counter", (
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+        ("num_preemptions", "Running requests sent back to the queue."),
+        ("num_swapped", "Preempted requests whose KV may go to host memory."),
+        ("nan_logits", "Requests ended because the model produced no numbers."),
+        ("out_of_memory", "Requests ended because a step had no memory for them."),
+        ("spec_decode_num_draft_tokens", "Tokens drafted by speculation."),
+        ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
+    ), _MODEL, once=True, vllm=True),
+    *_each("gauge", (
+        ("kv_fragmentation", "Share of running requests' KV slots that hold nothing."),
+        ("kv_pinned_blocks", "KV blocks held for cache breakpoints."),
+        ("kv_host_blocks", "Slots for KV blocks in host memory."),
+        ("kv_host_blocks_used", "Slots in host memory that hold a block."),
+    ), _MODEL, once=True),
+    *_each("counter", (
+        ("cache_read_tokens", "Prompt tokens read from prefixes kept at breakpoints."),
+        ("cache_write_tokens", "Prompt tokens newly kept at breakpoints."),
+        ("kv_pins_demoted", "Pins given up before their time, to make room."),
+        ("kv_blocks_to_host", "KV blocks copied to host memory."),
+        ("kv_blocks_from_host", "KV blocks copied back from host memory."),
+        ("kv_fetches", "Requests whose KV was to come from another replica."),
+        ("kv_fetches_failed", "Requests whose KV did not all come from another replica."),
+        ("kv_fetched_tokens", "Tokens whose KV came from another replica."),
+        ("kv_kept_blocks_lost", "Kept KV blocks dropped before their time."),
+    ), _MODEL, once=True),
+]
+_REQUESTS = [
+    *_each("counter", (
+        ("prompt_tokens", "Prompt tokens of requests whose answer has begun."),
+        ("generation_tokens", "Tokens generated."),
+    ), _MODEL, vllm=True),
+    Declared("request_success", "counter", "Finished requests by reason.", (_MODEL, "finished_reason"), vllm=True),
+    *_each("histogram", (
+        ("time_to_first_token_seconds", "From arrival to the first token."),
+        ("inter_token_latency_seconds", "Between tokens of one answer."),
+        ("e2e_request_latency_seconds", "From arrival to the last token."),
+        ("request_queue_time_seconds", "From arrival to the first computation."),
+        ("request_prefill_time_seconds", "From first computation to first token."),
+        ("request_decode_time_seconds", "From the first token to the last."),
+        ("request_prompt_tokens", "Prompt tokens per request."),
+        ("request_generation_tokens", "Tokens generated per request."),
+    ), _MODEL, vllm=True),
+    Declared("iteration_tokens_total", "histogram", "Tokens computed per engine step.", (_MODEL,), True, True),
+]
+_WAY_IN = [
+    Declared("auto_requests", "counter", "Requests for auto, by the model asked first.", (_MODEL,)),
+    Declared("auto_escalations", "counter", "Unsure answers asked for again, of this model.", (_MODEL,)),
+    *_each("counter", (
+        ("response_cache_hits", "Requests answered from the response cache."),
+        ("response_cache_misses", "Requests that the response cache could not answer."),
+        ("idempotent_replays", "Requests that got an earlier one's answer."),
+        ("idempotency_conflicts", "Idempotency keys that came with another request."),
+        ("embedding_cache_hits", "Texts whose vector was known."),
+        ("embedding_cache_misses", "Texts that had to be embedded."),
+    )),
+    Declared("response_cache_bytes", "gauge", "Bytes of answers in the response cache."),
+    Declared("embedding_cache_bytes", "gauge", "Memory in use."),
+    Declared("guard_checks", "counter", "Prompts and answers that a policy looked at.", ("policy", "direction")),
+    Declared("guard_findings", "counter", "What rules found, by the action taken.",
+             ("policy", "rule", "direction", "action")),
+    Declared("guard_failures", "counter", "Guards that broke or took too long, by what the policy made of it.",
+             ("policy", "rule", "outcome")),
+    Declared("settings_reloads", "counter", "Times that the settings file was read again.", ("result",)),
+    Declared("settings_applied_timestamp_seconds", "gauge", "When the settings in use were read."),
+]
+_FLEET = [
+    Declared("replicas", "gauge", "Replicas of a pool by state.", (*_POOL, "state"), once=True),
+    Declared("autoscaler_decisions", "counter", "Decisions to change a pool.", (*_POOL, "direction"), once=True),
+    *_each("gauge", (
+        ("replicas_wanted", "Replicas of a pool that serve or are being started."),
+        ("pool_queued_prefill_tokens", "Prompt tokens that wait, those of held requests included."),
+        ("pool_drain_seconds", "How long the ready replicas take for the queued prefill tokens."),
+        ("pool_load", "The largest of the autoscaler's signals, as a share of its target."),
+        ("held_requests", "Requests that wait for a first replica."),
+    ), *_POOL, once=True),
+    *_each("gauge", (
+        ("replica_ready", "1 while a replica takes new requests, else 0."),
+        ("replica_requests_running", "Requests in a replica's running batch."),
+        ("replica_requests_waiting", "Requests that wait in a replica's queue."),
+        ("replica_kv_cache_usage_perc", "Share of a replica's KV blocks in use."),
+    ), *_REPLICA, once=True),
+    *_each("counter", (
+        ("replica_prefix_cache_queries", "Prompt tokens that a replica looked up."),
+        ("replica_prefix_cache_hits", "Prompt tokens that a replica had cached."),
+    ), *_REPLICA, once=True),
+    *_each("counter", (
+        ("replica_requests", "Requests sent to a replica, retries included."),
+        ("replica_failures", "Requests that a replica lost or could not take."),
+        ("replica_kv_event_resyncs", "How often KV events were missing."),
+    ), *_REPLICA),
+    Declared("routing_decisions", "counter", "Requests by what decided where they went.", ("reason",)),
+    Declared("failed_attempts", "counter", "Attempts that a replica failed, by what followed.", ("verdict",)),
+    *_each("counter", (
+        ("replica_ejections", "Times that a replica was left out for being slow."),
+        ("routed_prompt_tokens", "Prompt tokens of requests that were routed."),
+        ("matched_prompt_tokens", "Of those, thought to be cached there."),
+    )),
+    Declared("external_up", "gauge", "Whether a server answers.", ("server",), once=True),
+    Declared("external_load", "gauge", "Requests at a server, as it tells.", ("server", "state"), once=True),
+    Declared("external_circuit_open", "gauge", "Whether requests avoid a server that failed.", ("server",)),
+    Declared("external_requests_running", "gauge", "Requests sent from here and not answered.", ("server",)),
+    Declared("external_attempts", "counter", "Requests to a server, by how they ended.", ("server", "outcome")),
+    Declared("external_retries", "counter", "Requests sent to another server."),
+]
+_CALLERS = [
+    Declared("limits_admitted", "counter", "Requests that all limits allowed."),
+    Declared("limits_refused", "counter", "Requests refused, by the limit to blame.", ("scope", "limit")),
+    Declared("limits_subjects", "gauge", "Keys, workspaces and models whose use this process remembers."),
+    Declared("limits_redis_up", "gauge", "Whether shared limits are decided in Redis; 0 is not."),
+    Declared("limits_settlements_pending", "gauge", "Ended requests that Redis was not told of yet."),
+    *_each("counter", (
+        ("limits_redis_errors", "Calls to Redis that failed."),
+        ("limits_local_decisions", "Decisions made locally while Redis was gone."),
+        ("limits_closed_refusals", "Requests refused because Redis was gone."),
+        ("limits_settlements_lost", "Settlements given up after a long outage."),
+    )),
+    Declared("authentication_refusals", "counter", "Callers who were not let in.", ("code",)),
+    Declared("key_check_failures", "counter", "Times that the database did not say whether keys changed."),
+    Declared("remembered_keys", "gauge", "Keys, known or unknown, held in memory."),
+    Declared("batch_lines", "counter", "Lines of batches that were run, by outcome.", ("outcome",)),
+    Declared("batch_line_retries", "counter", "Lines that had to wait for limits or an engine and be tried again."),
+    Declared("batches_running", "gauge", "Batches in hand."),
+    Declared("usage_rows", "counter", "Requests in the usage ledger.", (_MODEL, "status")),
+    Declared("usage_cost_dollars", "counter", "What they cost at the configured prices.", (_MODEL,)),
+    *_each("counter", (
+        ("usage_journal_failures", "Lines that the usage journal did not take."),
+        ("usage_flush_failures", "Times that the database did not take usage rows."),
+        ("usage_recovered_rows", "Rows recovered from journals of stopped processes."),
+        ("usage_refused_rows", "Rows dropped because the database will never take them."),
+        ("usage_lost_rows", "Rows lost: no disk, no database, no memory."),
+    )),
+    Declared("usage_journal_bytes", "gauge",
+             "Bytes of usage rows that are in the journal, written to the database or not."),
+    Declared("tokens_per_hour", "gauge", "Tokens of finished requests in the last hour; input without cached tokens.",
+             (_MODEL, "kind")),
+    Declared("accelerator_dollars_per_million_tokens", "gauge",
+             "The accelerators' hour divided by the tokens that this process made of it.", (_MODEL,)),
+]
+_CONNECTIONS = [
+    Declared("connections_open", "gauge", "Connections that are open."),
+    Declared("websockets_open", "gauge", "WebSockets that are open."),
+    *_each("counter", (
+        ("connections_refused", "Connections refused because too many were open."),
+        ("connections_timed_out", "Connections whose request did not arrive in time."),
+        ("connections_malformed", "Connections closed for what they sent."),
+        ("connections_stalled", "Connections dropped because their client stopped reading."),
+        ("websockets_accepted", "WebSockets that were accepted."),
+        ("websockets_refused", "WebSockets refused because too many were open."),
+        ("websockets_requests", "Requests that came over WebSockets."),
+        ("websockets_too_slow", "WebSockets closed because their reader fell behind."),
+    )),
+]
+# fmt: on
+ENGINE_METRICS = tuple(_ENGINES)  # what engines report of each model
+MODEL_METRICS = tuple(_REQUESTS)  # what a gateway counts for each model
+METRICS = {row.name: row for row in (*_ENGINES, *_REQUESTS, *_WAY_IN, *_FLEET, *_CALLERS, *_CONNECTIONS)}
+
+
+def metric(name: str, value: float) -> Metric:
+    """A metric without labels."""
+    family = METRICS[name].family()
+    add(family, (), value)
+    return family
+
+
+def metric_by(name: str, values: Mapping[LabelsT, float]) -> Metric:
+    """A metric with a value for each combination of its labels, in the order of the table."""
+    family = METRICS[name].family()
+    for labels, value in values.items():
+        add(family, (labels,) if isinstance(labels, str) else labels, value)
+    return family
+
+
+def add(family: Metric, labels: Sequence[str], value: float) -> None:
+    family.add_metric(labels, value)  # type: ignore[attr-defined]
+
+
+def metrics(values: Iterable[tuple[str, float]]) -> list[Metric]:
+    """Several metrics without labels."""
+    return [metric(name, value) for name, value in values]
+
+
+def is_told_once(family_name: str) -> bool:
+    """Whether all processes tell the same of it. `family_name` is with its prefix, as a page has it."""
+    name = family_name.removeprefix(PREFIX).removeprefix(VLLM_PREFIX)
+    return name in METRICS and METRICS[name].once

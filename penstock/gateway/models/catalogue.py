@@ -1,0 +1,212 @@
+"""Every name that a client may ask for, and the model behind it: models, adapters, aliases, and `auto`.
+
+Models come from the engines and from external servers, adapters from their registry, aliases and permissions from
+the settings. Knows no request that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.cluster.client import EngineClient
+from penstock.core.errors import Conflict, EngineUnavailable, ModelNotFound, PermissionDenied
+from penstock.core.gateway_config import GatewayConfig
+from penstock.core.identity import Principal
+from penstock.core.messages import EngineReady
+from penstock.gateway.external.models import ExternalModel, ExternalModels
+from penstock.gateway.models.adapters import AdapterRegistry, RegisteredAdapter
+from penstock.gateway.models.served_model import ServedModel
+from penstock.gateway.models.settings import AUTO, ModelSettings
+
+# For an engine that starts or a server that drains: neither has a queue whose pace could tell.
+RETRY_AFTER_S = 5.0
+
+
+# Who answers requests: our own engines, or somebody else's.
+AnsweringModel: TypeAlias = ServedModel | ExternalModel
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """`name` is what clients ask for. `parent` is the model that an adapter changes."""
+
+    name: str
+    model: AnsweringModel
+    parent: str | None = None
+
+
+class Catalogue:
+    def __init__(
+        self, engine: EngineClient, config: GatewayConfig, adapters: AdapterRegistry | None = None
+    ) -> None:
+        self.adapters = adapters or AdapterRegistry()
+        self.settings = ModelSettings()
+        self.external: ExternalModels | None = None  # set where there are external servers
+        self._engine = engine
+        self._config = config
+        self._served: dict[str, ServedModel] = {}
+        self._adapted: dict[tuple[str, str], ServedModel] = {}  # by name and digest
+
+    @property
+    def has_served(self) -> bool:
+        """Whether some engine was ready once."""
+        return bool(self._served)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether anybody could answer now."""
+        return self._engine.ready is not None or (self.external is not None and self.external.is_ready)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Those of the settings, which may change, go before those given at the start."""
+        return {**self._config.names.aliases, **self.settings.aliases}
+
+    def apply(self, settings: ModelSettings) -> None:
+        """New settings, from now on."""
+        self.settings = settings
+
+    def is_auto(self, name: str | None) -> bool:
+        return name == AUTO and self.settings.auto is not None and AUTO not in self._engine.models
+
+    def find(self, name: str | None = None) -> ServedModel:
+        """The model that serves requests for `name`; None stands for the first there is, `auto` for the smallest
+        that it may choose. Raises ModelNotFound or EngineUnavailable."""
+        if name is None:
+            return self._first()
+        models = self._engine.models
+        if self.is_auto(name):
+            name = self._smallest()
+        if name not in models:
+            name = self.aliases.get(name, name)
+        if (ready := models.get(name)) is not None:
+            return self._of_engine(ready)
+        if (entry := self.adapters.find(name)) is not None:
+            return self._of_adapter(entry)
+        if self.external is not None and (elsewhere := self.external.find(name)) is not None:
+            raise elsewhere.refuse()
+        only = "" if self.external is not None and not models else self._first().name
+        if len(models) == 1 and self.external is None:
+            raise ModelNotFound(f"The model {name!r} is not served here; {only!r} is.", param="model")
+        raise ModelNotFound(
+            f"The model {name!r} is not served here.",
+            param="model",
+            hint="GET /v1/models lists those that are.",
+        )
+
+    def answering(self, name: str | None, principal: Principal | None = None) -> AnsweringModel:
+        """Who answers requests for `name`; with a principal, if that one may ask."""
+        model = self._elsewhere(name) or self.find(name)
+        if principal is not None:
+            self._check_permission(principal, model, name)
+        return model
+
+    def permitted(self, principal: Principal, name: str | None) -> ServedModel:
+        """`find`, for somebody. A caller may use a model under its own name, or under an alias allowed to it."""
+        model = self.find(name)
+        self._check_permission(principal, model, name)
+        return model
+
+    def allows(self, principal: Principal, model: AnsweringModel, asked: str | None = None) -> bool:
+        names = (model.name,) if asked is None else (model.name, asked)
+        return self.settings.allows(principal, names)
+
+    def listed(self, principal: Principal) -> list[ListedModel]:
+        """All that a caller may ask for: models, their adapters, aliases, and `auto`."""
+        first = self._config.names.first
+        readies = sorted(self._engine.models.values(), key=lambda ready: ready.model.name != first)
+        models = [self._of_engine(ready) for ready in readies]
+        entries = [ListedModel(model.card.name, model) for model in models]
+        for entry in self.adapters.all():
+            try:
+                adapted = self._of_adapter(entry)
+            except (ModelNotFound, EngineUnavailable):
+                continue  # its base model is not there
+            entries.append(ListedModel(adapted.card.name, adapted, parent=adapted.base_name))
+        if self.external is not None:
+            taken = {entry.name for entry in entries}
+            entries += [
+                ListedModel(model.name, model) for model in self.external.all() if model.name not in taken
+            ]
+        known: dict[str, AnsweringModel] = {entry.name: entry.model for entry in entries}
+        for alias, name in self.aliases.items():
+            if name in known and alias not in known:
+                entries.append(ListedModel(alias, known[name]))
+        known = {entry.name: entry.model for entry in entries}
+        if self.settings.auto is not None and AUTO not in known:
+            sizes = [known[name] for name in self.settings.auto.models if name in known]
+            entries += [ListedModel(AUTO, model) for model in sizes[:1]]
+        return [entry for entry in entries if self.allows(principal, entry.model, entry.name)]
+
+    def base_of(self, entry: RegisteredAdapter) -> ServedModel:
+        """The model that an adapter changes."""
+        if entry.base_model is None:
+            return self._first()
+        ready = self._engine.models.get(entry.base_model)
+        if ready is None:
+            raise ModelNotFound(
+                f"The adapter {entry.adapter.name!r} is for {entry.base_model!r}, which is not served here.",
+                param="model",
+            )
+        return self._of_engine(ready)
+
+    def check_free(self, entry: RegisteredAdapter) -> None:
+        """Raises Conflict for a name that stands for something else."""
+        name = entry.adapter.name
+        if name in self._engine.models or name in self.aliases or name == AUTO:
+            raise Conflict(f"The name {name!r} is taken by a model.", param="lora_name")
+
+    def _check_permission(self, principal: Principal, model: AnsweringModel, asked: str | None) -> None:
+        if not self.allows(principal, model, asked):
+            raise PermissionDenied(f"This key may not use the model {model.name!r}.", param="model")
+
+    def _elsewhere(self, name: str | None) -> ExternalModel | None:
+        """The external model of this name. Our own go before it."""
+        if self.external is None or self.is_auto(name):
+            return None
+        models = self._engine.models
+        if name is None:
+            return None if models else self.external.first()
+        if name not in models:
+            name = self.aliases.get(name, name)
+        if name in models or self.adapters.find(name) is not None:
+            return None
+        return self.external.find(name)
+
+    def _first(self) -> ServedModel:
+        models = self._engine.models
+        ready = (
+            models.get(self._config.names.first) or self._engine.ready or next(iter(models.values()), None)
+        )
+        if ready is None:
+            raise EngineUnavailable("No engine is ready to serve.", retry_after_s=RETRY_AFTER_S)
+        return self._of_engine(ready)
+
+    def _smallest(self) -> str:
+        auto = self.settings.auto
+        assert auto is not None
+        models = self._engine.models
+        return next((name for name in auto.models if name in models), auto.models[0])
+
+    def _of_engine(self, ready: EngineReady) -> ServedModel:
+        name = ready.model.name
+        served = self._served.get(name)
+        if served is not None and served.engine is ready:
+            return served
+        if served is None or served.engine.model != ready.model:
+            served = self._served[name] = ServedModel(ready, self._config)
+        else:  # another engine, with the same model
+            served.engine = ready
+        self._adapted.clear()
+        return served
+
+    def _of_adapter(self, entry: RegisteredAdapter) -> ServedModel:
+        adapter = entry.adapter
+        key = adapter.name, adapter.digest
+        base = self.base_of(entry)
+        adapted = self._adapted.get(key)
+        if adapted is None:
+            adapted = self._adapted[key] = base.adapted(adapter)
+        return adapted

@@ -1,0 +1,168 @@
+"""A model as clients see it: its names, and how prompts for it are rendered, tokenized and checked. Knows no request
+that runs, and no other model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.gateway_config import GatewayConfig
+from penstock.core.grammar_text import token_ids_by_number
+from penstock.core.messages import EngineReady
+from penstock.core.request import Adapter, CacheBreakpoint, Grammar, SamplingParams
+from penstock.gateway.checks import check_request, check_token_ids, too_long
+from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt, num_characters
+from penstock.gateway.text.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
+from penstock.gateway.text.dialect import Dialect, PreparedPrompt
+from penstock.gateway.text.grammars import GrammarChecker
+from penstock.gateway.text.plain_text import RenderedChat
+from penstock.gateway.text.template import ChatTemplate
+from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
+
+
+class ServedModel:
+    """What the gateway built from an engine's model card. Lives as long as engines serve that very model.
+
+    An adapter is a model of its own, which shares all but its name with the one that it adapts."""
+
+    def __init__(self, engine: EngineReady, config: GatewayConfig) -> None:
+        self.engine = engine
+        self.card = engine.model  # under the name that clients know it by
+        self.adapter: Adapter | None = None
+        self.tokenizer = TextTokenizer(engine.model)
+        self.dialect = Dialect(engine.model, self.tokenizer, config)
+        self.template = ChatTemplate(engine.model, self.dialect.tool_format)
+        self._grammars = GrammarChecker()
+        self._special_token_ids = token_ids_by_number(engine.model.tokenizer_json)
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self.card.max_model_len
+
+    @property
+    def max_output_tokens(self) -> int:
+        return self.engine.max_output_tokens
+
+    @property
+    def base_name(self) -> str:
+        """Of the model whose engines serve requests for this one."""
+        return self.engine.model.name
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """What answers depend on besides the request."""
+        weights = b"" if self.adapter is None else self.adapter.digest.encode()
+        card = msgspec.msgpack.encode(self.card)  # the identity of the base model's weights is in the card
+        return hashlib.blake2b(card, digest_size=32).digest() + weights
+
+    def adapted(self, adapter: Adapter) -> ServedModel:
+        twin = copy.copy(self)
+        twin.__dict__.pop("fingerprint", None)
+        twin.adapter = adapter
+        twin.card = msgspec.structs.replace(self.card, name=adapter.name)
+        return twin
+
+    def check(self, request: GenerationRequest) -> None:
+        """Everything that can be checked cheaply: options, and lengths that cannot fit the context however the
+        prompt is tokenized. Raises InvalidRequest."""
+        if self.card.is_encoder:
+            raise InvalidRequest(
+                f"The model {self.card.name!r} makes embeddings and writes no text.",
+                param="model",
+                hint="Ask /v1/embeddings.",
+            )
+        check_request(request, self.card.vocab_size)
+        for prompt in request.prompts:
+            if not isinstance(prompt, ChatPrompt):
+                self._check_length(
+                    prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids, "prompt"
+                )
+            elif not request.drops_oldest_turns:
+                self._check_num_characters(num_characters(prompt), "messages")
+
+    def _check_length(self, text: str | Sequence[int], param: str) -> None:
+        if isinstance(text, str):
+            self._check_num_characters(len(text), param)
+        elif len(text) >= self.max_model_len:
+            raise too_long(self.max_model_len, f"the prompt alone has {len(text)}", param)
+
+    def _check_num_characters(self, num_characters: int, param: str) -> None:
+        """Before a text is tokenized: no token is longer than the vocabulary's longest."""
+        at_least = num_characters // self.tokenizer.max_characters_per_token
+        if at_least >= self.max_model_len:
+            raise too_long(
+                self.max_model_len,
+                f"the prompt's {num_characters} characters are at least {at_least}",
+                param,
+            )
+
+    def known(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
+        """The same token ids. A tokenizer may know tokens that the model has no embedding for; a text that spells
+        one out is refused with InvalidRequest, since no engine could compute it."""
+        if self.tokenizer.max_token_id >= self.card.vocab_size:
+            check_token_ids(token_ids, self.card.vocab_size, param=param)
+        return token_ids
+
+    async def prepare(self, prompt: Prompt, grammar: Grammar | None = None) -> PreparedPrompt:
+        """`grammar` is what the request itself demands of its answers."""
+        if isinstance(prompt, TextPrompt):
+            self._check_num_characters(len(prompt.text), "prompt")
+            token_ids = await self.tokenizer.encode(prompt.text, add_special_tokens=True)
+            return PreparedPrompt(self.known(token_ids, "prompt"))
+        if isinstance(prompt, ChatPrompt):
+            prompt = self.dialect.without_thinking_where_held(prompt, grammar)
+            rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
+            self._check_num_characters(len(rendered.text), "messages")
+            form = self.dialect.answer_form(prompt, rendered, grammar)
+            pieces = marked_pieces(prompt)
+            if pieces:
+                token_ids, breakpoints = await self._with_breakpoints(prompt, pieces, rendered)
+                return PreparedPrompt(
+                    self.known(token_ids, "messages"), form, breakpoints, tools_salt(prompt)
+                )
+            # A template writes the special tokens itself.
+            token_ids = await self.tokenizer.encode(
+                rendered.text, add_special_tokens=False, plain_ranges=rendered.plain_ranges
+            )
+            return PreparedPrompt(self.known(token_ids, "messages"), form)
+        check_token_ids(prompt.token_ids, self.card.vocab_size, param="prompt")
+        return PreparedPrompt(prompt.token_ids)
+
+    async def _with_breakpoints(
+        self, prompt: ChatPrompt, pieces: Sequence[Piece], rendered: RenderedChat
+    ) -> tuple[tuple[int, ...], tuple[CacheBreakpoint, ...]]:
+        def render(variant: ChatPrompt) -> str:
+            return self.dialect.close_thinking(variant, self.template.render(variant)).text
+
+        if len(rendered.text) <= DIRECT_ENCODE_CHARS:
+            kept = locate(prompt, pieces, rendered.text, render)
+        else:  # which renders the chat a few times more
+            kept = await asyncio.to_thread(locate, prompt, pieces, rendered.text, render)
+        ends = sorted({end for prefix in kept for end in (prefix.end, *prefix.earlier)})
+        token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
+        return token_ids, breakpoints_at(kept, positions)
+
+    async def with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
+        """Raises InvalidRequest when no engine could compile the grammar."""
+        if sampling.grammar is None:
+            return sampling
+        grammar = await self._grammars.check(sampling.grammar, self._special_token_ids)
+        return msgspec.structs.replace(sampling, grammar=grammar)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """A prompt of token ids as text, for guards."""
+        check_token_ids(token_ids, self.card.vocab_size, param="prompt")
+        return await self.tokenizer.decode_later(token_ids)
+
+    async def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return (await self.prepare(prompt)).token_ids

@@ -1,0 +1,1 @@
+"""The settings file: what may change while a server runs."""

@@ -1,0 +1,197 @@
+"""Everything that may change while a gateway runs, in one TOML file: limits, prices, safety policies, tiers, caches.
+
+A file is checked as a whole. `parse_settings` gives settings that every part can use, or a ConfigError that names
+the key and the line. Knows nothing of when a file is read: `file.SettingsFile` does that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from decimal import Decimal
+from typing import Any, NoReturn
+
+import msgspec
+from msgspec import inspect as types
+
+from penstock.core.errors import ConfigError
+from penstock.gateway.guards.policies import GuardPolicies
+from penstock.gateway.guards.settings import GuardSettings
+from penstock.gateway.ledger.prices import PriceSettings
+from penstock.gateway.models.settings import ModelSettings
+from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.ratelimits.settings import LimitSettings
+from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.settings.tiers import TierSettings
+from penstock.gateway.settings.toml_lines import Path, key_lines, nearest_line
+from penstock.gateway.text.caching import PromptCacheSettings
+
+_PATH_STEP = re.compile(r"\.([A-Za-z0-9_]+)|\[(\d+)\]|(\[\.\.\.\])")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.+)`$")
+_DOTTED = re.compile(r"[A-Za-z_]+(?:\.[\w*-]+)+")
+_QUOTED = re.compile(r"'([^']+)'")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One field per table of the file."""
+
+    limits: LimitSettings = LimitSettings()
+    prices: PriceSettings = PriceSettings()
+    guards: GuardSettings = GuardSettings()
+    tiers: TierSettings = TierSettings()
+    models: ModelSettings = ModelSettings()
+    prompt_cache: PromptCacheSettings = PromptCacheSettings()
+    response_cache: ResponseCacheSettings = ResponseCacheSettings()
+    idempotency: IdempotencySettings = IdempotencySettings()
+
+    def check(self) -> None:
+        """Raise ConfigError for what types cannot say."""
+        self.limits.check()
+        self.prices.check()
+        self.models.check()
+        GuardPolicies(_ask_nobody).apply(self.guards)  # also compiles patterns, and forgets the result
+
+
+async def _ask_nobody(request: GenerationRequest) -> NoReturn:
+    raise AssertionError("settings that are only checked ask no model")
+
+
+def parse_settings(text: str, file_name: str) -> Settings:
+    try:
+        document = tomllib.loads(text, parse_float=Decimal)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file_name} is not valid TOML: {error}.") from error
+    try:
+        settings = msgspec.convert(document, Settings)
+    except msgspec.ValidationError as error:
+        raise _refusal(document, text, file_name, str(error)) from error
+    try:
+        settings.check()
+    except ConfigError as error:
+        place = _place(file_name, _mentioned_line(error, text))
+        raise ConfigError(f"{place}: {error.message}", hint=error.hint, param=error.param) from error
+    return settings
+
+
+def changed_settings(before: Settings, after: Settings) -> list[str]:
+    """One line per setting that differs. Numbers are shown; texts, which may be private, are not."""
+    old, new = (dict(_leaves(_builtins(settings))) for settings in (before, after))
+    changes = []
+    for path in sorted(old.keys() | new.keys()):
+        if old.get(path) == new.get(path):
+            continue
+        shown = [_shown(values.get(path)) for values in (old, new)]
+        changes.append(f"{path}: {' → '.join(shown)}" if None not in shown else f"{path} changed")  # type: ignore[arg-type]
+    return changes
+
+
+def _refusal(document: dict[str, Any], text: str, file_name: str, message: str) -> ConfigError:
+    what, _, place = message.partition(" - at ")
+    path = _resolve(document, place, message)
+    unknown = _UNKNOWN_FIELD.match(what)
+    if unknown is not None:
+        path = (*path, unknown[1])
+        close = difflib.get_close_matches(unknown[1], _field_names(), n=1)
+        sentence = f"there is no setting '{_dotted(path)}'."
+        hint = f"Did you mean '{close[0]}'?" if close else None
+    else:
+        sentence, hint = f"{_dotted(path)} is wrong: {what[:1].lower()}{what[1:]}.", None
+    return ConfigError(
+        f"{_place(file_name, nearest_line(key_lines(text), path))}: {sentence}",
+        hint=hint,
+        param=_dotted(path),
+    )
+
+
+def _resolve(document: dict[str, Any], place: str, message: str) -> Path:
+    """The path that a validation error is about. The error writes `[...]` in place of a dictionary's key; that key is
+    found by validating each entry of the dictionary alone, until one gives the same error."""
+    path: Path = ()
+    inside: Any = document
+    for name, index, unnamed in _PATH_STEP.findall(place):
+        step: str | int = name or (int(index) if index else "")
+        if unnamed:
+            step = next(key for key in inside if _fails_alone(document, path, key, message))
+        path += (step,)
+        inside = inside[step]
+    return path
+
+
+def _fails_alone(document: dict[str, Any], path: Path, key: str, message: str) -> bool:
+    try:
+        msgspec.convert(_with_only(document, path, key), Settings)
+    except msgspec.ValidationError as error:
+        return str(error) == message
+    return False
+
+
+def _with_only(value: Any, path: Path, key: str) -> Any:
+    """A copy in which the dict at `path` has one key."""
+    if not path:
+        return {key: value[key]}
+    copy: Any = list(value) if isinstance(value, list) else dict(value)
+    copy[path[0]] = _with_only(copy[path[0]], path[1:], key)
+    return copy
+
+
+def _mentioned_line(error: ConfigError, text: str) -> int | None:
+    """Where the error of a part's own check points: to a key it names, or else to the first place of a word it
+    quotes."""
+    lines = key_lines(text)
+    for dotted in [error.param or "", *_DOTTED.findall(error.message)]:
+        path = _known_path(dotted, lines)
+        if path:
+            return nearest_line(lines, path)
+    for word in _QUOTED.findall(error.message):
+        for number, line in enumerate(text.splitlines(), start=1):
+            if word in line:
+                return number
+    return None
+
+
+def _known_path(dotted: str, lines: dict[Path, int]) -> Path | None:
+    """The longest key that `dotted` begins with. Names may hold dots themselves."""
+    known = [path for path in lines if f"{dotted}.".startswith(f"{_dotted(path)}.")]
+    return max(known, key=len, default=None)
+
+
+def _field_names() -> list[str]:
+    names: set[str] = set()
+    waiting: list[types.Type] = [types.type_info(Settings)]
+    while waiting:
+        match waiting.pop():
+            case types.StructType(fields=fields):
+                names.update(field.encode_name for field in fields)
+                waiting += [field.type for field in fields]
+            case types.UnionType(types=members):
+                waiting += members
+            case types.DictType(value_type=inside) | types.Metadata(type=inside):
+                waiting.append(inside)
+            case types.VarTupleType(item_type=inside) | types.ListType(item_type=inside):
+                waiting.append(inside)
+    return sorted(names)
+
+
+def _place(file_name: str, line: int | None) -> str:
+    return file_name if line is None else f"{file_name}, line {line}"
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _builtins(settings: Settings) -> Any:
+    return msgspec.to_builtins(settings, builtin_types=(Decimal,))
+
+
+def _leaves(value: Any, path: Path = ()) -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and (value or not path):
+        return [leaf for key, inside in value.items() for leaf in _leaves(inside, (*path, key))]
+    return [(_dotted(path), value)]
+
+
+def _shown(value: Any) -> str | None:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool | int | float | Decimal) else None

@@ -1,0 +1,1 @@
+"""Text and tokens: chat templates, tokenizing, detokenizing, cache marks and grammars of one model."""

@@ -1,0 +1,288 @@
+"""Text to token ids and back, for one served model.
+
+Wraps a `tokenizers.Tokenizer`; knows nothing of requests or streams. Streaming text comes from `detokenizer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from tokenizers import Encoding, Tokenizer
+
+from penstock.core.errors import ModelLoadError
+from penstock.core.messages import ModelCard
+from penstock.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+# Below this a hop to another thread costs more than the encoding that it would take off the event loop.
+DIRECT_ENCODE_CHARS = 4096
+ENCODE_THREADS = 2
+COMPOSING_FACTOR = 4  # Unicode composes at most four characters into one
+LOSSY_FACTOR = 16  # for tokenizers that delete characters, or join those that they do not know
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "▁"
+
+
+def _bytes_of_byte_level_characters() -> dict[str, int]:
+    """Byte-level vocabularies write each byte as one printable character: itself where Latin-1 has a visible one,
+    else the next free code point from 256 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
+
+
+_BYTE_LEVEL = _bytes_of_byte_level_characters()
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id to the bytes it stands for, worked out the first time it is asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, *, byte_level: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._byte_level = byte_level
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        data = b"" if piece is None else self._bytes_of(piece)
+        self[token_id] = data
+        return data
+
+    def _bytes_of(self, piece: str) -> bytes:
+        if self._byte_level:
+            try:
+                return bytes([_BYTE_LEVEL[character] for character in piece])
+            except KeyError:  # an added token, written as plain text
+                return piece.encode()
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return piece.replace(_WORD_START, " ").encode()
+
+
+class TextTokenizer:
+    """Encodes, decodes and makes detokenizers. One per model card; safe to share between requests."""
+
+    def __init__(self, card: ModelCard) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_buffer(card.tokenizer_json)
+        except Exception as error:  # the bindings raise a bare Exception
+            raise ModelLoadError(f"The tokenizer of {card.name} cannot be read: {error}") from error
+        self._card = card
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._bos = (card.bos_token_id,) if card.add_bos_token and card.bos_token_id is not None else ()
+        file = msgspec.json.decode(card.tokenizer_json, type=_TokenizerFile)
+        self._decoder = _DecoderKind.of(file.decoder)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # No text has fewer tokens than its characters divided by this. For tokenizers that drop or join characters
+        # without limit the figure is generous instead of exact: no text worth answering comes near it.
+        shrink_factor = _shrink_factor(file.normalizer) if self._decoder.bytewise else LOSSY_FACTOR
+        self.max_characters_per_token = shrink_factor * max(map(len, vocabulary), default=1)
+        self.max_token_id = max(vocabulary.values(), default=0)  # of what `encode` gives
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._token_bytes = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
+        self._visible_bytes: dict[frozenset[int], TokenBytes] = {}  # by which special tokens are shown
+        self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, plain_ranges: Sequence[tuple[int, int]] = ()
+    ) -> tuple[int, ...]:
+        """Token ids of `text`, after the model's beginning-of-sequence token where it wants one and
+        `add_special_tokens` allows it. Special tokens spelled out inside `plain_ranges` are taken for plain text.
+        Long texts are encoded off the event loop."""
+        if len(text) <= DIRECT_ENCODE_CHARS:
+            ids = self._encode(text, plain_ranges)
+        else:
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(self._threads, self._encode, text, plain_ranges)
+        return (*self._bos, *ids) if add_special_tokens else tuple(ids)
+
+    async def encode_marked(
+        self,
+        text: str,
+        plain_ranges: Sequence[tuple[int, int]],
+        positions: Sequence[int],
+    ) -> tuple[tuple[int, ...], dict[int, int]]:
+        """What `encode` gives without special tokens added, and for each of `positions`, in characters, how many
+        leading tokens end at or before it."""
+        if len(text) <= DIRECT_ENCODE_CHARS:
+            return self._encode_marked(text, plain_ranges, positions)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode_marked, text, plain_ranges, positions)
+
+    async def encode_with_template(self, text: str) -> tuple[int, ...]:
+        """With every special token that the tokenizer itself puts around a text, as encoders expect."""
+
+        def encode() -> list[int]:
+            ids: list[int] = _encoded(self._tokenizer, text, add_special_tokens=True).ids
+            return ids
+
+        if len(text) <= DIRECT_ENCODE_CHARS:
+            return tuple(encode())
+        return tuple(await asyncio.get_running_loop().run_in_executor(self._threads, encode))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The whole text, special tokens included."""
+        if len(token_ids) <= DIRECT_ENCODE_CHARS:
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
+
+    async def decode_later(self, token_ids: Sequence[int]) -> str:
+        """As `decode`; many token ids are decoded off the event loop."""
+        if len(token_ids) <= DIRECT_ENCODE_CHARS:
+            return self.decode(token_ids)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.decode, token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for on its own; not always whole characters."""
+        return self._token_bytes[token_id]
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens among `texts`."""
+        ids = {self._tokenizer.token_to_id(text) for text in texts}
+        return self._special_ids & ids
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], shown_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """For the text that follows a prompt. Special tokens other than `shown_ids` are left out."""
+        if not self._decoder.bytewise:
+            return WindowDetokenizer(self._tokenizer, self._special_ids - shown_ids, prompt_token_ids)
+        starts_text = self._decoder.strips_first_space and self._special_ids.issuperset(prompt_token_ids)
+        return ByteDetokenizer(self._visible_bytes_with(shown_ids), strip_first_space=starts_text)
+
+    def _visible_bytes_with(self, shown_ids: frozenset[int]) -> TokenBytes:
+        table = self._visible_bytes.get(shown_ids)
+        if table is None:
+            table = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
+            table.update(dict.fromkeys(self._special_ids - shown_ids, b""))
+            self._visible_bytes[shown_ids] = table
+        return table
+
+    def _encode(self, text: str, plain_ranges: Sequence[tuple[int, int]]) -> list[int]:
+        ids: list[int] = []
+        for _, encoding in self._encodings(text, plain_ranges):
+            ids += encoding.ids
+        return ids
+
+    def _encode_marked(
+        self, text: str, plain_ranges: Sequence[tuple[int, int]], positions: Sequence[int]
+    ) -> tuple[tuple[int, ...], dict[int, int]]:
+        ids: list[int] = []
+        found = dict.fromkeys(positions, 0)
+        for start, encoding in self._encodings(text, plain_ranges):
+            for position in positions:
+                if position > start:
+                    found[position] = len(ids) + _num_tokens_before(encoding, position - start)
+            ids += encoding.ids
+        return tuple(ids), found
+
+    def _encodings(
+        self, text: str, plain_ranges: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, Encoding]]:
+        """The stretches of a text that are tokenized apart, each with where it begins."""
+        position = 0
+        for start, end in plain_ranges:
+            if start > position:
+                yield position, _encoded(self._tokenizer, text[position:start])
+            yield start, _encoded(self._plain_tokenizer, text[start:end])
+            position = end
+        if position < len(text):
+            yield position, _encoded(self._tokenizer, text[position:])
+
+    @cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """The same, but blind to special tokens. Few chats need it, and it takes a moment to build."""
+        tokenizer = Tokenizer.from_buffer(self._card.tokenizer_json)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    """The batch calls of `tokenizers` let other threads run meanwhile; its calls for one text do not."""
+    if len(text) <= DIRECT_ENCODE_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    (encoding,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    return encoding
+
+
+def _num_tokens_before(encoding: Encoding, position: int) -> int:
+    """Leading tokens that end at or before a character. Fewer where tokenizing dropped characters around it."""
+    num_tokens = len(encoding)
+    last = encoding.token_to_chars(num_tokens - 1) if num_tokens else None
+    if last is None or position >= last[1]:
+        return num_tokens
+    for character in range(position, -1, -1):
+        token: int | None = encoding.char_to_token(character)
+        if token is not None:
+            return token
+    return 0
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The parts of a tokenizer file that are read here."""
+
+    decoder: dict[str, Any] | None = None
+    normalizer: dict[str, Any] | None = None
+
+
+def _shrink_factor(normalizer: dict[str, Any] | None) -> int:
+    """How many characters of a text may become one before the text is tokenized."""
+    if normalizer is None:
+        return 1
+    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    factor = 1
+    for step in steps:
+        match step:
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if len(old) <= len(
+                new
+            ):
+                pass
+            case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:
+                factor = COMPOSING_FACTOR
+            case _:
+                return LOSSY_FACTOR
+    return factor
+
+
+class _DecoderKind:
+    """What the tokenizer file says about turning tokens into text.
+
+    Almost every language model's decoder maps each token to bytes, whatever stands around it: byte-level
+    vocabularies, and SentencePiece ones with byte fallback. Those are `bytewise`; the rest needs context.
+    """
+
+    def __init__(self, *, byte_level: bool, bytewise: bool, strips_first_space: bool) -> None:
+        self.byte_level = byte_level
+        self.bytewise = bytewise
+        self.strips_first_space = strips_first_space
+
+    @classmethod
+    def of(cls, decoder: dict[str, Any] | None) -> _DecoderKind:
+        steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        kinds = [step["type"] for step in steps]
+        byte_level = kinds == ["ByteLevel"]
+        sentencepiece = (
+            kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+            and steps[0]["pattern"] == {"String": _WORD_START}
+            and steps[0]["content"] == " "
+            and (len(steps) == 3 or steps[3:] == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}])
+        )
+        return cls(
+            byte_level=byte_level,
+            bytewise=byte_level or sentencepiece,
+            strips_first_space=sentencepiece and len(steps) == 4,
+        )

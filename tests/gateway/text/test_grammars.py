@@ -1,0 +1,157 @@
+"""What clients may ask answers to look like, and every way to be refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.gateway_config import GatewayConfig
+from penstock.core.grammar_text import lenient
+from penstock.core.request import Grammar
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
+from penstock.gateway.text import grammars
+from penstock.gateway.text.grammars import GrammarChecker, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAGS = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}
+
+
+DEEP = '{"items":' * 5000 + "{}" + "}" * 5000
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def test_response_formats() -> None:
+    assert ResponseFormat(type="text").to_grammar() is None
+    assert ResponseFormat(type="json_object").to_grammar() == Grammar("json")
+    strict = ResponseFormat(
+        type="json_schema", json_schema=JsonSchemaFormat(name="x", schema=OBJECT, strict=True)
+    )
+    assert strict.to_grammar() == Grammar("json_schema", json.dumps(OBJECT))
+    loose = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name="x", schema=OBJECT))
+    assert loose.to_grammar() == Grammar("json_schema", json.dumps(lenient(OBJECT)))
+    tags = ResponseFormat(type="structural_tag", structures=TAGS["structures"], triggers=["<f"])
+    assert tags.to_grammar() == Grammar("structural_tag", json.dumps(TAGS))
+
+
+@pytest.mark.parametrize("wrong", [ResponseFormat(type="xml"), ResponseFormat(type="json_schema")])
+def test_a_wrong_response_format_names_its_field(wrong: ResponseFormat) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wrong.to_grammar()
+    assert str(caught.value.param).startswith("response_format.")
+
+
+@pytest.mark.parametrize(
+    ("wish", "kind"),
+    [
+        (StructuredOutputs(json=OBJECT), "json_schema"),
+        (StructuredOutputs(json=json.dumps(OBJECT)), "json_schema"),
+        (StructuredOutputs(json_object=True), "json"),
+        (StructuredOutputs(regex="a+"), "regex"),
+        (StructuredOutputs(choice=["a", "b"]), "choice"),
+        (StructuredOutputs(grammar='start: "a"'), "ebnf"),
+        (StructuredOutputs(structural_tag=TAGS), "structural_tag"),
+        (StructuredOutputs(structural_tag=json.dumps(TAGS)), "structural_tag"),
+    ],
+)
+async def test_structured_outputs_of_every_kind_pass_the_check(wish: StructuredOutputs, kind: str) -> None:
+    grammar = wish.to_grammar("structured_outputs")
+    assert grammar is not None
+    assert grammar.kind == kind
+    assert await GrammarChecker().check(grammar, {}) == grammar
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        StructuredOutputs(json=OBJECT, regex="a"),
+        StructuredOutputs(json="{"),
+        StructuredOutputs(json="[1]"),
+        StructuredOutputs(json=nested(grammars.MAX_SCHEMA_DEPTH + 1)),
+        StructuredOutputs(json={"enum": list(range(grammars.MAX_SCHEMA_VALUES))}),
+        StructuredOutputs(json={"description": "x" * grammars.MAX_GRAMMAR_BYTES}),
+        StructuredOutputs(regex="a" * (grammars.MAX_REGEX_CHARACTERS + 1)),
+        StructuredOutputs(choice=[]),
+        StructuredOutputs(choice=["a", ""]),
+        StructuredOutputs(choice=[str(n) for n in range(grammars.MAX_CHOICES + 1)]),
+        StructuredOutputs(grammar="x" * (grammars.MAX_EBNF_BYTES + 1)),
+        StructuredOutputs(structural_tag={"structures": 3}),
+        StructuredOutputs(structural_tag="nothing"),
+        StructuredOutputs(json=DEEP),
+        StructuredOutputs(structural_tag=DEEP),
+    ],
+)
+def test_bounds_and_shapes_are_checked_at_once(wish: StructuredOutputs) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wish.to_grammar("structured_outputs")
+    assert str(caught.value.param).startswith("structured_outputs")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", '{"type": "thing"}'),
+        Grammar("json_schema", json.dumps({"uniqueItems": True})),
+        Grammar("regex", "(a"),
+        Grammar("ebnf", 'root ::= "a'),
+        Grammar("ebnf", "start: nowhere"),
+        Grammar("json_schema", json.dumps({"$ref": "https://example.org/schema"})),
+        Grammar("structural_tag", json.dumps(TAGS | {"triggers": ["<g"]})),
+        Grammar("json", "x" * (grammars.MAX_GRAMMAR_BYTES + 1)),
+        Grammar("json_schema", DEEP),
+        Grammar(
+            "structural_tag", f'{{"structures": [{{"begin": "a", "schema": {DEEP}}}], "triggers": ["a"]}}'
+        ),
+    ],
+)
+async def test_what_cannot_be_compiled_is_refused_in_one_line(grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await GrammarChecker().check(grammar, {})
+    params = {"json": "response_format", "json_schema": "response_format", "structural_tag": "tools"}
+    assert caught.value.param == params.get(grammar.kind, "structured_outputs")
+    assert "\n" not in caught.value.message
+
+
+async def test_keywords_that_cannot_be_enforced_are_refused_only_where_strict() -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    checker = GrammarChecker()
+    await checker.check(grammars.json_schema(schema, strict=False, param="x"), {})
+    with pytest.raises(InvalidRequest, match="uniqueItems"):
+        await checker.check(grammars.json_schema(schema, param="x"), {})
+
+
+async def test_gbnf_is_translated() -> None:
+    checker = GrammarChecker()
+    asked = Grammar("ebnf", 'root ::= "a" root | "b"')
+    sent = await checker.check(asked, {})
+    assert "::=" not in sent.text
+    assert "start:" in sent.text
+    assert await checker.check(asked, {}) is sent, "remembered"
+
+
+async def test_a_request_with_a_bad_grammar_never_reaches_the_engine() -> None:
+    engine = FakeEngine(script_text("{}"))
+    gateway = Gateway(engine, GatewayConfig())
+
+    def wish(grammar: Grammar) -> GenerationRequest:
+        sampling = SamplingOptions(max_tokens=8, grammar=grammar)
+        return GenerationRequest(prompts=(TextPrompt("hello"),), sampling=sampling, n=2)
+
+    with pytest.raises(InvalidRequest, match="cannot be compiled"):
+        await gateway.submit(wish(Grammar("regex", "(a")))
+    assert not engine.added
+    await (await gateway.submit(wish(Grammar("ebnf", 'root ::= "a"')))).collect()
+    assert len(engine.added) == 2
+    assert all(
+        "start:" in request.sampling.grammar.text for request in engine.added if request.sampling.grammar
+    )

@@ -1,0 +1,130 @@
+"""Text in, text out: what is streamed must be what decoding the whole would give."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from penstock.core.errors import ModelLoadError
+from penstock.gateway.text.detokenizer import REPLACEMENT_CHARACTER, ByteDetokenizer, WindowDetokenizer
+from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
+from tests.gateway import vocabularies
+from tests.gateway.fake_engine import BOS_ID, EOS_ID, byte_tokenizer, model_card
+
+EMOJI = st.sampled_from(["😀", "👩‍👩‍👧", "🏳️‍🌈", "é", "e\u0301", "日", "\u200d", " ", "\n", "the"])
+TEXTS = st.lists(st.one_of(EMOJI, st.text(max_size=5)), max_size=12).map("".join)
+
+ANY_TOKENS = st.lists(st.integers(0, vocabularies.byte_level().get_vocab_size() - 1))
+
+
+def tokenizer_of(tokenizer: Tokenizer, **changes: object) -> TextTokenizer:
+    return TextTokenizer(model_card(tokenizer=tokenizer, **changes))
+
+
+BYTE_LEVEL = tokenizer_of(vocabularies.byte_level())
+SENTENCEPIECE = tokenizer_of(vocabularies.sentencepiece())
+METASPACE = tokenizer_of(vocabularies.metaspace())
+
+
+def stream(tokenizer: TextTokenizer, prompt_ids: list[int], ids: list[int], sizes: list[int]) -> list[str]:
+    """Push `ids` in groups of the given sizes, then singly."""
+    detokenizer = tokenizer.detokenizer(prompt_ids)
+    pieces = []
+    position = 0
+    for size in [*sizes, *[1] * len(ids)]:
+        pieces.append(detokenizer.push(tuple(ids[position : position + size])))
+        position += size
+    return [*pieces, detokenizer.finish()]
+
+
+@given(
+    st.lists(st.integers(0, vocabularies.byte_level().get_vocab_size() - 1)),
+    st.lists(st.integers(1, 4), max_size=5),
+)
+def test_byte_level_stream_of_any_tokens_is_the_whole_decode(ids: list[int], sizes: list[int]) -> None:
+    whole = vocabularies.byte_level().decode(ids, skip_special_tokens=True)
+    assert "".join(stream(BYTE_LEVEL, [], ids, sizes)) == whole
+
+
+@given(TEXTS)
+def test_byte_level_stream_never_emits_half_a_character(text: str) -> None:
+    ids = vocabularies.byte_level().encode(text).ids
+    pieces = stream(BYTE_LEVEL, [], ids, [])
+    assert "".join(pieces) == text
+    assert REPLACEMENT_CHARACTER in text or not any(REPLACEMENT_CHARACTER in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "metaspace"])
+@given(prompt=TEXTS, text=TEXTS)
+def test_answer_follows_its_prompt_as_in_one_text(kind: str, prompt: str, text: str) -> None:
+    """Splits one encoded text into prompt and answer: the parts must join to what the whole decodes to."""
+    raw = getattr(vocabularies, kind)()
+    tokenizer = {"sentencepiece": SENTENCEPIECE, "metaspace": METASPACE}[kind]
+    prompt_ids = raw.encode(prompt + "the", add_special_tokens=False).ids
+    ids = raw.encode(prompt + "the" + text, add_special_tokens=False).ids
+    if ids[: len(prompt_ids)] != prompt_ids:
+        return  # a merge across the seam: the answer does not begin at a token
+    answer = "".join(stream(tokenizer, prompt_ids, ids[len(prompt_ids) :], []))
+    assert raw.decode(prompt_ids) + answer == raw.decode(ids)
+
+
+def test_sentencepiece_keeps_the_space_between_prompt_and_answer() -> None:
+    the = vocabularies.sentencepiece().token_to_id("▁the")
+    assert "".join(stream(SENTENCEPIECE, [the], [the, the], [])) == " the the"
+    assert "".join(stream(SENTENCEPIECE, [1], [the, the], [])) == "the the", "after <s> alone a text begins"
+
+
+def test_kinds_of_decoder_are_recognised() -> None:
+    assert isinstance(BYTE_LEVEL.detokenizer([]), ByteDetokenizer)
+    assert isinstance(SENTENCEPIECE.detokenizer([]), ByteDetokenizer)
+    assert isinstance(METASPACE.detokenizer([]), WindowDetokenizer)
+
+
+def test_window_does_not_wait_forever_for_a_character() -> None:
+    broken = vocabularies.metaspace().token_to_id("<0xF0>")
+    detokenizer = METASPACE.detokenizer([])
+    pieces = [detokenizer.push((broken,)) for _ in range(100)]
+    assert sum(map(bool, pieces)) > 10
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE, METASPACE])
+def test_special_tokens_are_not_streamed(tokenizer: TextTokenizer) -> None:
+    special = 0 if tokenizer is BYTE_LEVEL else 2
+    assert "".join(stream(tokenizer, [], [special, special], [])) == ""
+
+
+def test_token_past_the_tokenizer_has_no_text() -> None:
+    """Models pad their vocabulary beyond what the tokenizer knows."""
+    assert BYTE_LEVEL.detokenizer([]).push((999_999,)) == ""
+
+
+async def test_encode_adds_the_first_token_only_where_the_card_says() -> None:
+    wants = tokenizer_of(byte_tokenizer(), add_bos_token=True)
+    wants_none = tokenizer_of(byte_tokenizer())
+    assert await wants.encode("ab", add_special_tokens=True) == (BOS_ID, 97, 98)
+    assert await wants.encode("ab", add_special_tokens=False) == (97, 98)
+    assert await wants_none.encode("ab", add_special_tokens=True) == (97, 98)
+
+
+async def test_long_texts_are_encoded_like_short_ones() -> None:
+    tokenizer = tokenizer_of(byte_tokenizer())
+    text = "x" * (DIRECT_ENCODE_CHARS + 1)
+    assert await tokenizer.encode(text, add_special_tokens=False) == tuple(text.encode())
+
+
+async def test_truncation_in_the_file_is_ignored() -> None:
+    raw = byte_tokenizer()
+    raw.enable_truncation(2)
+    raw.enable_padding(length=5)
+    assert await tokenizer_of(raw).encode("abc", add_special_tokens=False) == (97, 98, 99)
+
+
+def test_decode_shows_special_tokens() -> None:
+    assert tokenizer_of(byte_tokenizer()).decode([97, EOS_ID]) == "a<|end|>"
+
+
+def test_unreadable_file_is_a_clear_error() -> None:
+    with pytest.raises(ModelLoadError, match="tokenizer of bytes"):
+        TextTokenizer(model_card(tokenizer_json=b"{}"))
