@@ -16,7 +16,7 @@ from penstock.api.anthropic.batches import KIND as ANTHROPIC
 from penstock.api.anthropic.batches import MESSAGES_PATH, MessageBatchEndpoints, MessageBatches
 from penstock.api.anthropic.endpoints import AnthropicEndpoints
 from penstock.api.files import FilesEndpoints
-from penstock.api.http.access_log import AccessLog, RequestJournal
+from penstock.api.http.access_log import AccessLog, RequestLog
 from penstock.api.http.application import Application, CallerLimits, RequestIds, posted_endpoints
 from penstock.api.http.authenticate import Authenticate
 from penstock.api.http.browsers import AllowedOrigins, Cors
@@ -48,7 +48,7 @@ def create_app(
     tenants: Tenants | None = None,
     work: StoredWork | None = None,
     responses: ResponseStore | None = None,
-    journal: RequestJournal | None = None,
+    request_log: RequestLog | None = None,
     more_routes: Sequence[Route] = (),
 ) -> ASGIApp:
     """Without `tenants` there is one key at most, the server's own, and nothing to administer; without `work` there
@@ -66,7 +66,7 @@ def create_app(
     middleware = [
         Middleware(Cors, origins),
         Middleware(RequestIds, CallerLimits(gateway)),
-        *([Middleware(AccessLog, journal)] if journal is not None else []),
+        *([Middleware(AccessLog, request_log)] if request_log is not None else []),
         Middleware(Authenticate, authenticator, origins),
     ]
     inference_routes = [
@@ -81,7 +81,7 @@ def create_app(
     app = Application(
         routes=[
             *inference_routes,
-            *WebSocketEndpoint(gateway, config, journal).routes(),
+            *WebSocketEndpoint(gateway, config, request_log).routes(),
             *(stored_work_routes(work, inference_routes, config.max_body_bytes) if work else ()),
             *ServiceEndpoints(gateway, config.max_body_bytes).routes(),
             *(AdminEndpoints(tenants.directory, config.max_body_bytes).routes() if tenants else ()),

@@ -34,7 +34,7 @@ from penstock.gateway.responses.store import MemoryResponses
 from penstock.gateway.tenants.service import Tenants
 from penstock.serve.gateway_state import open_gateway_state
 from penstock.serve.stores import data_dir, open_database
-from penstock.serve.telemetry import build_journal, build_observer
+from penstock.serve.telemetry import build_observer, build_request_log
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ async def open_gateway(
         limiter = state.build_limiter(config.gateway, num_processes)
         stack.push_async_callback(limiter.close)
         await limiter.start()
-        journal = build_journal(config.telemetry, observer)
+        request_log = build_request_log(config.telemetry, observer)
         gateway = state.build_gateway(
-            fleet, config.gateway, limiter, observer if journal is not None else None
+            fleet, config.gateway, limiter, observer if request_log is not None else None
         )
         gateway.catalogue.adapters = await open_adapters(config.gateway.names, data_dir(config.store))
         await try_given(gateway.engine, gateway.catalogue)
@@ -125,7 +125,7 @@ async def open_gateway(
             responses=DatabaseResponses(database, max_workspace_bytes=config.gateway.stored_response_bytes)
             if is_shared
             else MemoryResponses(),
-            journal=journal,
+            request_log=request_log,
             more_routes=[*state.routes(database), *cluster.routes()],
         )
         server = _Server(

@@ -25,7 +25,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
 from penstock.gateway.ledger.prices import PriceSettings, PriceTable
-from penstock.gateway.ledger.spend import LedgerSpendBook
+from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ratelimits.build import RunningLimiter, build_limiter
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
@@ -46,8 +46,8 @@ class GatewayState:
     def build_limiter(self, config: GatewayConfig, num_processes: int = 1) -> RunningLimiter:
         """Build the limiter, which follows the settings file and enforces budgets if there is a ledger."""
         limits = self.settings.current.limits if self.settings else None
-        book = self.ledger.book if self.ledger else None
-        limiter = build_limiter(config, limits, book=book, num_processes=num_processes)
+        spending = self.ledger.spending if self.ledger else None
+        limiter = build_limiter(config, limits, spending=spending, num_processes=num_processes)
         if self.settings is not None:
             self.settings.attach(lambda settings: limiter.apply(settings.limits))
         return limiter
@@ -126,7 +126,7 @@ def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) ->
     return UsageLedger(
         journal,
         database,
-        LedgerSpendBook(prices),
+        LedgerSpendTracker(prices),
         when_unrecorded=config.ledger.when_unrecorded,
         sync_interval_s=config.ledger.usage_sync_s,
     )

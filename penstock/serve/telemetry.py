@@ -9,7 +9,7 @@ import queue
 import sys
 import threading
 
-from penstock.api.http.access_log import RequestJournal
+from penstock.api.http.access_log import RequestLog
 from penstock.core.gateway_config import TelemetryConfig
 from penstock.core.log_format import formatter
 from penstock.gateway.telemetry.observer import RequestObserver
@@ -100,9 +100,9 @@ def build_observer(config: TelemetryConfig) -> RequestObserver:
     return RequestObserver(OpenTelemetryTracing(tracing, otlp_exporter(tracing)))
 
 
-def build_journal(config: TelemetryConfig, observer: RequestObserver) -> RequestJournal | None:
-    """Build the journal of single requests, or return None if neither access logs nor traces are on."""
+def build_request_log(config: TelemetryConfig, observer: RequestObserver) -> RequestLog | None:
+    """Build the log of single requests, or return None if neither access logs nor traces are on."""
     writes_lines = writes_access_lines(config)
     if not writes_lines and config.otlp_endpoint is None:
         return None
-    return RequestJournal(observer.tracing, writes_lines=writes_lines, keeps_prompts=config.log_prompts)
+    return RequestLog(observer.tracing, writes_lines=writes_lines, keeps_prompts=config.log_prompts)

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from penstock.api.app import create_app
-from penstock.api.http.access_log import RequestJournal
+from penstock.api.http.access_log import RequestLog
 from penstock.api.http.protocol import ConnectionMetrics, bounded_protocols
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason
@@ -55,7 +55,7 @@ def bounded_server(
     *,
     gateway_config: GatewayConfig | None = None,
     observer: RequestObserver | None = None,
-    journal: RequestJournal | None = None,
+    request_log: RequestLog | None = None,
     **uvicorn_options: Any,
 ) -> Iterator[BoundedServed]:
     config = config or ServerConfig()
@@ -63,7 +63,7 @@ def bounded_server(
     http, websocket, connections = bounded_protocols(config)
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(gateway, config, journal=journal),
+            create_app(gateway, config, request_log=request_log),
             **{
                 "host": "127.0.0.1",
                 "port": 0,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from websockets.sync.client import connect
 
 from penstock.api.app import create_app
-from penstock.api.http.access_log import RequestJournal
+from penstock.api.http.access_log import RequestLog
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.log_format import JsonFormatter, TextFormatter, without_secrets
 from penstock.gateway.accounts import Accounts
@@ -50,8 +50,8 @@ def lines() -> Iterator[list[str]]:
 def client_for(engine: FakeEngine, *, keeps_prompts: bool = False, **server: Any) -> httpx.AsyncClient:
     observer = RequestObserver()
     gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(observer=observer))
-    journal = RequestJournal(NoTracing(), writes_lines=True, keeps_prompts=keeps_prompts)
-    app = create_app(gateway, ServerConfig(**server), journal=journal)
+    request_log = RequestLog(NoTracing(), writes_lines=True, keeps_prompts=keeps_prompts)
+    app = create_app(gateway, ServerConfig(**server), request_log=request_log)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
@@ -108,9 +108,11 @@ async def test_a_bug_is_a_line_with_500(lines: list[str]) -> None:
 
 
 def test_requests_over_a_websocket_get_their_own_lines(lines: list[str]) -> None:
-    journal = RequestJournal(NoTracing(), writes_lines=True)
+    request_log = RequestLog(NoTracing(), writes_lines=True)
     with (
-        bounded_server(FakeEngine(script_text("ok")), observer=RequestObserver(), journal=journal) as served,
+        bounded_server(
+            FakeEngine(script_text("ok")), observer=RequestObserver(), request_log=request_log
+        ) as served,
         connect(f"ws://127.0.0.1:{served.port}/v1/stream") as socket,
     ):
         socket.send('{"id": 1, "prompt": "hi"}')

@@ -26,7 +26,7 @@ from penstock.gateway.guards.settings import guard_settings
 from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
 from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
-from penstock.gateway.ledger.spend import LedgerSpendBook
+from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.responses.database import DatabaseResponses
@@ -194,10 +194,10 @@ class Battlefield:
 async def battlefield(folder: Path, seed: int) -> AsyncIterator[Battlefield]:
     dice = random.Random(seed)
     database = ready_made_database(folder)
-    book = LedgerSpendBook(PRICES)
-    ledger = UsageLedger(Journal(folder / JOURNAL_FOLDER), database, book)
+    spending = LedgerSpendTracker(PRICES)
+    ledger = UsageLedger(Journal(folder / JOURNAL_FOLDER), database, spending)
     await ledger.start()
-    limiter = LocalLimiter(LIMITS, VirtualClock(), book=book)
+    limiter = LocalLimiter(LIMITS, VirtualClock(), spending=spending)
     counting = CountingLimiter(limiter)
     idempotency = IdempotentAnswers(IdempotencySettings(abandoned_after_s=0.01), database)
     engine = UnreliableEngine(dice)

@@ -163,7 +163,7 @@ async def test_a_request_larger_than_its_limit_is_not_worth_retrying() -> None:
     assert "retry-after" not in answer.headers
 
 
-class SpentBook:
+class SpentBudget:
     async def spent(self, subject: Subject) -> Spend:
         return Spend(today_microdollars=5_000_000, month_microdollars=5_000_000)
 
@@ -173,7 +173,9 @@ class SpentBook:
 
 def test_a_spent_budget_is_a_quota_that_no_sdk_retries(serve: Serve) -> None:
     settings = LimitSettings(workspace=ScopeLimits(dollars_per_day=5))
-    served = serve(FakeEngine(script_text("ok")), accounts=Accounts(LocalLimiter(settings, book=SpentBook())))
+    served = serve(
+        FakeEngine(script_text("ok")), accounts=Accounts(LocalLimiter(settings, spending=SpentBudget()))
+    )
     patient = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=3)
     with pytest.raises(openai.RateLimitError, match=r"daily budget of \$5\.00") as refused:
         patient.chat.completions.create(model="bytes", messages=[USER])

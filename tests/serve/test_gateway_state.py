@@ -89,7 +89,7 @@ async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -
         os.kill(os.getpid(), signal.SIGHUP)
         while not books.settings.num_applied:
             await asyncio.sleep(0.001)
-        assert books.ledger.book.prices.rates("any", Tier.DEFAULT).input == 5_000_000
+        assert books.ledger.spending.prices.rates("any", Tier.DEFAULT).input == 5_000_000
         assert gateway.tiers.best is Tier.BATCH
         assert gateway.prompt_cache.min_tokens == 64
         assert gateway.guards.policy_for(Principal()) is not None

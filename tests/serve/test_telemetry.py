@@ -24,8 +24,8 @@ from penstock.serve.process import RESERVED_FILES, within_file_limit
 from penstock.serve.telemetry import (
     MAX_WAITING_LINES,
     BackgroundHandler,
-    build_journal,
     build_observer,
+    build_request_log,
     configure_server_logging,
     writes_access_lines,
 )
@@ -46,7 +46,7 @@ def test_nothing_is_built_unless_asked_for() -> None:
     config = TelemetryConfig()
     observer = build_observer(config)
     assert isinstance(observer.tracing, NoTracing)
-    assert build_journal(config, observer) is None
+    assert build_request_log(config, observer) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_nothing_is_built_unless_asked_for() -> None:
 )
 def test_access_lines_come_with_json_unless_told_otherwise(config: TelemetryConfig, writes: bool) -> None:
     assert writes_access_lines(config) is writes
-    assert (build_journal(config, build_observer(config)) is not None) is writes
+    assert (build_request_log(config, build_observer(config)) is not None) is writes
 
 
 def test_json_lines_reach_standard_error(root: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from penstock.api.anthropic.answers import PING, MessageEvents, message
 from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
 from penstock.api.http.answers import EventStream, answer_whole
-from penstock.api.http.context import note_model, principal_of, request_id_of, signed_wish
+from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
@@ -47,10 +47,10 @@ class AnthropicEndpoints:
     async def create_message(self, request: Request) -> ASGIApp:
         check_version(request)
         wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
-        wish = wire.to_generation()
+        generation = wire.to_generation()
         self._check_thinking(wire)
         request_id = request_id_of(request)
-        answer = await self._gateway.submit(signed_wish(request, wish))
+        answer = await self._gateway.submit(with_context(request, generation))
         if wire.stream:
             events = MessageEvents(request_id)
             return await EventStream.open(answer, request.receive, events, keep_alive=PING)

@@ -66,7 +66,7 @@ class ToolDefinition(msgspec.Struct):
         return Tool(self.name, self.description, self.input_schema, self.strict, mark_of(self.cache_control))
 
 
-class ToolChoiceWish(msgspec.Struct):
+class ToolChoiceParam(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
@@ -116,7 +116,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     messages: list[Turn]
     system: str | list[TextBlock] | None = None
     tools: list[ToolDefinition] | None = None
-    tool_choice: ToolChoiceWish | None = None
+    tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
@@ -177,7 +177,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
                 hint="Send all messages, without thread.",
             )
         self._check_thinking()
-        wishes: dict[str, Any] = {
+        options: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -187,7 +187,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         }
         return GenerationRequest(
             prompts=(self.prompt(),),
-            sampling=SamplingOptions(**{name: wish for name, wish in wishes.items() if wish is not None}),
+            sampling=SamplingOptions(**{name: value for name, value in options.items() if value is not None}),
             model=self.model,
             # "auto" takes the best tier that the key allows; without a word a request claims nothing.
             tier=Tier.PRIORITY if self.service_tier == "auto" else Tier.DEFAULT,

@@ -22,7 +22,7 @@ access_logger = logging.getLogger("penstock.access")
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 
-class RequestJournal:
+class RequestLog:
     """Opens a record when a request arrives, and writes it down when the answer is out."""
 
     def __init__(self, tracing: Tracing, *, writes_lines: bool, keeps_prompts: bool = False) -> None:
@@ -99,16 +99,16 @@ def _answer_fields(record: RequestRecord) -> dict[str, Any]:
 class AccessLog:
     """Middleware for HTTP. A WebSocket carries many requests, so its endpoint writes their lines itself."""
 
-    def __init__(self, app: ASGIApp, journal: RequestJournal) -> None:
+    def __init__(self, app: ASGIApp, request_log: RequestLog) -> None:
         self._app = app
-        self._journal = journal
+        self._request_log = request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         method, path, state = scope["method"], scope["path"], scope["state"]
-        record = self._journal.begin(state["request_id"], method, path, scope["headers"])
+        record = self._request_log.begin(state["request_id"], method, path, scope["headers"])
         status = 500  # unless an answer says otherwise
 
         async def send_and_note(message: Message) -> None:
@@ -120,4 +120,4 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            self._journal.end(record, method, path, status, state.get("principal"))
+            self._request_log.end(record, method, path, status, state.get("principal"))

@@ -75,11 +75,11 @@ REGION_HEADER = "x-penstock-region"
 MAX_REGION_LENGTH = 64
 
 
-def signed_wish(connection: HTTPConnection, wish: GenerationRequest) -> GenerationRequest:
+def with_context(connection: HTTPConnection, request: GenerationRequest) -> GenerationRequest:
     headers = connection.headers
-    note_model(connection, wish.model)
+    note_model(connection, request.model)
     return msgspec.structs.replace(
-        wish,
+        request,
         principal=principal_of(connection),
         request_id=request_id_of(connection),
         idempotency_key=headers.get(IDEMPOTENCY_HEADER),

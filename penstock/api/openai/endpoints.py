@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import EventStream, answer_whole
-from penstock.api.http.context import signed_wish
+from penstock.api.http.context import with_context
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.api.openai.answers import AnswerHeader, chat_completion, completion
 from penstock.api.openai.chunks import ChatChunks, CompletionChunks
@@ -40,45 +40,45 @@ class OpenAIEndpoints:
 
     async def create_completion(self, request: Request) -> ASGIApp:
         wire = self._completion_decoder.decode(await read_body(request, self._max_body_bytes))
-        wish = wire.to_generation()
-        generation = await self._submit(request, wish)
+        generation = wire.to_generation()
+        answer = await self._submit(request, generation)
         if wire.echo:
             try:
-                echoed = await prompt_texts(wish.prompts, self._gateway.catalogue.answering(wish.model))
+                echoed = await prompt_texts(
+                    generation.prompts, self._gateway.catalogue.answering(generation.model)
+                )
             except BaseException:
-                generation.cancel()
+                answer.cancel()
                 raise
-            generation = EchoedAnswer(generation, echoed, wish.n)
+            answer = EchoedAnswer(answer, echoed, generation.n)
         header_of = partial(
             AnswerHeader.of, wants_logprobs=wire.logprobs is not None, includes_usage=wire.includes_usage
         )
         if wire.stream:
-            return await EventStream.open(
-                generation, request.receive, CompletionChunks(header_of(generation))
-            )
+            return await EventStream.open(answer, request.receive, CompletionChunks(header_of(answer)))
 
         def build(deltas: Sequence[Delta], usage: Usage) -> bytes:
             # Not before the end: which model answers may turn out then.
-            return completion(header_of(generation), deltas, usage)
+            return completion(header_of(answer), deltas, usage)
 
-        return await answer_whole(generation, request.receive, build)
+        return await answer_whole(answer, request.receive, build)
 
     async def create_chat_completion(self, request: Request) -> ASGIApp:
         wire = self._chat_decoder.decode(await read_body(request, self._max_body_bytes))
-        generation = await self._submit(request, wire.to_generation())
+        answer = await self._submit(request, wire.to_generation())
         header_of = partial(
             AnswerHeader.of, wants_logprobs=bool(wire.logprobs), includes_usage=wire.includes_usage
         )
         if wire.stream:
-            return await EventStream.open(generation, request.receive, ChatChunks(header_of(generation)))
+            return await EventStream.open(answer, request.receive, ChatChunks(header_of(answer)))
 
         def build(deltas: Sequence[Delta], usage: Usage) -> bytes:
-            return chat_completion(header_of(generation), deltas, usage)
+            return chat_completion(header_of(answer), deltas, usage)
 
-        return await answer_whole(generation, request.receive, build)
+        return await answer_whole(answer, request.receive, build)
 
-    async def _submit(self, request: Request, wish: GenerationRequest) -> AnswerStream:
-        return await self._gateway.submit(signed_wish(request, wish))
+    async def _submit(self, request: Request, generation: GenerationRequest) -> AnswerStream:
+        return await self._gateway.submit(with_context(request, generation))
 
 
 class EchoedAnswer(WrappedAnswer):

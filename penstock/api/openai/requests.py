@@ -145,7 +145,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     def _sampling_options(self, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        wishes: dict[str, Any] = {
+        options: dict[str, Any] = {
             "max_tokens": max_tokens,
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
@@ -163,7 +163,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             "ignore_eos": self.ignore_eos,
             "grammar": self._grammar(),
         }
-        return SamplingOptions(**{name: wish for name, wish in wishes.items() if wish is not None})
+        return SamplingOptions(**{name: value for name, value in options.items() if value is not None})
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole
-from penstock.api.http.context import note_model, principal_of, signed_wish
+from penstock.api.http.context import note_model, principal_of, with_context
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.api.openai.responses_answers import ResponseBody, ResponseError, ResponseEvents, new_response
 from penstock.api.openai.responses_items import InputItem, input_items, response_id_of
@@ -150,7 +150,7 @@ class ResponsesEndpoints:
             return events
 
         answer = await self._responses.submit(
-            signed_wish(request, wire.to_generation(items)),
+            with_context(request, wire.to_generation(items)),
             build,
             input_items=_to_json(own_items),
             previous_id=wire.previous_response_id,

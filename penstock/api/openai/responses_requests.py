@@ -140,7 +140,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
 
     def to_generation(self, items: Sequence[InputItem]) -> GenerationRequest:
         """`items` are those of the whole conversation, this request's own at the end."""
-        wishes: dict[str, Any] = {
+        options: dict[str, Any] = {
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -151,7 +151,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         }
         return GenerationRequest(
             prompts=(self.chat_prompt(items),),
-            sampling=SamplingOptions(**{name: wish for name, wish in wishes.items() if wish is not None}),
+            sampling=SamplingOptions(**{name: value for name, value in options.items() if value is not None}),
             model=self.model,
             tier=TIERS.get(self.service_tier or "default", Tier.DEFAULT),
             endpoint="responses",

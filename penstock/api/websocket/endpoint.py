@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from penstock.api.http.access_log import RequestJournal
+from penstock.api.http.access_log import RequestLog
 from penstock.api.http.browsers import AllowedOrigins, is_foreign_page
 from penstock.api.http.context import current_principal_of, principal_of
 from penstock.api.http.errors import error_response
@@ -78,10 +78,10 @@ class SocketMetrics(Collector):
 
 
 class WebSocketEndpoint:
-    def __init__(self, gateway: Gateway, config: ServerConfig, journal: RequestJournal | None = None) -> None:
+    def __init__(self, gateway: Gateway, config: ServerConfig, request_log: RequestLog | None = None) -> None:
         self.gateway = gateway
         self.config = config
-        self.journal = journal
+        self.request_log = request_log
         self._origins = AllowedOrigins(config.allowed_origins)
         self.decoder = MessageDecoder()
         self.metrics = SocketMetrics()
@@ -195,9 +195,9 @@ class SocketSession:
                 f"A connection runs at most {config.max_websocket_requests} requests at once.",
                 retry_after_s=1.0,
             )
-        wish = self._endpoint.decoder.request(data, envelope)
+        request = self._endpoint.decoder.request(data, envelope)
         self._endpoint.metrics.num_requests += 1
-        task = asyncio.create_task(self._answer(envelope.id, wish))
+        task = asyncio.create_task(self._answer(envelope.id, request))
         self._live[envelope.id] = task
         task.add_done_callback(lambda _: self._forget(envelope.id))
 
@@ -217,16 +217,20 @@ class SocketSession:
         self._forget(request_id)
         await self._send(cancelled_message(request_id, answer))
 
-    async def _answer(self, request_id: RequestId, wish: GenerationRequest) -> None:
+    async def _answer(self, request_id: RequestId, request: GenerationRequest) -> None:
         """Runs as a task of its own, so that its trace is its own too."""
-        wish = msgspec.structs.replace(wish, request_id=uuid.uuid4().hex)
-        journal = self._endpoint.journal
+        request = msgspec.structs.replace(request, request_id=uuid.uuid4().hex)
+        request_log = self._endpoint.request_log
         headers = self._socket.scope["headers"]
-        record = journal.begin(wish.request_id, "WS", PATH, headers) if journal is not None else None
+        record = (
+            request_log.begin(request.request_id, "WS", PATH, headers) if request_log is not None else None
+        )
         status = 499
         try:
             principal = await current_principal_of(self._socket)
-            answer = await self._endpoint.gateway.submit(msgspec.structs.replace(wish, principal=principal))
+            answer = await self._endpoint.gateway.submit(
+                msgspec.structs.replace(request, principal=principal)
+            )
             self._answers[request_id] = answer
             await self._write(MessageWriter(request_id, answer), answer)
             status = 200
@@ -237,13 +241,13 @@ class SocketSession:
             pass
         except Exception:
             status = 500
-            logger.exception("request %s (WebSocket %s) failed", wish.request_id, PATH)
+            logger.exception("request %s (WebSocket %s) failed", request.request_id, PATH)
             await self._send(
                 error_message(request_id, PenstockError("The server met an error that it did not foresee."))
             )
         finally:
-            if journal is not None and record is not None:
-                journal.end(record, "WS", PATH, status, principal_of(self._socket))
+            if request_log is not None and record is not None:
+                request_log.end(record, "WS", PATH, status, principal_of(self._socket))
 
     async def _write(self, writer: MessageWriter, answer: AnswerStream) -> None:
         has_begun = False

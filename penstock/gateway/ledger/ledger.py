@@ -43,7 +43,7 @@ from penstock.gateway.ledger.rows import (
     interrupted_row,
     usage_row,
 )
-from penstock.gateway.ledger.spend import LedgerSpendBook, SpendReader
+from penstock.gateway.ledger.spend import LedgerSpendTracker, SpendReader
 from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_rows, usage_totals
 from penstock.gateway.store.database import Database
 
@@ -66,14 +66,14 @@ class UsageLedger:
         self,
         journal: Journal,
         database: Database,
-        book: LedgerSpendBook,
+        spending: LedgerSpendTracker,
         *,
         when_unrecorded: WhenUnrecorded = "serve",
         sync_interval_s: float | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.metrics = LedgerMetrics(journal, book, wall_clock)
-        self.book = book
+        self.metrics = LedgerMetrics(journal, spending, wall_clock)
+        self.spending = spending
         self._journal = journal
         self._database = database
         self._refuses = when_unrecorded == "refuse"
@@ -91,7 +91,7 @@ class UsageLedger:
 
     def set_prices(self, prices: PriceTable) -> None:
         """For requests that settle from now on."""
-        self.book.prices = prices
+        self.spending.prices = prices
 
     def begin(self, claim: Claim) -> None:
         started_at = self._wall_clock()
@@ -106,12 +106,14 @@ class UsageLedger:
     def settle(self, claim: Claim, outcome: Outcome) -> None:
         started_at, _ = self._open.pop(claim.request_id, (self._wall_clock() - outcome.duration_s, b""))
         cost = (
-            0 if outcome.is_cached else self.book.prices.rates(claim.model, claim.tier).cost_of(outcome.usage)
+            0
+            if outcome.is_cached
+            else self.spending.prices.rates(claim.model, claim.tier).cost_of(outcome.usage)
         )
         row = usage_row(claim, outcome, started_at, cost)
         if not self._append(encode_line(row)):
             self._keep_in_memory(row)
-        self.book.add(row)
+        self.spending.add(row)
         self.metrics.count(row)
 
     async def start(self) -> None:
@@ -151,7 +153,7 @@ class UsageLedger:
         StoreUnavailable; then the rest is tried again next time."""
         async with self._flushing:
             end, unwritten = self._journal.end, self._unwritten[:]
-            self.book.begin_flush()
+            self.spending.begin_flush()
             while self._flushed_to != end:
                 rows, reached = await asyncio.to_thread(_read_rows, self._journal, self._flushed_to, end)
                 await self._insert(rows)
@@ -162,11 +164,11 @@ class UsageLedger:
                 await asyncio.to_thread(_delete, gone)
             now = asyncio.get_running_loop().time()
             if now >= self._read_spend_at:
-                today = self.book.today()
+                today = self.spending.today()
                 spend = await self._database.run(
                     lambda connection: self._spend_reader.read(connection, today), reads_only=True
                 )
-                self.book.end_flush(spend)
+                self.spending.end_flush(spend)
                 self._read_spend_at = now + SPEND_INTERVAL_S
 
     async def recover(self) -> int:

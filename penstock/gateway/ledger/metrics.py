@@ -11,17 +11,17 @@ from prometheus_client.registry import Collector
 from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.prices import PICODOLLARS_PER_DOLLAR
 from penstock.gateway.ledger.rows import UsageRow
-from penstock.gateway.ledger.spend import LedgerSpendBook
+from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ledger.throughput import TokenMeter
 from penstock.gateway.metrics.table import metric_by, metrics
 
 
 class LedgerMetrics(Collector):
-    """Written by the ledger on the event loop, read by a scrape. `book` knows the prices of the moment."""
+    """Written by the ledger on the event loop, read by a scrape. `spending` knows the prices of the moment."""
 
-    def __init__(self, journal: Journal, book: LedgerSpendBook, clock: Callable[[], float]) -> None:
+    def __init__(self, journal: Journal, spending: LedgerSpendTracker, clock: Callable[[], float]) -> None:
         self._journal = journal
-        self._book = book
+        self._spending = spending
         self._clock = clock
         self._meters: dict[str, TokenMeter] = {}
         self.rows: Counter[tuple[str, str]] = Counter()  # by model and status
@@ -63,7 +63,7 @@ class LedgerMetrics(Collector):
             rate = meter.rate()
             speeds[model, "input"] = rate.input
             speeds[model, "output"] = rate.output
-            dollars_per_hour = self._book.prices.dollars_per_hour(model)
+            dollars_per_hour = self._spending.prices.dollars_per_hour(model)
             if dollars_per_hour is not None and (dollars := rate.dollars_per_million(dollars_per_hour)):
                 prices[model] = dollars
         yield metric_by("tokens_per_hour", speeds)

@@ -1,4 +1,4 @@
-"""One request in the books, and how a claim and an outcome become it. Knows neither files nor tables."""
+"""The usage row of one request, and how it is made of a claim and an outcome. Knows neither files nor tables."""
 
 from __future__ import annotations
 

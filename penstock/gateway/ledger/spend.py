@@ -58,8 +58,8 @@ class _Layer:
         )
 
 
-class LedgerSpendBook:
-    """Implements `SpendBook`. Used from the event loop only."""
+class LedgerSpendTracker:
+    """Implements `SpendTracker`. Used from the event loop only."""
 
     def __init__(self, prices: PriceTable, wall_clock: Callable[[], float] = time.time) -> None:
         self.prices = prices

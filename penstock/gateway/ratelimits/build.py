@@ -11,7 +11,7 @@ from penstock.gateway.accounts import Limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.metrics import LimiterMetrics
 from penstock.gateway.ratelimits.settings import LimitSettings
-from penstock.gateway.ratelimits.spend import SpendBook
+from penstock.gateway.ratelimits.spend import SpendTracker
 
 
 class RunningLimiter(Limiter, Protocol):
@@ -31,13 +31,13 @@ def build_limiter(
     config: GatewayConfig,
     settings: LimitSettings | None = None,
     *,
-    book: SpendBook | None = None,
+    spending: SpendTracker | None = None,
     num_processes: int = 1,
 ) -> RunningLimiter:
     """With Redis every process decides with the others; without it, or while it is gone, each of `num_processes`
     grants its part of every limit."""
     settings = settings or LimitSettings()
-    local = LocalLimiter(settings, book=book, share=1 / num_processes)
+    local = LocalLimiter(settings, spending=spending, share=1 / num_processes)
     if config.redis_url is None:
         return local
     try:

@@ -8,7 +8,7 @@ from penstock.core.errors import DeadlineExceeded
 from penstock.gateway.accounts import Claim, Outcome
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.settings import CallerLimits
-from penstock.gateway.ratelimits.spend import SpendBook
+from penstock.gateway.ratelimits.spend import SpendTracker
 
 
 class Demand(NamedTuple):
@@ -27,18 +27,18 @@ class Demand(NamedTuple):
 NOTHING = Demand(0, 0, 0.0)
 
 
-def demand_of(claim: Claim, limits: CallerLimits, book: SpendBook) -> Demand:
+def demand_of(claim: Claim, limits: CallerLimits, spending: SpendTracker) -> Demand:
     output_tokens = min(claim.max_output_tokens, limits.max_reserved_output_tokens)
     cost = 0.0
     if limits.has_budget:
-        cost = book.cost_microdollars(claim, Usage(claim.input_tokens, output_tokens, cached_tokens=0))
+        cost = spending.cost_microdollars(claim, Usage(claim.input_tokens, output_tokens, cached_tokens=0))
     return Demand(claim.input_tokens, output_tokens, cost)
 
 
-def used_by(claim: Claim, outcome: Outcome, limits: CallerLimits, book: SpendBook) -> Demand:
+def used_by(claim: Claim, outcome: Outcome, limits: CallerLimits, spending: SpendTracker) -> Demand:
     usage = outcome.usage
     output_tokens = 0 if outcome.is_cached else usage.completion_tokens
-    cost = book.cost_microdollars(claim, usage) if limits.has_budget and not outcome.is_cached else 0.0
+    cost = spending.cost_microdollars(claim, usage) if limits.has_budget and not outcome.is_cached else 0.0
     return Demand(_input_tokens_used(outcome), output_tokens, cost)
 
 

@@ -19,7 +19,7 @@ from penstock.gateway.ratelimits.meters import CallerMeters, Meters
 from penstock.gateway.ratelimits.metrics import LimiterMetrics
 from penstock.gateway.ratelimits.refusals import Figure, Refusal, SlotTimes, error_for
 from penstock.gateway.ratelimits.settings import CallerLimits, LimitSettings, Subject
-from penstock.gateway.ratelimits.spend import FreeOfCharge, Spend, SpendBook, budgets_of
+from penstock.gateway.ratelimits.spend import FreeOfCharge, Spend, SpendTracker, budgets_of
 
 _NO_LIMITS = NoLimits()
 
@@ -46,7 +46,7 @@ class LocalLease:
 
     def settle(self, outcome: Outcome) -> None:
         limiter = self._limiter
-        used = used_by(self._claim, outcome, self._meters.limits, limiter.book)
+        used = used_by(self._claim, outcome, self._meters.limits, limiter.spending)
         self._meters.settle(self._reserved, used, limiter.now())
         limiter.slot_times.observe(outcome.duration_s)
 
@@ -57,20 +57,20 @@ class LocalLease:
 
 class LocalLimiter:
     """`share` is the part of every limit that this process grants: 1/N in each of N processes that serve one port.
-    Budgets are not divided, because the book knows what all of them spent."""
+    Budgets are not divided, because the spend tracker knows what all processes spent."""
 
     def __init__(
         self,
         settings: LimitSettings,
         clock: Clock | None = None,
         *,
-        book: SpendBook | None = None,
+        spending: SpendTracker | None = None,
         share: float = 1.0,
         wall_clock: Callable[[], float] = time.time,
         metrics: LimiterMetrics | None = None,
     ) -> None:
         self.now = (clock or SystemClock()).now
-        self.book: SpendBook = book or FreeOfCharge()
+        self.spending: SpendTracker = spending or FreeOfCharge()
         self.metrics = metrics or LimiterMetrics()
         self.slot_times = SlotTimes()
         self._wall_clock = wall_clock
@@ -108,7 +108,7 @@ class LocalLimiter:
 
     async def reserve(self, claim: Claim, meters: CallerMeters) -> Demand:
         """The second half of a lease. `meters` hold its first half, so they are not swept meanwhile."""
-        demand = demand_of(claim, meters.limits, self.book)
+        demand = demand_of(claim, meters.limits, self.spending)
         over_budget: list[Refusal] = []
         if meters.limits.has_budget:
             spends = await self._spends(meters.limits)
@@ -127,7 +127,7 @@ class LocalLimiter:
 
     async def _spends(self, limits: CallerLimits) -> dict[Subject, Spend]:
         budgeted = [subject for subject, resolved in limits.applying if resolved.has_budget]
-        return {subject: await self.book.spent(subject) for subject in budgeted}
+        return {subject: await self.spending.spent(subject) for subject in budgeted}
 
     def _over_budget(
         self, meters: CallerMeters, spends: dict[Subject, Spend], demand: Demand

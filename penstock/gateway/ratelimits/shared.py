@@ -136,7 +136,7 @@ class RedisLease:
 
     def settle(self, outcome: Outcome) -> None:
         limiter = self._limiter
-        used = used_by(self._claim, outcome, self.caller.limits, limiter.local.book)
+        used = used_by(self._claim, outcome, self.caller.limits, limiter.local.spending)
         limiter.release(self, self._reserved, used)
         limiter.local.slot_times.observe(outcome.duration_s)
 
@@ -145,8 +145,8 @@ class RedisLease:
 
 
 class RedisLimiter:
-    """`local` decides while Redis is gone, and lends its book, metrics and settings. Call `start` before the first
-    request and `close` after the last."""
+    """`local` decides while Redis is gone, and its spend tracker, metrics and settings are used always. Call `start`
+    before the first request and `close` after the last."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class RedisLimiter:
         if not caller.limits.reserves:
             lease.holds(claim, NOTHING)
             return lease
-        demand = demand_of(claim, caller.limits, self.local.book)
+        demand = demand_of(claim, caller.limits, self.local.spending)
         admitted_as = lease.name
         try:
             decision = await self._decide(lease, demand, num_requests=0)
@@ -302,7 +302,7 @@ class RedisLimiter:
     async def _spends(self, limits: CallerLimits) -> list[Spend]:
         """Of each subject that applies, in order."""
         return [
-            await self.local.book.spent(subject) if resolved.has_budget else NOTHING_SPENT
+            await self.local.spending.spent(subject) if resolved.has_budget else NOTHING_SPENT
             for subject, resolved in limits.applying
         ]
 

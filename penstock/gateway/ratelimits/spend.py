@@ -1,7 +1,7 @@
-"""What the spend budgets need of the ledger: how much was spent, and what a request would cost.
+"""What budgets need of the ledger: how much was spent, and what a request would cost.
 
 The limiter adds what running requests are expected to cost, so that a budget is not overrun by requests that all
-start before the first of them is in the books. Knows no prices and no database. Money is in micro-dollars; days and
+start before the first of them is in the ledger. Knows no prices and no database. Money is in micro-dollars; days and
 months are UTC.
 """
 
@@ -28,7 +28,7 @@ class Spend(msgspec.Struct, frozen=True):
 NOTHING_SPENT = Spend()
 
 
-class SpendBook(Protocol):
+class SpendTracker(Protocol):
     async def spent(self, subject: Subject) -> Spend:
         """What a subject's settled requests cost today and this month. Usually answers from memory, without
         suspending; the ledger settles a request in the same turn of the event loop in which the limiter does."""
@@ -40,7 +40,7 @@ class SpendBook(Protocol):
 
 
 class FreeOfCharge:
-    """The book of a gateway without a ledger: budgets never bind."""
+    """The spend tracker of a gateway without a ledger: budgets never bind."""
 
     async def spent(self, subject: Subject) -> Spend:
         return NOTHING_SPENT

@@ -189,7 +189,7 @@ batches = Table(
     Index("ix_batches_workspace_id_created_at", "workspace_id", "created_at"),
 )
 
-# The journal of running batches: one row per finished line, until its batch's output is written as files.
+# The results of running batches: one row per finished line, until the batch's output is written as files.
 batch_results = Table(
     "batch_results",
     metadata,

@@ -1,4 +1,4 @@
-"""The book of organisations, workspaces and keys: every change is one transaction with its audit entry.
+"""The directory of organisations, workspaces and keys: every change is one transaction with its audit entry.
 
 Both the admin API and the commands work through it. It does not decide who may do so.
 """
@@ -143,28 +143,28 @@ class Directory:
     ) -> Page[Key]:
         return await self._page(KEYS, limit, after, *equals(keys.c.workspace_id, workspace_id))
 
-    async def create_key(self, actor: Actor, wish: NewKey) -> IssuedKey:
+    async def create_key(self, actor: Actor, new_key: NewKey) -> IssuedKey:
         """The only time that the secret is seen."""
         now = self.wall_time()
         secret = new_secret()
         key = Key(
             id=KEYS.new_id(),
-            workspace_id=wish.workspace_id,
-            name=checked_name(wish.name),
+            workspace_id=new_key.workspace_id,
+            name=checked_name(new_key.name),
             prefix=secret.prefix,
-            scopes=checked_scopes(wish.scopes),
-            allowed_models=checked_models(wish.allowed_models),
-            best_tier=wish.best_tier,
-            caches_responses=wish.caches_responses,
+            scopes=checked_scopes(new_key.scopes),
+            allowed_models=checked_models(new_key.allowed_models),
+            best_tier=new_key.best_tier,
+            caches_responses=new_key.caches_responses,
             created_at=now,
             created_by=actor.name,
-            expires_at=checked_expiry(wish.expires_at, now),
+            expires_at=checked_expiry(new_key.expires_at, now),
             revoked_at=None,
             last_used_at=None,
         )
 
         def refuse_dead_workspace(connection: Connection) -> None:
-            workspace = find(connection, WORKSPACES, wish.workspace_id)
+            workspace = find(connection, WORKSPACES, new_key.workspace_id)
             _refuse_archived(workspace)
             _refuse_archived(find(connection, ORGANIZATIONS, workspace.organization_id))
 

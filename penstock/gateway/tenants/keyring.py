@@ -18,6 +18,7 @@ from penstock.core.errors import AuthenticationFailed, PenstockError, StoreUnava
 from penstock.core.identity import Principal
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.key_secret import PREFIX_LENGTH, is_secret_of, prefix_of
+from penstock.gateway.tenants.lookup_cache import Loaded, LookupCache
 from penstock.gateway.tenants.lookups import (
     Changes,
     KnownKey,
@@ -28,7 +29,6 @@ from penstock.gateway.tenants.lookups import (
     write_uses,
 )
 from penstock.gateway.tenants.metrics import AuthenticationMetrics
-from penstock.gateway.tenants.recall import Loaded, Recall
 from penstock.gateway.tenants.records import DEFAULT_ID, could_be_id
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,10 @@ class KeyRing:
         self._metrics = metrics or AuthenticationMetrics()
         self._clock = clock or SystemClock()
         self._wall_time = wall_time
-        self._keys: Recall[KnownKey] = Recall(self._load_key, self._clock, keep_s=KEEP_S)
-        self._workspaces: Recall[KnownWorkspace] = Recall(self._load_workspace, self._clock, keep_s=KEEP_S)
+        self._keys: LookupCache[KnownKey] = LookupCache(self._load_key, self._clock, keep_s=KEEP_S)
+        self._workspaces: LookupCache[KnownWorkspace] = LookupCache(
+            self._load_workspace, self._clock, keep_s=KEEP_S
+        )
         self._revision: int | None = None  # of the last change that we know of
         self._asked_at_s = _NEVER
         self._confirmed_at_s = _NEVER  # nothing had changed that we do not know of

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, bindparam, or_, select, update
 from penstock.core.identity import Principal, Scope
 from penstock.core.request import Tier
 from penstock.gateway.store.tables import keys, organizations, tenant_revision, workspaces
-from penstock.gateway.tenants.recall import Loaded
+from penstock.gateway.tenants.lookup_cache import Loaded
 
 _MAX_CHANGES = 10_000
 _WORKSPACE_AND_OWNER = workspaces.join(organizations, workspaces.c.organization_id == organizations.c.id)

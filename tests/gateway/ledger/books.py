@@ -13,7 +13,7 @@ from penstock.gateway.accounts import Claim, Outcome
 from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
 from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
-from penstock.gateway.ledger.spend import LedgerSpendBook
+from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.prompts import Usage
 from penstock.gateway.store.database import Database, sqlite_url
 
@@ -62,7 +62,7 @@ async def open_ledger(
     database = Database(sqlite_url(folder))
     clock = clock or WallClock()
     journal = journal or Journal(folder / JOURNAL_FOLDER)
-    ledger = UsageLedger(journal, database, LedgerSpendBook(PRICES, clock), wall_clock=clock, **options)
+    ledger = UsageLedger(journal, database, LedgerSpendTracker(PRICES, clock), wall_clock=clock, **options)
     await ledger.start()
     try:
         yield ledger

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import StoreUnavailable
 from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import UsageLedger
-from penstock.gateway.ledger.spend import LedgerSpendBook
+from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ratelimits.settings import LimitScope, Subject
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import usage
@@ -66,7 +66,7 @@ class Life:
         self.journal = Journal(self.folder, segment_bytes=700)
         clock = WallClock()
         self.ledger = UsageLedger(
-            self.journal, self.database, LedgerSpendBook(PRICES, clock), wall_clock=clock
+            self.journal, self.database, LedgerSpendTracker(PRICES, clock), wall_clock=clock
         )
         await self.ledger.start()
 
@@ -122,7 +122,7 @@ async def test_every_request_has_one_row_that_says_what_happened(
     await life.start()
     expected = dict.fromkeys(life.ended, "completed") | dict.fromkeys(life.interrupted, "interrupted")
     assert life.statuses() == expected
-    spent = await life.ledger.book.spent(Subject(LimitScope.WORKSPACE, life.workspace))
+    spent = await life.ledger.spending.spent(Subject(LimitScope.WORKSPACE, life.workspace))
     assert spent.today_microdollars == 20.0 * len(life.ended)
     await life.ledger.close()
     assert [path.name for path in life.folder.iterdir()] == ["claim.lock"]

@@ -10,7 +10,7 @@ import pytest
 from penstock.gateway.ledger.journal import Journal, encode_line
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger, _insert_all
 from penstock.gateway.ledger.rows import begun_request, usage_row
-from penstock.gateway.ledger.spend import LedgerSpendBook
+from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ledger.usage_store import UsageQuery
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.settings import LimitScope, Subject
@@ -44,8 +44,8 @@ async def test_rows_totals_pages_and_spend(tmp_path: Path, database: Database) -
     dead.append(encode_line(begun_request(claim("dead", key="k0"), NOON)))
     dead.close(delete=False)
     clock = WallClock()
-    book = LedgerSpendBook(PRICES, clock)
-    ledger = UsageLedger(Journal(tmp_path / JOURNAL_FOLDER), database, book, wall_clock=clock)
+    spending = LedgerSpendTracker(PRICES, clock)
+    ledger = UsageLedger(Journal(tmp_path / JOURNAL_FOLDER), database, spending, wall_clock=clock)
     await ledger.start()
     for number in range(5):
         name = claim(f"r{number}", key=f"k{number % 2}", user="somebody")
@@ -58,7 +58,7 @@ async def test_rows_totals_pages_and_spend(tmp_path: Path, database: Database) -
     after = tuple(first[-1].group.values())
     rest = await ledger.totals(UsageQuery(group_by=("day", "key", "user"), start=NOON - 1, after=after))
     assert [total.requests for total in first + rest] == [1, 3, 2]
-    assert await book.spent(Subject(LimitScope.KEY, "k0")) == Spend(60.0, 60.0)
+    assert await spending.spent(Subject(LimitScope.KEY, "k0")) == Spend(60.0, 60.0)
     await ledger.close()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.gateway.ledger.rows import usage_row
-from penstock.gateway.ledger.spend import LedgerSpendBook, SpendReader, first_day_of_month
+from penstock.gateway.ledger.spend import LedgerSpendTracker, SpendReader, first_day_of_month
 from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.settings import LimitScope, Subject
@@ -30,9 +30,9 @@ async def test_a_settled_request_counts_at_once_for_all_it_belongs_to(tmp_path: 
             Subject(LimitScope.KEY_MODEL, "k1/m"),
             Subject(LimitScope.WORKSPACE_MODEL, "w1/m"),
         ):
-            assert await ledger.book.spent(subject) == Spend(20.0, 20.0)
-        assert await ledger.book.spent(Subject(LimitScope.KEY, "other")) == Spend()
-        assert ledger.book.cost_microdollars(claim("b"), Usage(1, 1, 0)) == 3.0
+            assert await ledger.spending.spent(subject) == Spend(20.0, 20.0)
+        assert await ledger.spending.spent(Subject(LimitScope.KEY, "other")) == Spend()
+        assert ledger.spending.cost_microdollars(claim("b"), Usage(1, 1, 0)) == 3.0
 
 
 async def test_it_is_seeded_from_the_database_and_learns_of_other_gateways(tmp_path: Path) -> None:
@@ -41,12 +41,12 @@ async def test_it_is_seeded_from_the_database_and_learns_of_other_gateways(tmp_p
         first.begin(claim("a"))
         first.settle(claim("a"), outcome())
         await first.flush()
-        assert await second.book.spent(KEY) == Spend()
+        assert await second.spending.spent(KEY) == Spend()
         second._read_spend_at = 0.0
         await second.flush()
-        assert await second.book.spent(KEY) == Spend(20.0, 20.0)
+        assert await second.spending.spent(KEY) == Spend(20.0, 20.0)
     async with open_ledger(tmp_path, clock=clock) as third:
-        assert await third.book.spent(KEY) == Spend(20.0, 20.0)
+        assert await third.spending.spent(KEY) == Spend(20.0, 20.0)
 
 
 async def test_days_and_months_end_in_utc(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ async def test_days_and_months_end_in_utc(tmp_path: Path) -> None:
             ledger.settle(claim(name), outcome())
             await ledger.flush()
             clock.now += DAY_S
-        assert await ledger.book.spent(KEY) == Spend(0.0, 40.0)
+        assert await ledger.spending.spent(KEY) == Spend(0.0, 40.0)
         clock.now = NOON + 12 * DAY_S
-        assert await ledger.book.spent(KEY) == Spend()
+        assert await ledger.spending.spent(KEY) == Spend()
 
 
 def test_the_first_day_of_a_month() -> None:
@@ -76,10 +76,10 @@ actions = st.lists(
 @settings(max_examples=25, deadline=None)  # each makes a database
 @given(actions)
 async def test_layers_neither_lose_nor_repeat(history: list[str]) -> None:
-    """Whatever the order of settling, flushing and failing: what the book says is what was settled here, and what
+    """Whatever the order of settling, flushing and failing: what the spending says is what was settled here, and what
     others wrote until the last look at the database."""
     clock = WallClock(NOON + 8 * DAY_S)  # the end of the month is near
-    book, reader, database = LedgerSpendBook(PRICES, clock), SpendReader(), Database("sqlite://")
+    spending, reader, database = LedgerSpendTracker(PRICES, clock), SpendReader(), Database("sqlite://")
     settled: list[tuple[int, int]] = []  # (day, cost) here
     elsewhere: list[tuple[int, int]] = []
     known_elsewhere: list[tuple[int, int]] = []
@@ -87,7 +87,7 @@ async def test_layers_neither_lose_nor_repeat(history: list[str]) -> None:
     for serial, action in enumerate(history):
         row = usage_row(claim(str(serial)), outcome(), clock(), 20 * 10**6)
         if action == "settle":
-            book.add(row)
+            spending.add(row)
             pending.append(row)
             settled.append((row.day, row.cost_picodollars))
         elif action == "elsewhere":
@@ -96,18 +96,18 @@ async def test_layers_neither_lose_nor_repeat(history: list[str]) -> None:
         elif action == "day":
             clock.now += DAY_S / 4
         elif action in ("begin_flush", "fail"):
-            book.begin_flush()
+            spending.begin_flush()
         else:
-            book.begin_flush()
+            spending.begin_flush()
             database.run_now(lambda connection, rows=tuple(pending): insert_rows(connection, rows))
             pending.clear()
-            book.end_flush(database.run_now(lambda connection: reader.read(connection, book.today())))
+            spending.end_flush(database.run_now(lambda connection: reader.read(connection, spending.today())))
             known_elsewhere = elsewhere[:]
-        today, first = book.today(), first_day_of_month(book.today())
+        today, first = spending.today(), first_day_of_month(spending.today())
         known = settled + known_elsewhere
         expected = Spend(
             sum(cost for day, cost in known if day == today) / 10**6,
             sum(cost for day, cost in known if day >= first) / 10**6,
         )
-        assert await book.spent(KEY) == expected
+        assert await spending.spent(KEY) == expected
     database.close()

@@ -1,4 +1,4 @@
-"""Claims and outcomes in few words, and a book whose figures a test sets."""
+"""Claims and outcomes in few words, and a spending whose figures a test sets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def outcome(
     )
 
 
-class TestBook:
+class SettableSpend:
     """A micro-dollar per token. Settling in a ledger is the test's business: it calls `spend`."""
 
     __test__ = False

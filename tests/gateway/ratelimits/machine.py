@@ -26,7 +26,7 @@ from penstock.gateway.ratelimits.settings import (
     ScopeLimits,
     Subject,
 )
-from tests.gateway.ratelimits.claims import TestBook, claim, outcome, reserve
+from tests.gateway.ratelimits.claims import SettableSpend, claim, outcome, reserve
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class LimiterMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.clock = VirtualClock(1_000_000.0)
-        self.book = TestBook()
+        self.spending = SettableSpend()
         self.settings = SETTINGS[0]
         self.resolver = LimitResolver(self.settings)
         self.limiters: list[RunningLimiter] = []
@@ -184,7 +184,7 @@ class LimiterMachine(RuleBasedStateMachine):
     def try_to_run(self, asked: Claim, choice: int) -> RateLimited | None:
         limiter = self.limiters[choice % len(self.limiters)]
         limits = self.resolver.limits_of_caller(asked.principal, asked.model)
-        demand = demand_of(asked, limits, self.book)
+        demand = demand_of(asked, limits, self.spending)
         subjects = tuple(subject for subject, _ in limits.applying)
         try:
             lease = self.do(limiter.admit(asked))
@@ -208,7 +208,7 @@ class LimiterMachine(RuleBasedStateMachine):
 
     def finish(self, request: Running, ended: Outcome) -> None:
         limits = self.resolver.limits_of_caller(request.claim.principal, request.claim.model)
-        used = used_by(request.claim, ended, limits, self.book)
+        used = used_by(request.claim, ended, limits, self.spending)
         request.lease.settle(ended)
         self.settled()
         for subject in request.subjects:

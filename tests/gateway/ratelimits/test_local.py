@@ -8,7 +8,7 @@ from penstock.gateway.accounts import Lease, Outcome
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import Limits, LimitScope, LimitSettings, ScopeLimits, Subject
-from tests.gateway.ratelimits.claims import TestBook, claim, outcome, reserve
+from tests.gateway.ratelimits.claims import SettableSpend, claim, outcome, reserve
 
 
 def limiter(**scopes: ScopeLimits) -> LocalLimiter:
@@ -137,12 +137,12 @@ async def test_the_longest_wait_is_the_one_that_is_told() -> None:
 
 
 async def test_a_budget_counts_what_was_spent_and_what_is_running() -> None:
-    book = TestBook()
+    spending = SettableSpend()
     subject = Subject(LimitScope.WORKSPACE, "ws-1")
     limits = LocalLimiter(
         LimitSettings(workspace=ScopeLimits(dollars_per_day=100e-6, dollars_per_month=1.0)),
         VirtualClock(),
-        book=book,
+        spending=spending,
         wall_clock=lambda: 86_400.0 * 20_000 + 82_800.0,
     )
     first = await reserve(limits, claim(input_tokens=10, max_output_tokens=30))
@@ -151,7 +151,7 @@ async def test_a_budget_counts_what_was_spent_and_what_is_running() -> None:
         await reserve(limits, claim(input_tokens=10, max_output_tokens=30))
     assert refused.value.retry_after_s == pytest.approx(3600.0)
     first.settle(outcome(10, 1))
-    book.spend(subject, 11)
+    spending.spend(subject, 11)
     await reserve(limits, claim(input_tokens=10, max_output_tokens=30))
     with pytest.raises(QuotaExceeded):
         await reserve(limits, claim(input_tokens=10, max_output_tokens=0))

@@ -9,7 +9,7 @@ from tests.gateway.ratelimits.machine import SETTINGS, LimiterMachine
 
 class LocalMachine(LimiterMachine):
     def make_limiters(self) -> list[RunningLimiter]:
-        self.local = LocalLimiter(SETTINGS[0], self.clock, book=self.book)
+        self.local = LocalLimiter(SETTINGS[0], self.clock, spending=self.spending)
         return [self.local]
 
     def check_that_all_is_whole(self) -> None:

@@ -22,7 +22,7 @@ from penstock.gateway.ratelimits.build import build_limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
 from penstock.gateway.ratelimits.shared import RedisLimiter
-from tests.gateway.ratelimits.claims import TestBook, claim, outcome, reserve
+from tests.gateway.ratelimits.claims import SettableSpend, claim, outcome, reserve
 from tests.gateway.ratelimits.redis_server import RedisServer
 
 Make = Callable[..., "RedisLimiter"]
@@ -43,7 +43,7 @@ async def gateway(redis_server: RedisServer) -> AsyncIterator[Make]:
 
     async def make(settings: LimitSettings, **options: object) -> RedisLimiter:
         url = str(options.pop("url", redis_server.url))
-        local = LocalLimiter(settings, book=options.pop("book", None))  # type: ignore[arg-type]
+        local = LocalLimiter(settings, spending=options.pop("spending", None))  # type: ignore[arg-type]
         limiter = RedisLimiter(Redis.from_url(url), settings, local, **options)  # type: ignore[arg-type]
         made.append(limiter)
         await limiter.start()
@@ -151,8 +151,8 @@ async def test_a_request_beyond_the_limit_is_told_so(gateway: Make) -> None:
 
 async def test_a_budget_is_shared_before_the_ledger_knows(gateway: Make) -> None:
     settings = LimitSettings(workspace=ScopeLimits(dollars_per_day=100e-6, dollars_per_month=0.5))
-    one = await gateway(settings, book=TestBook())
-    other = await gateway(settings, book=TestBook())
+    one = await gateway(settings, spending=SettableSpend())
+    other = await gateway(settings, spending=SettableSpend())
     lease = await reserve(one, claim(input_tokens=10, max_output_tokens=60))
     with pytest.raises(QuotaExceeded, match=r"daily budget of \$0\.0001 ") as refused:
         await reserve(other, claim(input_tokens=10, max_output_tokens=60))

@@ -46,11 +46,11 @@ class RedisMachine(LimiterMachine):
 
     def make_limiters(self) -> list[RunningLimiter]:
         self.pass_time(0.0)
-        self.witness = LocalLimiter(SETTINGS[0], self.clock, book=self.book)
+        self.witness = LocalLimiter(SETTINGS[0], self.clock, spending=self.spending)
         return [Compared(self.redis_limiter(), self.witness) for _ in range(2)]
 
     def redis_limiter(self) -> RedisLimiter:
-        local = LocalLimiter(SETTINGS[0], self.clock, book=self.book)
+        local = LocalLimiter(SETTINGS[0], self.clock, spending=self.spending)
         limiter = RedisLimiter.at(self.server.url, SETTINGS[0], local)
         limiter._lease_ttl_s = LEASE_TTL_S
         return limiter

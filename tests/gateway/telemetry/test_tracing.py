@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from penstock.api.app import create_app
-from penstock.api.http.access_log import RequestJournal
+from penstock.api.http.access_log import RequestLog
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.accounts import Accounts
@@ -43,8 +43,8 @@ class Traced:
         self.tracing = OpenTelemetryTracing(config, exporter or self._exporter)
         observer = RequestObserver(self.tracing)
         self.gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(observer=observer))
-        journal = RequestJournal(self.tracing, writes_lines=False)
-        self.app = create_app(self.gateway, ServerConfig(), journal=journal)
+        request_log = RequestLog(self.tracing, writes_lines=False)
+        self.app = create_app(self.gateway, ServerConfig(), request_log=request_log)
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         transport = httpx.ASGITransport(self.app)
@@ -196,7 +196,7 @@ async def test_a_real_collector_receives_them() -> None:
             GatewayConfig(),
             accounts=Accounts(observer=RequestObserver(tracing)),
         )
-        app = create_app(gateway, ServerConfig(), journal=RequestJournal(tracing, writes_lines=False))
+        app = create_app(gateway, ServerConfig(), request_log=RequestLog(tracing, writes_lines=False))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             await client.post("/v1/chat/completions", json=CHAT)
         tracing.close()

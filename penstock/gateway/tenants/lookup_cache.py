@@ -1,7 +1,7 @@
-"""A bounded memory of what the database said, so that knowing a caller costs microseconds. Knows no table.
+"""A bounded cache of look-ups in the database, so that recognising a caller costs microseconds. Knows no table.
 
-An answer is kept for a while, found or not, until the owner says that it changed. Names that exist and names that do
-not have separate room: a flood of invented keys cannot push real ones out.
+A result, found or not, is cached for a while, or until the owner of the cache says that it changed. Names that exist
+and names that do not exist have separate room: a flood of invented keys cannot push real keys out.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from penstock.core.errors import Overloaded, StoreUnavailable
 
 T = TypeVar("T")
 
-MAX_REMEMBERED = 10_000  # of those found, and again of those not found
+MAX_ENTRIES = 10_000  # of those found, and again of those not found
 MAX_LOADING = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[T]):
-    """What the database said about a name, and the number of the last change that it had seen by then."""
+    """What the database holds under a name, and the number of the last change that the look-up saw."""
 
     value: T | None
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory(Generic[T]):
+class _Entry(Generic[T]):
     value: T | None
     stale_at_s: float
 
 
-class Recall(Generic[T]):
+class LookupCache(Generic[T]):
     def __init__(
         self,
         load: Callable[[str], Awaitable[Loaded[T]]],
         clock: Clock,
         *,
         keep_s: float,
-        max_remembered: int = MAX_REMEMBERED,
+        max_entries: int = MAX_ENTRIES,
     ) -> None:
         self._load = load
         self._clock = clock
         self._keep_s = keep_s
-        self._max_remembered = max_remembered
-        self._found: OrderedDict[str, _Memory[T]] = OrderedDict()
-        self._absent: OrderedDict[str, _Memory[T]] = OrderedDict()
+        self._max_entries = max_entries
+        self._found: OrderedDict[str, _Entry[T]] = OrderedDict()
+        self._absent: OrderedDict[str, _Entry[T]] = OrderedDict()
         self._loading: dict[str, asyncio.Task[T | None]] = {}
         self._revision = 0
 
@@ -57,31 +57,31 @@ class Recall(Generic[T]):
         return len(self._found) + len(self._absent)
 
     def peek(self, name: str) -> T | None:
-        """What is known to have this name, without asking anyone."""
-        memory = self._found.get(name)
-        if memory is None or self._clock.now() >= memory.stale_at_s:
+        """The cached value of a name; None if it is unknown or absent. Asks no database."""
+        entry = self._found.get(name)
+        if entry is None or self._clock.now() >= entry.stale_at_s:
             return None
         self._found.move_to_end(name)
-        return memory.value
+        return entry.value
 
     async def get(self, name: str) -> T | None:
-        """What has this name, or None. Raises StoreUnavailable when it is not known and cannot be looked up."""
+        """The value of a name, or None. Raises StoreUnavailable when it is not cached and cannot be looked up."""
         known = self.peek(name)
         if known is not None:
             return known
-        memory = self._found.get(name) or self._absent.get(name)
-        if memory is not None and self._clock.now() < memory.stale_at_s:
-            return memory.value
+        entry = self._found.get(name) or self._absent.get(name)
+        if entry is not None and self._clock.now() < entry.stale_at_s:
+            return entry.value
         try:
             return await self._load_once(name)
         except StoreUnavailable:
             # The owner decides how long an outage may last; until then what was known is better than nothing.
-            if memory is None or memory.value is None:
+            if entry is None or entry.value is None:
                 raise
-            return memory.value
+            return entry.value
 
     def forget(self, names: Iterable[str] | None, revision: int) -> None:
-        """These changed, or with None perhaps everything; and whatever was absent may be there now."""
+        """Forget names that changed, or with None all names. Absent names are always forgotten."""
         if names is None:
             self._found.clear()
         else:
@@ -104,12 +104,12 @@ class Recall(Generic[T]):
         loaded = await self._load(name)
         # An answer from before a change that we already know of is true no longer than this call.
         if loaded.revision >= self._revision:
-            memories, others = (
+            entries, others = (
                 (self._found, self._absent) if loaded.value is not None else (self._absent, self._found)
             )
             others.pop(name, None)
-            memories[name] = _Memory(loaded.value, self._clock.now() + self._keep_s)
-            memories.move_to_end(name)
-            if len(memories) > self._max_remembered:
-                memories.popitem(last=False)
+            entries[name] = _Entry(loaded.value, self._clock.now() + self._keep_s)
+            entries.move_to_end(name)
+            if len(entries) > self._max_entries:
+                entries.popitem(last=False)
         return loaded.value

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import Overloaded, StoreUnavailable
-from penstock.gateway.tenants.recall import MAX_LOADING, Loaded, Recall
+from penstock.gateway.tenants.lookup_cache import MAX_LOADING, Loaded, LookupCache
 
 
 class Source:
@@ -31,8 +31,10 @@ class Source:
         return answer
 
 
-def recall_of(source: Source, clock: VirtualClock | None = None, *, max_remembered: int = 100) -> Recall[str]:
-    return Recall(source.load, clock or VirtualClock(), keep_s=10, max_remembered=max_remembered)
+def recall_of(
+    source: Source, clock: VirtualClock | None = None, *, max_entries: int = 100
+) -> LookupCache[str]:
+    return LookupCache(source.load, clock or VirtualClock(), keep_s=10, max_entries=max_entries)
 
 
 async def test_an_answer_is_kept_for_a_while_found_or_not() -> None:
@@ -99,7 +101,7 @@ async def test_an_answer_older_than_a_known_change_is_not_kept() -> None:
 async def test_strangers_cannot_push_out_those_who_are_known() -> None:
     source = Source()
     source.values["a"] = "A"
-    recall = recall_of(source, max_remembered=5)
+    recall = recall_of(source, max_entries=5)
     await recall.get("a")
     for number in range(50):
         assert await recall.get(f"stranger {number}") is None
@@ -112,7 +114,7 @@ async def test_strangers_cannot_push_out_those_who_are_known() -> None:
 async def test_the_longest_unused_goes_first() -> None:
     source = Source()
     source.values |= {name: name for name in "abc"}
-    recall = recall_of(source, max_remembered=2)
+    recall = recall_of(source, max_entries=2)
     for name in "abac":
         await recall.get(name)
     asked = source.num_asked
@@ -125,7 +127,7 @@ async def test_the_longest_unused_goes_first() -> None:
 async def test_a_flood_of_lookups_is_refused_rather_than_queued() -> None:
     source = Source()
     source.may_answer.clear()
-    recall = recall_of(source, max_remembered=1000)
+    recall = recall_of(source, max_entries=1000)
     flood = [asyncio.create_task(recall.get(f"stranger {number}")) for number in range(MAX_LOADING + 10)]
     await asyncio.sleep(0)
     source.may_answer.set()
