@@ -17,10 +17,9 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
-from penstock.engine.bytecode import keep_bytecode
 from penstock.engine.collaborator import Collaborator, StepWatch, refuse_adapters, refuse_grammars
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
-from penstock.engine.head_start import open_gpu_ahead, read_compiler_ahead
+from penstock.engine.head_start import keep_bytecode, open_gpu_ahead, read_compiler_ahead
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json

@@ -19,8 +19,7 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import ModelCard
 from penstock.core.sizes import format_bytes
-from penstock.engine.adapter_queue import AdapterQueue
-from penstock.engine.adapters import LoRAModel
+from penstock.engine.adapters import AdapterQueue, LoRAModel
 from penstock.engine.batch import BatchRows
 from penstock.engine.device import choose_ops, leave_cores_to
 from penstock.engine.executor import ModelExecutor

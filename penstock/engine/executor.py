@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ from penstock.engine.pooling import HiddenPooler, sampled_vector
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.sampler import Sampler
 from penstock.engine.staging import Staging
-from penstock.engine.timing import CudaTimer, HostTimer, StepTimer
 from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
 from penstock.models.model import Model
 
@@ -290,3 +290,42 @@ class ModelExecutor:
                 rows.place_blocks(row, chunk)
             elif chunk.new_block_ids:
                 rows.place_blocks(rows.row(chunk.request_id), chunk)
+
+
+class StepTimer(Protocol):
+    """Starts when it is made."""
+
+    def stop(self) -> None:
+        """All of the step's work has been submitted."""
+        ...
+
+    def wait(self) -> float:
+        """Wait until that work is done; the seconds it took."""
+        ...
+
+
+class HostTimer:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._started_s = clock.now()
+        self._elapsed_s = 0.0
+
+    def stop(self) -> None:
+        self._elapsed_s = self._clock.now() - self._started_s
+
+    def wait(self) -> float:
+        return self._elapsed_s
+
+
+class CudaTimer:
+    def __init__(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def wait(self) -> float:
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1000.0

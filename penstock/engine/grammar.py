@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
@@ -22,7 +23,6 @@ from penstock.core.grammar_text import grammar_text, token_ids_by_number
 from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
 from penstock.engine.collaborator import Arrival, Collaborator
-from penstock.engine.grammar_tokenizer import with_unspellable_tokens
 
 log = logging.getLogger(__name__)
 
@@ -248,3 +248,27 @@ class GrammarQueue(Collaborator):
             limit_s = self._compiler.limits.compile_timeout_s
             return InvalidRequest(f"The grammar takes more than {limit_s:g} s to compile.")
         return None
+
+
+def with_unspellable_tokens(tokenizer_json: bytes) -> str:
+    """The same `tokenizers` file under other names. Ids stay what they are."""
+    names = {
+        name: f"\ue000{token_id}\ue001" for name, token_id in token_ids_by_number(tokenizer_json).items()
+    }
+    file: dict[str, Any] = msgspec.json.decode(tokenizer_json)
+    for token in file.get("added_tokens") or ():
+        if token["content"] in names:
+            token["content"] = names[token["content"]]
+            token["special"] = True
+            token["normalized"] = False
+    vocabulary = file["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        file["model"]["vocab"] = {names.get(name, name): token_id for name, token_id in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # pieces with their scores, in the order of their ids
+        file["model"]["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    unknown = file["model"].get("unk_token")
+    if unknown in names:
+        file["model"]["unk_token"] = names[unknown]
+    # It would put special tokens, by their names, around a whole text: nothing that a grammar ever asks for.
+    file["post_processor"] = None
+    return msgspec.json.encode(file).decode()

@@ -10,7 +10,7 @@ from penstock.core.messages import ModelCard
 from penstock.engine.loop import Executor
 
 if TYPE_CHECKING:
-    from penstock.engine.adapter_queue import AdapterQueue
+    from penstock.engine.adapters import AdapterQueue
     from penstock.engine.grammar import GrammarQueue
     from penstock.engine.parallel.executor import FirstRank
     from penstock.engine.parallel.local_rank import LocalRank

@@ -17,19 +17,57 @@ from penstock.core.sizes import format_bytes
 from penstock.kernels.interface import Ops
 from penstock.models import bert
 from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.gemma3 import Gemma3
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layers import Decoder
+from penstock.models.llama import Llama, Mistral
+from penstock.models.mixtures import Mixtral, Qwen2MoE, Qwen3MoE
 from penstock.models.model import StagedModel
 from penstock.models.quantized_source import QuantizedSource
-from penstock.models.random_source import RandomSource
-from penstock.models.registry import architecture_for_gguf, architecture_for_huggingface
+from penstock.models.qwen import Qwen2, Qwen3
 from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
-from penstock.models.weights import OnProgress, WeightLoader, WeightSource
+from penstock.models.weights import OnProgress, RandomSource, WeightLoader, WeightSource
+
+ARCHITECTURES: tuple[type[Decoder], ...] = (
+    Llama,
+    Mistral,
+    Mixtral,
+    Qwen2,
+    Qwen2MoE,
+    Qwen3,
+    Qwen3MoE,
+    Gemma3,
+)
+
+
+def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
+    """By the class that `architectures` names, else by `model_type`."""
+    named = fields.raw("architectures")
+    asked = [str(name) for name in named] if isinstance(named, list) else []
+    if not asked and fields.has("model_type"):
+        asked = [fields.text("model_type")]
+    for architecture in ARCHITECTURES:
+        if any(name in architecture.huggingface_names for name in asked):
+            return architecture
+    if not asked:
+        raise ModelLoadError(f"{fields.where} names neither architectures nor a model_type.")
+    known = ", ".join(architecture.huggingface_names[0] for architecture in ARCHITECTURES)
+    raise ModelLoadError(f"The architecture {asked[0]} is not known; known are {known}.")
+
+
+def architecture_for_gguf(file: GGUFFile) -> type[Decoder]:
+    asked = file.architecture
+    for architecture in ARCHITECTURES:
+        if asked in architecture.gguf_names:
+            return architecture
+    known = ", ".join(name for architecture in ARCHITECTURES for name in architecture.gguf_names)
+    raise ModelLoadError(f"The architecture {asked!r} of {file.path.name} is not known; known are {known}.")
+
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import ExpertMLP, GatedMLP, PreNormDecoder, SharedExpert
 from penstock.models.llama import Mistral
-from penstock.models.qwen2 import Qwen2
-from penstock.models.qwen3 import Qwen3
+from penstock.models.qwen import Qwen2, Qwen3
 from penstock.models.weights import ExpertNames, WeightLoader
 
 

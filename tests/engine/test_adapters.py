@@ -23,7 +23,7 @@ from penstock.core.engine_config import (
 from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Adapter, FinishReason, Request
-from penstock.engine.adapter_queue import AdapterQueue
+from penstock.engine.adapters import AdapterQueue
 from penstock.engine.build import Engine, build_engine
 from penstock.engine.collaborator import NO_ADAPTERS, Arrival
 from tests.engine.tiny import request, run, tokens

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling
-from penstock.models.registry import ARCHITECTURES, architecture_for_huggingface
+from penstock.models.load import ARCHITECTURES, architecture_for_huggingface
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

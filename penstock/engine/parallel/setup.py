@@ -1,24 +1,127 @@
-"""What is different about loading a model when this process is one rank of several. Knows the order of no steps."""
+"""Loads a model when this process is one rank of several: its part of the model, and which rank samples."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.core.engine_config import EngineConfig
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, EngineUnavailable
+from penstock.core.plan import SampledToken
+from penstock.core.request import Request
 from penstock.engine.device import choose_device
-from penstock.engine.parallel.mesh import Mesh, shard_of
+from penstock.engine.grammar_masks import StepMasks
+from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
-from penstock.engine.parallel.rank_model import RankModel
-from penstock.engine.parallel.samplers import ReceivingSampler, SharingSampler
 from penstock.engine.sampler import Sampler
-from penstock.kernels.interface import Ops
+from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.load import is_encoder, open_checkpoint
 from penstock.models.model import Model, StagedModel
 from penstock.models.sharding import WHOLE, Shard
+from penstock.models.weights import NamedProduct
+
+
+class RankModel:
+    """What `forward` and `logits` return is of use on the last stage alone; there, `logits` on the first rank."""
+
+    def __init__(self, model: StagedModel, mesh: Mesh, ops: Ops) -> None:
+        self.config = model.config
+        self.num_layers = model.num_layers
+        self.num_kv_heads = model.num_kv_heads
+        self.head_dim = model.head_dim
+        self.max_model_len = model.max_model_len
+        self.products: Sequence[NamedProduct] = model.products
+        # Every rank of a stage counts the parameters that the stage has a part of.
+        counted = model.num_parameters if mesh.shard.tensor_rank == 0 else 0
+        self.num_parameters, self.weight_bytes = mesh.totals(counted, model.weight_bytes)
+        self._model = model
+        self._shard = mesh.shard
+        self._link = mesh.stages
+        self._device = ops.device
+        self._dtype = ops.dtype
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        with _no_second_try():
+            if self._shard.is_first_stage:
+                residual = self._model.embed(token_ids)
+            else:
+                shape = (token_ids.shape[0], self.config.hidden_size)
+                residual = self._link.receive_into(torch.empty(shape, dtype=self._dtype, device=self._device))
+            self._model.run_layers(residual, batch, kv)
+            if self._shard.is_last_stage:
+                return self._model.normed(residual)
+            self._link.send(residual)
+            return residual
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        with _no_second_try():
+            return self._model.logits(hidden_rows) if self._shard.is_last_stage else hidden_rows
+
+    def argmax(self, hidden_rows: Tensor) -> Tensor | None:
+        return None  # ranks have parts of the logits
+
+    def with_ops(self, ops: Ops) -> Model:
+        return self._model.with_ops(ops)
+
+    def with_distinct_layers(self) -> Model:
+        return self._model.with_distinct_layers()
+
+
+@contextmanager
+def _no_second_try() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineUnavailable(
+            "There was not enough memory for a step.",
+            hint="Lower --max-num-batched-tokens or --gpu-memory-utilization.",
+        ) from error
+
+
+class SharingSampler(Sampler):
+    """Of the first rank, which has all logits."""
+
+    def __init__(self, group: TensorGroup, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._group = group
+
+    def sample(
+        self, logits: Tensor, rows: NDArray[np.int64], masks: StepMasks | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        token_ids, logprobs = super().sample(logits, rows, masks)
+        self._group.share(token_ids)
+        return token_ids, logprobs
+
+
+class ReceivingSampler(Sampler):
+    """Of the other ranks, which have no logits to speak of and keep no state of requests."""
+
+    def __init__(self, group: TensorGroup, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._group = group
+
+    def begin(self, row: int, request: Request, output_token_ids: Sequence[int]) -> None:
+        return
+
+    def end(self, row: int) -> None:
+        return
+
+    def sample(
+        self, logits: Tensor, rows: NDArray[np.int64], masks: StepMasks | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        self._group.share(token_ids)
+        return token_ids, {}
+
+    def report(self, *step: Any) -> tuple[SampledToken, ...]:
+        return ()
 
 
 class OneRank:
