@@ -25,6 +25,12 @@ class RunningServer:
     process: subprocess.Popen[bytes]
     log: Path
 
+    def wait_for_log(self, text: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while text not in self.log.read_text(errors="replace"):
+            assert time.monotonic() < deadline, f"{text!r} is not in the log"
+            time.sleep(0.02)
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=30)

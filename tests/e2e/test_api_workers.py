@@ -25,9 +25,23 @@ NUM_WORKERS = 3
 BODY = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module")
+def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that its tests leave running."""
+    with running_in(tmp_path_factory.mktemp("workers")) as running:
+        yield running
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
-    running = start_server(tmp_path, "echo", "--api-workers", str(NUM_WORKERS), "--data-dir", str(tmp_path))
+    """A server that its test ends."""
+    with running_in(tmp_path) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_in(folder: Path) -> Iterator[RunningServer]:
+    running = start_server(folder, "echo", "--api-workers", str(NUM_WORKERS), "--data-dir", str(folder))
     yield running
     if running.process.poll() is None:
         assert running.stop() == 0
@@ -53,7 +67,8 @@ async def ask_often(url: str, times: int) -> list[int]:
         return list(await asyncio.gather(*(ask(client) for _ in range(times))))
 
 
-def test_all_workers_answer_and_their_metrics_add_up(server: RunningServer) -> None:
+def test_all_workers_answer_and_their_metrics_add_up(lasting_server: RunningServer) -> None:
+    server = lasting_server
     assert len(children(server, "penstock.serve.api_worker")) == NUM_WORKERS
     assert asyncio.run(ask_often(server.url, 60)) == [200] * 60
     pages = {httpx.get(f"{server.url}/metrics").text for _ in range(6)}
@@ -61,7 +76,8 @@ def test_all_workers_answer_and_their_metrics_add_up(server: RunningServer) -> N
     assert {metric(page, "penstock_time_to_first_token_seconds_count") for page in pages} == {60}
 
 
-def test_a_killed_worker_comes_back_and_the_others_serve_on(server: RunningServer) -> None:
+def test_a_killed_worker_comes_back_and_the_others_serve_on(lasting_server: RunningServer) -> None:
+    server = lasting_server
     victim = children(server, "penstock.serve.api_worker")[0]
     victim.kill()
     victim.wait(timeout=10)
@@ -72,7 +88,8 @@ def test_a_killed_worker_comes_back_and_the_others_serve_on(server: RunningServe
     assert len(children(server, "penstock.serve.api_worker")) == NUM_WORKERS
 
 
-def test_no_worker_refuses_anybody_while_the_only_engine_starts_again(server: RunningServer) -> None:
+def test_no_worker_refuses_anybody_while_the_only_engine_starts_again(lasting_server: RunningServer) -> None:
+    server = lasting_server
     (engine,) = children(server, "penstock.cluster.worker")
     engine.kill()
     for _ in range(5):
@@ -134,7 +151,7 @@ def test_a_second_sigterm_cuts_answers_short(server: RunningServer) -> None:
     stream = OpenStream(server)
     family = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    server.wait_for_log("draining")
     server.process.send_signal(signal.SIGTERM)
     stream.read_to_end()
     assert server.process.wait(timeout=20) == 0
@@ -145,16 +162,18 @@ def test_a_body_that_never_ends_does_not_keep_the_server_from_leaving(server: Ru
     port = int(server.url.rsplit(":", 1)[1])
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000000\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        has_begun = threading.Event()
 
         def drip() -> None:
             with contextlib.suppress(OSError):
                 client.sendall(head)
                 while True:  # quick enough for the server's patience with slow bodies
                     client.sendall(b" " * 2048)
+                    has_begun.set()
                     time.sleep(0.05)
 
         dripping = threading.Thread(target=drip)
         dripping.start()
-        time.sleep(0.5)
+        assert has_begun.wait(30)
         assert server.stop() == 0
         dripping.join()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -135,8 +136,38 @@ def test_bad_requests_are_refused_and_the_server_goes_on(
     assert client.completions.create(model="smollm2-135m", prompt="x", max_tokens=1).choices
 
 
-def test_sigterm_drains_running_streams(default_model: str, tmp_path: Path) -> None:
-    server = start_server(tmp_path, default_model)
+@pytest.fixture(scope="module")
+def mortal_server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server for the last tests of this module, which kill its engine and then end it."""
+    running = start_server(tmp_path_factory.mktemp("mortal"), default_model)
+    yield running
+    if running.process.poll() is None:
+        assert running.stop() == 0
+
+
+def test_a_stream_outlives_its_engine(default_model: str, mortal_server: RunningServer) -> None:
+    """There is only one: the stream waits for its successor, and goes on where it was."""
+    server = mortal_server
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    engine = next(
+        int(pid) for pid in children if b"cluster.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    body = {"model": default_model, "prompt": "Once", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    undisturbed = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
+    parts = []
+    url = server.url + "/v1/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                if not parts:
+                    os.kill(engine, signal.SIGKILL)
+                parts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+    assert line == "data: [DONE]" or not line
+    assert "".join(parts) == undisturbed["choices"][0]["text"]
+
+
+def test_sigterm_drains_running_streams(default_model: str, mortal_server: RunningServer) -> None:
+    server = mortal_server
     body = {"model": default_model, "prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
@@ -154,25 +185,3 @@ def test_sigterm_drains_running_streams(default_model: str, tmp_path: Path) -> N
         rest = list(lines)
     assert "data: [DONE]" in rest
     assert server.process.wait(timeout=30) == 0
-
-
-def test_a_stream_outlives_its_engine(default_model: str, tmp_path: Path) -> None:
-    """There is only one: the stream waits for its successor, and goes on where it was."""
-    server = start_server(tmp_path, default_model)
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    engine = next(
-        int(pid) for pid in children if b"cluster.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-    body = {"model": default_model, "prompt": "Once", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
-    undisturbed = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
-    parts = []
-    url = server.url + "/v1/completions"
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                if not parts:
-                    os.kill(engine, signal.SIGKILL)
-                parts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
-    assert line == "data: [DONE]" or not line
-    assert "".join(parts) == undisturbed["choices"][0]["text"]
-    assert server.stop() == 0
