@@ -1,9 +1,9 @@
-"""Blocks that a replica does not hold yet, but will: those of requests just sent there. Knows no replica's load.
+"""Blocks that a replica will hold soon, because a request with them was just sent there. Knows no replica's load.
 
-Between the decision and the replica's own news pass a queue, a prefill and a heartbeat. A burst of siblings falls
-into that gap, and would scatter if the index did not already know where the first one went. Such an entry is taken
-back unless the replica confirms it in time. Of replicas that send no news, expectations are all there is, and last
-longer: an approximate index.
+Between a decision and the replica's own KV events pass a queue, a prefill and a heartbeat. A burst of requests with
+one prefix falls into that gap, and would scatter if the index did not already know where the first one went. An
+expectation is removed unless the replica confirms it in time. For replicas that send no KV events, expectations are
+all that is known, and last longer: an approximate index.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Expectations:
     def __init__(self, index: PrefixIndex, max_blocks: int = 200_000) -> None:
         self._index = index
         self._max_blocks = max_blocks
-        self._until: dict[int, dict[bytes, float]] = {}  # by bit; the latest promise about each block
+        self._until: dict[int, dict[bytes, float]] = {}  # by bit; when each expected block expires
         self._queues: dict[
             float, deque[tuple[float, int, Sequence[bytes]]]
         ] = {}  # by time to live, oldest first
         self._num_queued = 0
 
     def __len__(self) -> int:
-        """Blocks expected somewhere and not confirmed."""
+        """How many blocks are expected and not confirmed."""
         return sum(len(blocks) for blocks in self._until.values())
 
     def expect(self, bit: int, hashes: Sequence[bytes], now: float, ttl_s: float) -> None:
@@ -48,14 +48,14 @@ class Expectations:
         return block_hash in self._until.get(bit, ())
 
     def settle(self, bit: int, hashes: Sequence[bytes]) -> None:
-        """The replica itself told what became of these blocks."""
+        """The replica itself reported these blocks as stored or removed."""
         expected = self._until.get(bit)
         if expected:
             for block_hash in hashes:
                 expected.pop(block_hash, None)
 
     def forget(self, bit: int) -> None:
-        """A replica lost everything; the index is told by whoever knows that."""
+        """Forget all expectations of a replica. The caller updates the index."""
         self._until.pop(bit, None)
 
     def expire(self, now: float) -> None:
@@ -69,7 +69,7 @@ class Expectations:
         expected = self._until.get(bit)
         if expected is None:
             return
-        # A later request may have renewed the promise; then it ends with that one.
+        # A later request may have renewed an expectation, which then expires later.
         overdue = [block_hash for block_hash in hashes if expected.get(block_hash, inf) <= until_s]
         for block_hash in overdue:
             del expected[block_hash]

@@ -1,8 +1,8 @@
-"""One replica's KV events on their way into the index. Knows their order; knows no load and no other replica.
+"""Feeds the KV events of one replica into the index. Knows their order; knows no load and no other replica.
 
-Sequence numbers rise by one. A gap means that news was lost: all that is known of the replica is dropped, and it
-must tell everything again. The new start travels in the same stream, as `cleared` and then `stored` for all that the
-replica holds, hence needs no message of its own and cannot overtake other news.
+Sequence numbers rise by one. A gap means that events were lost: everything known of the replica is dropped, and the
+replica must send everything again. It does so in the same stream, as `cleared` and then `stored` for all blocks that
+it holds, so the new start needs no message of its own and cannot overtake other events.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class KVFeed:
         self._expectations = expectations
         self._next_sequence = 0
         self.bit = index.open()  # changes whenever the replica's entries are dropped
-        self.num_blocks = 0  # that the replica holds, as far as it told
+        self.num_blocks = 0  # that the replica holds, by its events
         self.needs_resync = False
         self.num_gaps = 0
 
     def receive(self, events: Iterable[KVEvent]) -> None:
         for event in events:
             if event.sequence < self._next_sequence:
-                continue  # told twice
+                continue  # received before
             if isinstance(event, KVCleared):
                 self.drop()
                 self.needs_resync = False
@@ -40,7 +40,7 @@ class KVFeed:
                 self._apply(event)
 
     def drop(self) -> None:
-        """Trust nothing that was known of this replica."""
+        """Forget everything that was known of this replica."""
         self._index.close(self.bit)
         self._expectations.forget(self.bit)
         self.bit = self._index.open()

@@ -25,14 +25,14 @@ class PrefixIndex:
         self._old: dict[bytes, int] = {}
         self._dying: dict[bytes, int] = {}
         self._live_bits = 0
-        self._retired_bits = 0  # may still be set in entries, and mean nothing
+        self._retired_bits = 0  # retired bits, which entries may still have set
         self._sets: dict[int, int] = {}  # one object for all equal sets: less memory, and equal by identity
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old) + len(self._dying)
 
     def open(self) -> int:
-        """A bit for a replica that holds nothing yet."""
+        """Returns the bit of a new replica, which holds nothing yet."""
         used = self._live_bits | self._retired_bits
         bit = ~used & (used + 1)
         self._live_bits |= bit

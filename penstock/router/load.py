@@ -1,7 +1,8 @@
-"""The load of one replica, as seen from here, in predicted seconds. Knows no other replica and no prefix index.
+"""The load of one replica, as this gateway knows it, in predicted seconds. Knows no other replica and no prefix
+index.
 
-Three sources are added up: what this router sent and has not seen answered, which it knows exactly and at once; what
-others sent, which heartbeats tell by the difference; and how fast the replica works, which is fitted from heartbeats.
+Three sources are combined: the unanswered requests of this router, which are known exactly and at once; requests of
+other gateways, which are the difference to the heartbeat; and the speed of the replica, fitted from heartbeats.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _GUESSED_HOLD_S = 5.0
 
 @dataclass(slots=True)
 class Ticket:
-    """A request on its way: what it adds to the load until it ends."""
+    """What a request adds to the load of its replica until it ends."""
 
     load: ReplicaLoad
     routed_s: float
@@ -60,7 +61,7 @@ class ReplicaLoad:
     def __init__(self, replica: Replica, bit: int) -> None:
         self.replica = replica
         self.number = number_of(replica.id)
-        self.bit = bit  # where it stands in the prefix index
+        self.bit = bit  # in the prefix index
         self._fit = LinearFit(_GUESSED_BASE_S, _GUESSED_TOKEN_S, replica.max_step_tokens)
         self._own_tokens = 0
         self.own_requests = 0
@@ -72,8 +73,8 @@ class ReplicaLoad:
         self._has_told_steps = False
         self._num_steps = 0  # by the last heartbeat that told of one
         self.recent_requests = 0.0  # kept by RecentShares, in units of its own
-        # What follows is derived, and is all that a policy reads.
-        self.num_requests = 0  # unfinished, from everyone
+        # The following fields are derived, and are all that a policy reads.
+        self.num_requests = 0  # unfinished, of all gateways
         self.queue_s = 0.0  # until a request without a prompt would get its first token
         self.token_s = 0.0  # for each token of its prompt that is not cached
         self.blocks_free = 0.0  # below 0 when requests already wait for blocks
@@ -83,11 +84,11 @@ class ReplicaLoad:
 
     @property
     def prefill_tokens(self) -> float:
-        """Waiting to be computed before any first token."""
+        """Prompt tokens that wait to be computed."""
         return self._own_tokens + self._others_tokens
 
     def holds(self, num_blocks: int) -> None:
-        """So many blocks are cached here, in use or not."""
+        """Note how many blocks are cached here, in use or not."""
         if self.replica.num_kv_blocks is not None:
             self.room_blocks = max(0, self.replica.num_kv_blocks - num_blocks)
 
@@ -114,7 +115,7 @@ class ReplicaLoad:
             return
         ticket.has_output = True
         self._own_tokens -= ticket.prefill_tokens
-        if not self._has_told_steps:  # as other people's engines: the wait itself is the measurement
+        if not self._has_told_steps:  # external engines report no steps: the wait itself is the measurement
             self._fit.observe(ticket.work_tokens, now - ticket.routed_s)
         self._derive()
 
@@ -128,7 +129,8 @@ class ReplicaLoad:
         self._derive()
 
     def heartbeat(self, stats: EngineStats, hit_share: float | None) -> None:
-        """`hit_share`: of the prompt tokens that were looked up since the last heartbeat, if there were any."""
+        """`hit_share`: the cached share of the prompt tokens looked up since the last heartbeat; None if there were
+        none."""
         if stats.step_s > 0.0 and stats.step_tokens and stats.num_steps != self._num_steps:
             self._num_steps = stats.num_steps
             self._has_told_steps = True

@@ -1,7 +1,7 @@
-"""The ways to pick one of several replicas that all could serve. Know loads and matches; no hash, no filter.
+"""Routing policies: how one of several candidates is picked. Policies know loads and matches; no hash, no filter.
 
-A policy may remember turns. It is given time, chance, load and what each replica holds, and never fails: there is
-always a candidate.
+A policy gets randomness, the loads and the matched prefixes of all candidates, and never fails: there is always a
+candidate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.router.request import RandomSource, Reason, RoutingRequest
 
 class Policy(Protocol):
     name: ClassVar[str]
-    reads_prefixes: ClassVar[bool]  # whether `matches` is wanted; it costs most of a decision
+    reads_prefixes: ClassVar[bool]  # whether the policy uses `matches`, which cost most of a decision
 
     def pick(
         self,
@@ -26,12 +26,12 @@ class Policy(Protocol):
         matches: Mapping[ReplicaLoad, int],
         rng: RandomSource,
     ) -> tuple[ReplicaLoad, Reason]:
-        """`matches`: prompt tokens that a candidate holds; those that hold none are not in it."""
+        """`matches`: prompt tokens that a candidate holds, for candidates that hold any."""
         ...
 
 
 class RoundRobin:
-    """Each in turn, whatever its load."""
+    """Picks each replica in turn, regardless of load."""
 
     name: ClassVar[str] = "round-robin"
     reads_prefixes: ClassVar[bool] = False
@@ -51,7 +51,8 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The fewest unfinished requests, then the fewest prompt tokens in front; equals by chance."""
+    """Picks the replica with the fewest unfinished requests, then the fewest waiting prompt tokens, then at
+    random."""
 
     name: ClassVar[str] = "least-loaded"
     reads_prefixes: ClassVar[bool] = False
@@ -75,7 +76,8 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """The less loaded of two drawn by chance: nearly as even as asking all, and a stale view misleads fewer."""
+    """Picks the less loaded of two random replicas: nearly as even as comparing all, and less sensitive to old
+    reports."""
 
     name: ClassVar[str] = "power-of-two"
     reads_prefixes: ClassVar[bool] = False
@@ -97,8 +99,8 @@ class PowerOfTwo:
 
 
 class SessionAffinity:
-    """The replica that the session, or prompt_cache_key, leads to, unless it has more than its part of the load;
-    then the next one that the key leads to. Requests without a key go to the least loaded."""
+    """Picks the replica that the session or prompt_cache_key leads to, unless that replica has more than its part of
+    the load; then the next one that the key leads to. Requests without a key go to the least loaded replica."""
 
     name: ClassVar[str] = "session-affinity"
     reads_prefixes: ClassVar[bool] = False
@@ -123,16 +125,16 @@ class SessionAffinity:
 
 
 class PrefixAware:
-    """The shortest predicted time to the first token: what waits there, and what of the prompt is not cached there.
+    """Picks the shortest predicted time to the first token: the queue, and the prompt tokens that are not cached.
 
-    A replica that holds the prefix wins until its queue is longer than another's by more than it takes to compute
-    the prefix there. Then that one gets a copy, and from then on there are two: no prefix makes a hot spot.
+    A replica that holds the prefix wins until its queue is longer than another's by more than it takes to compute the
+    prefix there. Then the other replica gets a copy, and two hold the prefix: no prefix makes a hot spot.
 
-    A prompt that is new to everybody makes each replica without room for it evict something, which may have to be
-    computed again one day: that counts as if it had to be computed now, against a replica that has the room.
+    A prompt that no replica holds makes a replica without room evict blocks, which may have to be computed again:
+    they count as if they had to be computed now, against a replica that has the room.
 
-    `recompute_weight` above 1 prices in that computing again also delays those who come later: without it, each of a
-    burst of siblings would be served as soon alone as behind the first. A key that several requests share is worth
+    `recompute_weight` above 1 accounts for the delay of later requests: without it, each request of a burst with one
+    prefix would be served as soon alone as behind the first. A key that several requests share is worth
     `affinity_share` of computing the prompt: it decides where nothing is known yet.
     """
 
@@ -158,7 +160,7 @@ class PrefixAware:
         block_size = candidates[0].replica.block_size
         num_blocks = (num_tokens + request.expected_output_tokens) // block_size + 1
         weighted = num_tokens * self._recompute_weight
-        # As if nobody held anything, which is so for most. Holding some of the prompt only ever lowers a cost.
+        # First as if no replica held anything, which is true of most. Holding part of the prompt only lowers a cost.
         costs_s = [
             candidate.queue_s + weighted * candidate.token_s
             if num_blocks <= candidate.blocks_free
@@ -191,7 +193,7 @@ class PrefixAware:
 def _with_evictions(
     costs_s: Sequence[float], candidates: Sequence[ReplicaLoad], num_blocks: int, most_room: float
 ) -> list[float]:
-    """What each evicts more than the one with the most room would."""
+    """Add the cost of blocks that a replica evicts and the replica with the most room would not."""
     fewest = min(num_blocks, most_room)
     return [
         cost_s
@@ -210,7 +212,7 @@ def _load(candidate: ReplicaLoad) -> tuple[int, float]:
 
 
 def _place(value: float, values: list[float], start: int) -> int:
-    """Where a value is, looking from `start` on and then from the front: chance decides between equals."""
+    """The index of a value, searched from `start` on and then from the front, so that equals are picked at random."""
     try:
         return values.index(value, start)
     except ValueError:

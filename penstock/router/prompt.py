@@ -1,7 +1,7 @@
-"""From prompts to the hashes that the prefix index knows them by. The only module here that sees tokens or text.
+"""Hashes of prompts, by which the prefix index knows them. The only module here that sees tokens or text.
 
-For our own replicas these are the hashes of their KV blocks, computed by the same function. Other people's engines
-tell no hashes: for them chunks of the text are hashed, which is enough to remember what was sent where.
+For our own replicas these are the hashes of their KV blocks, computed by the same function. External
+engines report no hashes: for them, chunks of the text are hashed, which is enough to remember what was sent where.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def hash_tokens(salt: str, token_ids: Sequence[int], block_size: int) -> list[Bl
 
 
 def hash_text(salt: str, text: str, chunk_bytes: int = _TEXT_CHUNK_BYTES) -> list[BlockHash]:
-    """The same for text whose tokens nobody here knows; an unfilled last chunk has no hash."""
+    """The hashes of text whose tokens are unknown; an unfilled last chunk has no hash."""
     data = text.encode()
     parent = root_hash(salt)
     hashes = []

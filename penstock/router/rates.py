@@ -1,4 +1,4 @@
-"""How fast a replica computes, learned from what it reports. Knows pairs of (tokens, seconds) and nothing else.
+"""How fast a replica computes, fitted to its reports. Knows pairs of (tokens, seconds) and nothing else.
 
 A line, seconds = base + tokens × rate, fitted by least squares in which old pairs fade. Two imaginary pairs, which do
 not fade, hold it in place while little is known and when all pairs are alike.

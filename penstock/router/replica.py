@@ -1,4 +1,4 @@
-"""What the router must know of a replica before it may send anything there. Knows no process, socket or load."""
+"""Replicas as the router knows them. Knows no process, socket or load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class ReplicaState(enum.StrEnum):
-    """The life of a replica. Only a ready one gets new requests; a draining one finishes those that it has."""
+    """The state of a replica. Only a ready replica gets new requests; a draining replica finishes its requests."""
 
     STARTING = "starting"
     WARMING = "warming"
@@ -19,7 +19,7 @@ class ReplicaState(enum.StrEnum):
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica as the registry describes it. `id` names one life of one process: after a restart it is another."""
+    """One replica as the registry describes it. `id` names one process: it changes with a restart."""
 
     id: str
     models: frozenset[str]  # every name that it answers to: aliases and adapters too
@@ -27,6 +27,6 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = ""
     region: str = ""
     block_size: int = 16
-    num_kv_blocks: int | None = None  # None: unknown, as with other people's engines
+    num_kv_blocks: int | None = None  # None: unknown, as for external engines
     max_step_tokens: int = 2048  # what one step computes at most
     sends_kv_events: bool = True  # if not, the router assumes that a replica keeps what was sent to it

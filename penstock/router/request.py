@@ -1,4 +1,4 @@
-"""What is routed, and what comes out. Knows hashes of the prompt, never its tokens or text."""
+"""The data of the router: requests in, decisions out. Knows hashes of the prompt, never its tokens or text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class RandomSource(Protocol):
-    """Chance is passed in, so that a seed repeats every decision."""
+    """The source of randomness, passed in so that a seed repeats every decision."""
 
     def random(self) -> float:
         """A number from 0 up to, not including, 1."""
@@ -30,9 +30,9 @@ class RoutingRequest:
 
 
 class Reason(enum.StrEnum):
-    """What decided."""
+    """Why a replica was picked."""
 
-    ONLY = "only"  # nobody else could serve it
+    ONLY = "only"  # no other replica could serve the request
     TURN = "turn"  # it was this replica's turn
     LOAD = "load"  # nothing of the prompt is known anywhere that matters: the shortest predicted wait
     PREFIX = "prefix"  # it holds the longest known prefix

@@ -1,1 +1,1 @@
-"""Other people's engines: any server that speaks OpenAI's chat completions, as a replica that answers with text."""
+"""External servers: any server with OpenAI's chat completions API, used as a replica that answers with text."""

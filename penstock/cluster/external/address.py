@@ -1,4 +1,4 @@
-"""Where an external server is, and what it is called. Knows no HTTP."""
+"""The address and name of an external server. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.core.errors import ConfigError
 
 
 def server_name(config: ExternalServerConfig) -> str:
-    """The name given, else host and port. Raises ConfigError for a URL that is none."""
+    """The given name, or else host and port. Raises ConfigError for an invalid URL."""
     address = urlsplit(config.url)
     if address.scheme not in ("http", "https") or not address.netloc:
         raise ConfigError(
@@ -19,5 +19,5 @@ def server_name(config: ExternalServerConfig) -> str:
 
 
 def server_root(config: ExternalServerConfig) -> str:
-    """What stands before /v1 and /metrics."""
+    """The base URL, before /v1 and /metrics."""
     return config.url.rstrip("/").removesuffix("/v1")

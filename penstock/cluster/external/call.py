@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-BYTES_PER_TOKEN = 4  # roughly, of English; nobody here has the model's tokenizer
+BYTES_PER_TOKEN = 4  # of English text, roughly: the gateway does not have the model's tokenizer
 
 
 class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):

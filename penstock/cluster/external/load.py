@@ -1,6 +1,6 @@
 """How busy another server is, read from the metrics it shows. Knows the names that engines give them, and no server.
 
-Servers that show none, or others, are not told apart by load from what was sent to them.
+For servers without such metrics, only the requests that were sent to them count.
 """
 
 from __future__ import annotations

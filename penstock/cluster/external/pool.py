@@ -1,8 +1,8 @@
-"""All external servers: which are there, and which one gets a request. Sends a request to another server while none
-of its answer has come.
+"""All external servers: which are up, and which one gets a request. A request whose server fails before its answer
+begins is sent to another server.
 
-Servers tell nothing about their caches, so the router assumes that each keeps the beginnings of the prompts that were
-sent to it. Used from one event loop.
+Servers report nothing about their caches, so the router assumes that each server keeps the prefixes of the prompts
+that were sent to it. Used from one event loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """A server as people see it."""
+    """A server as operators see it."""
 
     name: str
     state: ReplicaState
@@ -123,7 +123,7 @@ class ExternalPool:
         await asyncio.gather(*(member.server.close() for member in self._members.values()))
 
     async def stream(self, call: ExternalCall) -> AsyncGenerator[StreamChunk, None]:
-        """The answer of whichever server gives one. Raises a PenstockError. Close it to cancel the request."""
+        """Stream the answer of a server. Raises a PenstockError. Close the stream to cancel the request."""
         now = self._clock.now()
         deadline_s = None if call.timeout_s is None else now + call.timeout_s
         hashes = hash_text(call.tenant, call.text)
@@ -204,7 +204,7 @@ class ExternalPool:
             outcome = "failed" if refused.elsewhere else "refused"
             if refused.elsewhere:
                 member.breaker = self._breaker.failed(member.breaker, self._clock.now())
-            else:  # it works well enough to refuse
+            else:  # a server that refuses a request is up
                 member.breaker = self._breaker.succeeded(member.breaker)
             raise
         finally:
@@ -235,7 +235,7 @@ class ExternalPool:
         member.state = ReplicaState.READY
 
     def _describe(self) -> None:
-        """Tell the router what there is."""
+        """Tell the router which servers there are."""
         replicas = tuple(
             Replica(
                 id=name,

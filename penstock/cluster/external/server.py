@@ -32,7 +32,7 @@ _decode_models = msgspec.json.Decoder(ModelPage).decode
 
 
 class ServerDown(Exception):
-    """It did not answer a probe as it should."""
+    """The server did not answer a probe correctly."""
 
 
 class ExternalServer:
@@ -64,7 +64,7 @@ class ExternalServer:
         await self._http.aclose()
 
     async def probe(self) -> None:
-        """Ask what it serves and how busy it is. Raises ServerDown."""
+        """Ask the server for its models and its load. Raises ServerDown."""
         try:
             answer = await self._http.get(f"{self._root}/v1/models", timeout=PROBE_TIMEOUT_S)
             if answer.status_code != 200:
@@ -83,7 +83,7 @@ class ExternalServer:
             await self._read_metrics()
 
     async def _read_metrics(self) -> None:
-        """A server that cannot show them is no worse a server."""
+        """The load by the server's metrics, if it has any."""
         with contextlib.suppress(httpx.HTTPError, ValueError):
             answer = await self._http.get(f"{self._root}/metrics", timeout=PROBE_TIMEOUT_S)
             self._shows_metrics = answer.status_code not in _NO_METRICS

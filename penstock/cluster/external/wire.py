@@ -1,4 +1,4 @@
-"""What other servers send: stream chunks, lists of models, errors. Takes what is there and asks for nothing more.
+"""The messages of external servers: stream chunks, lists of models, errors. Every field is optional.
 
 Servers agree on OpenAI's shape and differ in what they add to it, so every field has a default.
 """
@@ -107,7 +107,7 @@ class WireUsage(msgspec.Struct, frozen=True):
 
 
 class WireTimings(msgspec.Struct, frozen=True):
-    """llama.cpp's own account of a request."""
+    """The timings that llama.cpp adds to a request."""
 
     cache_n: int | None = None  # prompt tokens that were in its cache
 
@@ -127,7 +127,7 @@ class StreamChunk(msgspec.Struct, frozen=True):
 
     @property
     def says_something(self) -> bool:
-        """Whether a reader would miss it. The first chunk of most servers only names a role."""
+        """Whether a chunk holds anything for the client. The first chunk of most servers only names a role."""
         return any(choice.says_something for choice in self.choices)
 
 
@@ -167,7 +167,7 @@ def refusal(server: str, status: int, body: bytes, retry_after_s: float | None =
     """What an answer other than 200 means to us."""
     message, code = _what_it_says(body)
     quoted = f" It says: {message}" if message else ""
-    if status in (401, 403):  # our key, not our client's: nothing of it is shown
+    if status in (401, 403):  # the error is about our key, not the client's: its text is not shown
         return RequestRefused(
             EngineUnavailable(f"The external server {server!r} does not accept this gateway's key."),
             elsewhere=True,
