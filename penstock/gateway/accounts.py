@@ -62,8 +62,8 @@ class Lease(Protocol):
         ...
 
     def give_back_cached(self, num_tokens: int) -> None:
-        """So many input tokens of a running request came from the cache. `settle` counts them again. Must not block
-        or raise."""
+        """Give back the input tokens of a running request that came from the cache. `settle` counts them again. Must
+        not block or raise."""
         ...
 
     def settle(self, outcome: Outcome) -> None:

@@ -1,5 +1,5 @@
-"""What operators may see of the fleet behind a gateway, and order. `cluster/control_link` answers it; a server that
-has no fleet has none."""
+"""What operators may see of the fleet behind a gateway, and order. `cluster/control_link` implements the protocol; a
+server without a fleet has no such object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, Rele
 class FleetControl(Protocol):
     @property
     def pools(self) -> tuple[PoolView, ...]:
-        """As of a moment ago."""
+        """The pools as the control process last reported them."""
         ...
 
     async def cluster(self) -> ClusterView: ...

@@ -97,7 +97,8 @@ class Gateway:
 
     @property
     def is_healthy(self) -> bool:
-        """False while draining and after the engine has gone; an engine that still starts is no illness."""
+        """False while the server drains and after the engine has gone. A server whose engine still starts is
+        healthy."""
         return not self._is_draining and (self.catalogue.is_ready or not self.catalogue.has_served)
 
     def model(self, name: str | None = None) -> ServedModel:
@@ -227,13 +228,13 @@ class Gateway:
         return True
 
     def queue_drain_s(self) -> float:
-        """How long the engine will need for those who wait for it now."""
+        """How many seconds the engine will need for the requests that wait now."""
         stats = self.engine.stats
         self._queue_times.observe(stats, self.clock.now())
         return self._queue_times.drain_s(stats, self.metrics.mean_answer_tokens)
 
     async def metrics_page(self) -> bytes:
-        """Of all gateway processes of this server."""
+        """The metrics of all gateway processes of this server."""
         if self.metrics_exchange is not None:
             return await self.metrics_exchange.page()
         return self.render_own_metrics()
@@ -244,7 +245,7 @@ class Gateway:
 
     @contextmanager
     def counted(self, work: LiveWork) -> Iterator[None]:
-        """What is not a generation, but is waited for by a drain like one, and failed after it."""
+        """Work that is no generation: a drain waits for it, and fails it after the timeout, like a generation."""
         self.check_accepting()
         self._live.add(work)
         self._nothing_live.clear()

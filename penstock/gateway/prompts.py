@@ -82,7 +82,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def num_characters(prompt: ChatPrompt) -> int:
-    """Of the messages' own text, which every template writes."""
+    """The number of characters of the messages' own text, which every template writes."""
     return sum(
         len(message.content)
         if isinstance(message.content, str)
@@ -139,7 +139,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Of one request. The cached and written tokens are part of `prompt_tokens`."""
+    """The tokens that one request used. The cached and written tokens are part of `prompt_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int

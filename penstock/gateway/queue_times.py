@@ -24,7 +24,7 @@ class _Sample(NamedTuple):
 
 
 class QueueTimes:
-    """Fed with the engine's stats whenever somebody looks at them."""
+    """Estimates from the engine's stats, which are fed in whenever they are looked at."""
 
     __slots__ = ("_sample", "_seconds", "_tokens")
 
@@ -47,7 +47,7 @@ class QueueTimes:
         self._seconds = self._seconds * decay + elapsed_s
 
     def drain_s(self, stats: EngineStats, mean_answer_tokens: float) -> float:
-        """Until all who wait now have been served, within sane bounds for a Retry-After."""
+        """Seconds until all waiting requests have been served, within sane bounds for a Retry-After."""
         work_tokens = stats.num_waiting_tokens + stats.num_waiting * mean_answer_tokens
         tokens_per_s = self._tokens_per_s(stats)
         if tokens_per_s is None:

@@ -16,7 +16,7 @@ from penstock.gateway.store.tables import releases
 
 logger = logging.getLogger(__name__)
 
-MAX_LOADED = 1000  # the latest ones; whoever has made more releases of one model needs no older
+MAX_LOADED = 1000  # the latest releases; older ones are not shown
 
 
 class DatabaseReleases:

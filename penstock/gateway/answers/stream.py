@@ -39,7 +39,7 @@ class StreamContext(Protocol):
     max_buffer_bytes: int
 
     def queue_drain_s(self) -> float:
-        """How long the engine will need for those who wait for it now."""
+        """How many seconds the engine will need for the requests that wait now."""
         ...
 
 
@@ -68,7 +68,7 @@ class AnswerStream(Protocol):
     def usage(self) -> Usage: ...
     @property
     def cache_status(self) -> CacheStatus | None:
-        """What the response cache knew; None when it was not asked."""
+        """Whether the response cache had the answer; None when the cache was not asked."""
         ...
 
     def __aiter__(self) -> AnswerStream: ...
@@ -154,7 +154,7 @@ class MeteredAnswer(Generic[ChoiceT]):
 
     @property
     def usage(self) -> Usage:
-        """As things stand. A prompt counts once, however many answers share it."""
+        """The tokens used so far. A prompt counts once, however many answers share it."""
         raise NotImplementedError
 
     def _abandon(self, choices: Sequence[ChoiceT]) -> None:
@@ -221,7 +221,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         if not self._num_open:
             if self._timer is not None:
                 self._timer.cancel()
-            # Before the reader is woken: whoever sees the end of an answer finds it settled.
+            # Before the reader is woken: a reader that sees the end of an answer finds the account settled.
             self.account.settle(self._outcome())
             self._on_end(self)
 

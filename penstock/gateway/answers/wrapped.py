@@ -1,4 +1,4 @@
-"""What wraps an answer on its way to the reader: a guard, a recorder, one of several readers. Knows none of them."""
+"""The base of everything that wraps an answer: a guard, a recorder, one of several readers. Knows none of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.gateway.prompts import Usage
 
 
 class WrappedAnswer:
-    """An AnswerStream that is another one, but for what a subclass changes."""
+    """An AnswerStream that passes everything on to another one. Subclasses change parts of it."""
 
     def __init__(self, answer: AnswerStream) -> None:
         self._answer = answer

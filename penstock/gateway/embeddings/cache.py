@@ -26,7 +26,7 @@ class CachedVector(msgspec.Struct, frozen=True):
 
 
 class EmbeddingCache(Collector):
-    """`begin` tells models, and lives of one model, apart; what nobody asks for any more ages out."""
+    """Least recently used entries are dropped first. `begin` tells models, and versions of one model, apart."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -55,7 +55,7 @@ class EmbeddingAnswer(msgspec.Struct, frozen=True):
 
 
 class _Text(msgspec.Struct):
-    """One input as it becomes known."""
+    """One input: its cache key, and its token ids and vector once they are known."""
 
     key: bytes
     known: CachedVector | None

@@ -49,7 +49,8 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
 
     @property
     def usage(self) -> Usage:
-        """As the servers tell it, else as it is estimated. A prompt counts once, however many answers share it."""
+        """The usage as servers report it, or as it is estimated. A prompt counts once, however many answers share
+        it."""
         leaders = self._choices[:: self._n]
         return Usage(
             prompt_tokens=sum(leader.num_prompt_tokens for leader in leaders),

@@ -42,7 +42,7 @@ _PLAIN_OPTIONS = (
 def calls_for(
     request_id: str, request: GenerationRequest, *, model: str, max_tokens: int | None, region: str
 ) -> list[ExternalCall]:
-    """One for each answer: the n answers of a prompt follow each other, with consecutive seeds."""
+    """One call for each answer: the n answers of a prompt follow each other, with consecutive seeds."""
     calls: list[ExternalCall] = []
     for prompt in request.prompts:
         is_chat = isinstance(prompt, ChatPrompt)
@@ -102,7 +102,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _content(message: ChatMessage) -> str:
-    """One text: not every server takes parts."""
+    """The content as one text, because not every server takes parts."""
     if isinstance(message.content, str):
         return message.content
     return "\n".join(part.text for part in message.content)
@@ -176,7 +176,7 @@ def _grammar(grammar: Grammar) -> dict[str, Any]:
 
 
 def _text_of(prompt: Prompt) -> str:
-    """What a model reads of it, in that order: tools stand before the messages."""
+    """The text of a prompt in the order in which a model reads it: tools before messages."""
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if not isinstance(prompt, ChatPrompt):

@@ -48,7 +48,7 @@ class ExternalChoice:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """As the server counts them, once it has told."""
+        """The server's own count, once the server has reported it; an estimate before."""
         return self._estimated_prompt_tokens if self._usage is None else self._usage.prompt_tokens
 
     @property
@@ -58,7 +58,7 @@ class ExternalChoice:
 
     @property
     def num_tokens(self) -> int:
-        """Until the server tells, a chunk counts as a token, which it is for most."""
+        """The server's own count. Until it is reported, each chunk counts as one token, as most servers send them."""
         told = None if self._usage is None else self._usage.completion_tokens
         return self._num_chunks if told is None else told
 

@@ -41,7 +41,7 @@ class ExternalModel:
         check_request(request, UNKNOWN_VOCAB_SIZE)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """For guards, which read text."""
+        """Refuses: guards read text, and the tokenizer is on the other server."""
         raise InvalidRequest(
             f"A safety policy must read the prompt, and {self.name!r} has no tokenizer here.",
             param="prompt",
@@ -49,14 +49,14 @@ class ExternalModel:
         )
 
     def refuse(self) -> InvalidRequest:
-        """For what takes more than a name."""
+        """The error for operations that need more than the model's name."""
         return InvalidRequest(
             f"The model {self.name!r} runs on another server, which is only asked for answers.", param="model"
         )
 
 
 class ExternalModels(Collector):
-    """Also a collector of metrics: the servers, and what became of requests to them."""
+    """The models of all external servers. Also a collector of metrics about the servers and the requests to them."""
 
     def __init__(self, pool: ExternalPool) -> None:
         self.pool = pool
@@ -76,7 +76,8 @@ class ExternalModels(Collector):
         return [ExternalModel(name, length) for name, length in self.pool.models.items()]
 
     def replica_views(self) -> list[ReplicaView]:
-        """The servers as people see replicas; the load is everybody's where a server tells it."""
+        """The servers in the form in which replicas are shown. The load counts all clients of a server that reports
+        it."""
         views = []
         for server in self.pool.views():
             load = server.load or ServerLoad(server.num_running, 0)

@@ -33,7 +33,7 @@ class GuardedChoice:
         self.is_over = False
 
     def push(self, delta: Delta) -> Delta | None:
-        """What the reader may see of it; None when that is nothing."""
+        """The part of a delta that the reader may see; None when there is none."""
         if self.is_over:
             return None
         is_last = delta.finish_reason is not None
@@ -108,7 +108,7 @@ class GuardedChoice:
 
 
 class GuardedAnswer(WrappedAnswer):
-    """`run_later` takes reviews that nobody waits for."""
+    """`run_later` takes reviews whose result delays no reader."""
 
     def __init__(self, answer: AnswerStream, case: Case, run_later: RunLater) -> None:
         super().__init__(answer)
@@ -156,7 +156,7 @@ class GuardedAnswer(WrappedAnswer):
         return shown
 
     async def _first_sign(self) -> list[Delta]:
-        """Says that answers have begun, and no more: whoever reads them can be kept from giving up."""
+        """Says that answers have begun, and no more, so that their reader does not give up."""
         self._has_begun = True
         deltas = await anext(self._answer)
         self._push(deltas)

@@ -1,4 +1,4 @@
-"""What a guard is. Knows no policy: a guard finds, and the rule that holds it says what to do about it."""
+"""The protocol of guards. A guard finds things in text; the rule around the guard says what to do about them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Guard(Protocol):
     def reviews(self) -> bool: ...
 
     async def review(self, subject: Subject, asker: Asker) -> Review | None:
-        """None when there is nothing to say against it. Raises GuardFailed when it cannot tell."""
+        """What the guard holds against a text; None for nothing. Raises GuardFailed when the guard cannot decide."""
         ...
 
 

@@ -59,7 +59,7 @@ async def check_input(
     case: Case, request: GenerationRequest, decode: Decode, run_later: RunLater
 ) -> GenerationRequest:
     """The request as it may run. Raises ContentRefused, or SafetyCheckFailed when a check that must be made failed.
-    `run_later` takes reviews that nobody waits for."""
+    `run_later` takes reviews whose result the request does not wait for."""
     stage = case.policy.input
     if not stage.rules:
         return request
@@ -101,7 +101,7 @@ async def watch(
 
 
 async def reviewed(case: Case, rule: PolicyRule, subject: Subject, direction: Direction) -> Review | None:
-    """What a rule's guard says. When it cannot tell, the policy decides: nothing, or SafetyCheckFailed."""
+    """The review of a rule's guard. When the guard fails, the policy decides: no finding, or SafetyCheckFailed."""
     try:
         review = await rule.guard.review(subject, case)
     except GuardFailed as error:

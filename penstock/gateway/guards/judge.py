@@ -83,7 +83,7 @@ class JudgeGuard:
         return parse_verdict(deltas[0].text)
 
     def _request(self, text: str, asker: Asker) -> GenerationRequest:
-        fence = f"==== {secrets.token_hex(8)} ===="  # unknown to whoever wrote the text
+        fence = f"==== {secrets.token_hex(8)} ===="  # unknown to the author of the text
         instructions = _INSTRUCTIONS.format(constitution=self._rule.constitution.strip(), fence=fence)
         messages = (
             ChatMessage("system", instructions),

@@ -44,13 +44,13 @@ class PolicyRule:
 
 @dataclass(frozen=True)
 class DirectionRules:
-    """What one direction of a policy does."""
+    """The rules of a policy for one direction: prompts or answers."""
 
     rules: tuple[PolicyRule, ...]
 
     @cached_property
     def rule_of(self) -> dict[int, PolicyRule]:
-        """By the identity of a detector."""
+        """The rule of each detector, by the detector's identity."""
         return {id(detector): rule for rule in self.rules for detector in rule.guard.detectors}
 
     @cached_property

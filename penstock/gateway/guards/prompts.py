@@ -35,12 +35,13 @@ class Passage:
 
     @property
     def text(self) -> str:
-        """As a template writes it."""
+        """The pieces as a template writes them."""
         return PART_SEPARATOR.join(self.pieces)
 
 
 def passages(prompt: Prompt) -> list[Passage]:
-    """In the order in which `replaced` expects them back. Token prompts have none: the caller must decode them."""
+    """The texts of a prompt, in the order in which `replaced` expects them back. Token prompts have none: the caller
+    must decode them."""
     if isinstance(prompt, TextPrompt):
         return [Passage((prompt.text,), is_trusted=False)]
     if isinstance(prompt, ChatPrompt):
@@ -140,8 +141,8 @@ def _replaced_message(message: ChatMessage, passages: Iterator[tuple[str, ...]])
 
 
 def spans_across_edges(pieces: Sequence[str], spans: Sequence[Span]) -> list[Span]:
-    """Of what was found in the pieces put together without separators, that which an edge cuts in two; as positions
-    in the text with separators."""
+    """The findings that an edge between two pieces cuts in two. `spans` are positions in the pieces joined without
+    separators; the result has positions in the text with separators."""
     edges = list(accumulate(len(piece) for piece in pieces))[:-1]
     found = []
     for span in spans:

@@ -48,7 +48,7 @@ class Action(enum.StrEnum):
 class RuleSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="guard", tag="rule"
 ):
-    """What every rule has."""
+    """The fields of every rule."""
 
     name: Name | None = None  # in logs and metrics; the guard's own name when absent
     stage: Stage = "both"

@@ -39,7 +39,7 @@ class MetricsExchange:
             yield
 
     async def page(self) -> bytes:
-        """Of all processes that answer in time."""
+        """The page of all processes that answer in time."""
         others = [path for index, path in enumerate(self._sockets) if index != self._number]
         pages = await asyncio.gather(*map(_ask, others))
         return merge([self._render(), *(page for page in pages if page)])
@@ -90,7 +90,7 @@ class _Families(Collector):
 
 
 async def _ask(path: str) -> bytes:
-    """Nothing where nobody gives a whole answer: a worker may be starting, or have died while it spoke."""
+    """One process's page; empty when the process gives no whole answer, because it is starting or has died."""
     with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(path, limit=MAX_PAGE_BYTES)

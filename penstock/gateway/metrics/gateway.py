@@ -175,8 +175,7 @@ class Histogram:
 
 
 class ModelMetrics:
-    """Of one model, or of an adapter under the name that it is asked for by. Written by output streams as things
-    happen."""
+    """The counters of one model, or of an adapter under its own name. Output streams write them as things happen."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0

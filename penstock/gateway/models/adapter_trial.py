@@ -1,4 +1,5 @@
-"""One token with a new adapter, before clients may ask for it: whether it fits the model, an engine can tell.
+"""Generates one token with a new adapter before clients may use it: only an engine can tell whether it fits the
+model.
 
 Nobody is charged for it, and the engine that tried it has the adapter loaded already.
 """
@@ -64,8 +65,8 @@ class AdapterTrial:
 
 
 async def try_given(engine: EngineClient, catalogue: Catalogue) -> None:
-    """Those of the command line, before the first client comes. One that does not fit is logged, and refused to
-    whoever asks for it."""
+    """Try the adapters of the command line before the first client comes. An adapter that does not fit is logged, and
+    requests for it are refused."""
     trial = AdapterTrial(engine, catalogue)
     for entry in catalogue.adapters.given:
         try:

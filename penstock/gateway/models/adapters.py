@@ -55,7 +55,8 @@ class AdapterRegistry:
         return list({**self._current(), **self._given}.values())
 
     async def add(self, entry: RegisteredAdapter) -> None:
-        """One of the same name takes the other's place. Raises Conflict for one that was given at the start."""
+        """Add an adapter, or replace the one of the same name. Raises Conflict for a name that was given at the
+        start."""
         self._check_not_given(entry.adapter.name)
 
         def change(adapters: dict[str, RegisteredAdapter]) -> None:
@@ -119,7 +120,7 @@ async def register(name: str, folder: str, base_model: str | None = None) -> Reg
 
 
 async def open_adapters(names: NamesConfig, folder: Path) -> AdapterRegistry:
-    """Those given at the start, and those that were added to the file in `folder`. Raises ConfigError."""
+    """The adapters given at the start, and those in the file in `folder`. Raises ConfigError."""
     try:
         given = [await register(name, path, base_model) for name, path, base_model in names.adapters]
     except InvalidRequest as error:
@@ -130,15 +131,15 @@ async def open_adapters(names: NamesConfig, folder: Path) -> AdapterRegistry:
 def _rewrite(
     file: Path, change: Callable[[dict[str, RegisteredAdapter]], None]
 ) -> dict[str, RegisteredAdapter]:
-    """Under a lock, so that of two processes that change it neither loses the other's change."""
+    """Change the file under a lock, so that two processes do not lose each other's changes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         adapters = _read(file)
         change(adapters)
-        draft = file.with_suffix(".new")
-        draft.write_bytes(msgspec.json.encode(list(adapters.values())))
-        os.replace(draft, file)
+        new_file = file.with_suffix(".new")
+        new_file.write_bytes(msgspec.json.encode(list(adapters.values())))
+        os.replace(new_file, file)
     return adapters
 
 

@@ -32,7 +32,8 @@ Ask = Callable[[GenerationRequest], Awaitable[AnswerStream]]
 
 
 class AutoModel(Collector):
-    """Also a collector of metrics: what was chosen, and how often that was not enough."""
+    """Chooses models for requests that ask for `auto`. Also a collector of metrics: which models were chosen, and
+    how often a larger one had to answer."""
 
     def __init__(self, ask: Ask, catalogue: Catalogue, clock: Clock) -> None:
         self._ask_model = ask
@@ -95,7 +96,8 @@ class AutoModel(Collector):
         return None
 
     def _usable(self, request: GenerationRequest, names: Sequence[str]) -> list[str]:
-        """Those that are served and that the caller may use; who is allowed `auto` by name may use all."""
+        """The models that are served and that the caller may use. A caller who is allowed `auto` by name may use
+        all."""
         principal = None if request.model_is_given else request.principal
         usable = []
         for name in names:
@@ -176,7 +178,7 @@ class CascadingAnswer(WrappedAnswer):
 
 
 def mean_logprob(answer: Delta) -> float | None:
-    """Of the tokens of a whole answer; None when there are none to tell by."""
+    """The mean log-probability of an answer's tokens; None without tokens."""
     logprobs = [detail.logprob for detail in answer.details]
     return sum(logprobs) / len(logprobs) if logprobs else None
 

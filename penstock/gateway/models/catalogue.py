@@ -24,7 +24,7 @@ from penstock.gateway.models.settings import AUTO, ModelSettings
 RETRY_AFTER_S = 5.0
 
 
-# Who answers requests: our own engines, or somebody else's.
+# A model of our own engines, or of an external server.
 AnsweringModel: TypeAlias = ServedModel | ExternalModel
 
 
@@ -56,12 +56,12 @@ class Catalogue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether anybody could answer now."""
+        """Whether any engine or external server could answer now."""
         return self._engine.ready is not None or (self.external is not None and self.external.is_ready)
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Those of the settings, which may change, go before those given at the start."""
+        """Names that stand for models. Aliases of the settings file override those given at the start."""
         return {**self._config.names.aliases, **self.settings.aliases}
 
     def apply(self, settings: ModelSettings) -> None:
@@ -97,14 +97,16 @@ class Catalogue:
         )
 
     def answering(self, name: str | None, principal: Principal | None = None) -> AnsweringModel:
-        """Who answers requests for `name`; with a principal, if that one may ask."""
+        """The model that answers requests for `name`, our own or external. With a principal, permission is
+        checked."""
         model = self._elsewhere(name) or self.find(name)
         if principal is not None:
             self._check_permission(principal, model, name)
         return model
 
     def permitted(self, principal: Principal, name: str | None) -> ServedModel:
-        """`find`, for somebody. A caller may use a model under its own name, or under an alias allowed to it."""
+        """`find`, with a check of the caller's permission: for the model's own name, or for the alias that was asked
+        for."""
         model = self.find(name)
         self._check_permission(principal, model, name)
         return model

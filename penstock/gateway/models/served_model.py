@@ -55,7 +55,7 @@ class ServedModel:
 
     @property
     def base_name(self) -> str:
-        """Of the model whose engines serve requests for this one."""
+        """The name of the model whose engines serve requests for this one."""
         return self.engine.model.name
 
     @cached_property
@@ -97,7 +97,7 @@ class ServedModel:
             raise too_long(self.max_model_len, f"the prompt alone has {len(text)}", param)
 
     def _check_num_characters(self, num_characters: int, param: str) -> None:
-        """Before a text is tokenized: no token is longer than the vocabulary's longest."""
+        """Refuse a text before it is tokenized: no token has more characters than the vocabulary's longest."""
         at_least = num_characters // self.tokenizer.max_characters_per_token
         if at_least >= self.max_model_len:
             raise too_long(

@@ -50,7 +50,7 @@ class AutoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.models_from(Complexity.SMALL)
 
     def models_from(self, complexity: Complexity) -> tuple[str, ...]:
-        """Those that suffice for a prompt, smallest first; the largest there is when none does."""
+        """The models that are large enough for a prompt, smallest first; the largest model when none is."""
         sizes = (self.small, self.medium, self.large)
         first = tuple(Complexity).index(complexity)
         found = [name for name in sizes[first:] if name is not None]
@@ -67,7 +67,7 @@ class AutoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ModelAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What holds for one key or workspace."""
+    """Which models one key or workspace may use, and in which region."""
 
     allowed: tuple[str, ...] | None = None  # names of models, adapters or aliases; None allows all
     region: str | None = None  # where its requests should be served, unless they say so themselves
@@ -93,7 +93,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def region_of(self, principal: Principal) -> str:
-        """Empty when nobody prefers one."""
+        """The region that the key or the workspace prefers; empty for none."""
         return next((access.region for access in self._access(principal) if access.region), "")
 
     def check(self) -> None:

@@ -164,7 +164,7 @@ class IdempotentAnswers:
             )
 
     async def _claim(self, claim: KeyClaim) -> Answered | None:
-        """None when the request is ours to run."""
+        """The answer that another gateway made; None when this gateway is to run the request."""
         if self._database is None:
             return None
         deadline = self._wall_clock() + MAX_WAIT_S

@@ -52,7 +52,7 @@ def claim_key(
     statement = insert.on_conflict_do_nothing().returning(_columns.owner)
     if connection.execute(statement, values).first() is not None:
         return Claimed()
-    # Nobody's any more: it is too old, or whoever ran it has died. The condition makes taking it over atomic.
+    # The row is too old, or the process that ran the request has died. The condition makes taking it over atomic.
     has_lapsed = sa.or_(
         _columns.expires_at <= now, sa.and_(_columns.answer.is_(None), _columns.lease_until <= now)
     )

@@ -30,7 +30,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class AnswerReuse(Collector):
-    """Also a collector of metrics: hits, misses, and what is kept."""
+    """Answers requests from earlier answers where the caller wants that. Also a collector of metrics."""
 
     def __init__(
         self,

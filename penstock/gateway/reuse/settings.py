@@ -1,4 +1,4 @@
-"""What may be kept for how long. Both tables of the settings file are hot-reloadable."""
+"""How long answers may be kept, and how many bytes. Both tables of the settings file are hot-reloadable."""
 
 from __future__ import annotations
 

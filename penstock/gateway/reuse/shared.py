@@ -1,4 +1,4 @@
-"""One running answer with several readers, each at its own place; it runs on for a while when all have gone.
+"""One running answer with several readers, each at its own position. The answer runs on for a while without readers.
 
 A task of its own follows the live answer and keeps its batches. Knows nothing of keys or of storage.
 """
@@ -24,7 +24,8 @@ OnOver = Callable[[bytes | None], Awaitable[None]]
 
 
 class SharedAnswer:
-    """Follows `answer` to its end, whoever reads it. `on_over` is awaited once, after all readers were told."""
+    """Follows `answer` to its end, with or without readers. `on_over` is awaited once, after all readers were
+    told."""
 
     def __init__(self, answer: AnswerStream, abandoned_after_s: float, on_over: OnOver) -> None:
         self.answer = answer
@@ -80,7 +81,7 @@ class SharedAnswer:
         await self._on_over(encode_answer(self.answer, self.batches) if is_whole else None)
 
     def _tell(self) -> None:
-        """Wake whoever waits now; who comes later waits for the next news."""
+        """Wake the readers that wait now. Later readers wait for the next news."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 

@@ -17,7 +17,7 @@ def least_urgent(first: Tier, second: Tier) -> Tier:
 
 
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The most urgent tier that is granted, whatever a key may claim: to everybody, or to a workspace by its id."""
+    """The most urgent tier that is granted, whatever a key may claim: to all workspaces, or to one by its id."""
 
     best: Tier = Tier.PRIORITY
     workspaces: dict[str, Tier] = {}

@@ -67,8 +67,8 @@ class KeptText(msgspec.Struct, frozen=True):
 
 
 def tools_salt(prompt: ChatPrompt) -> str:
-    """What keeps prefixes of chats with different tools apart. Changed tools invalidate everything: most templates
-    write them first, but some behind the system prompt, which would then be found again."""
+    """A salt that keeps prefixes of chats with different tools apart. Changed tools invalidate everything: most
+    templates write them first, but some behind the system prompt, which would then be found again."""
     if not prompt.tools:
         return ""
     # Without the marks, which may move from one request to the next.
@@ -216,8 +216,8 @@ class _Finder:
         return ends
 
     def _end_of_tool(self, index: int) -> int | None:
-        """Where the text first depends on what comes after a tool. A template that writes the system prompt before
-        the tools cannot keep them apart: then the place is after both."""
+        """The position where the text first depends on what comes after a tool. A template that writes the system
+        prompt before the tools cannot keep them apart: then the place is after both."""
         begins = self._where_parted(_with_tools_changed(self._prompt, [index]))
         later = _with_tools_changed(self._prompt, range(index + 1, len(self._prompt.tools)))
         for roles_kept in ((), ("system", "developer")):
@@ -298,7 +298,7 @@ def _cut_after(prompt: ChatPrompt, piece: Piece) -> ChatPrompt:
 
 
 def _common_length(first: str, second: str) -> int:
-    """Of the common prefix, by bisection: slices compare at C speed."""
+    """The length of the common prefix, by bisection: slices compare at C speed."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -121,7 +121,7 @@ class TextTokenizer:
         return await loop.run_in_executor(self._threads, self._encode_marked, text, plain_ranges, positions)
 
     async def encode_with_template(self, text: str) -> tuple[int, ...]:
-        """With every special token that the tokenizer itself puts around a text, as encoders expect."""
+        """Token ids with every special token that the tokenizer itself puts around a text, as encoders expect."""
 
         def encode() -> list[int]:
             ids: list[int] = _encoded(self._tokenizer, text, add_special_tokens=True).ids
@@ -203,7 +203,7 @@ class TextTokenizer:
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
-        """The same, but blind to special tokens. Few chats need it, and it takes a moment to build."""
+        """The same tokenizer without special tokens. Few chats need it, and it takes a moment to build."""
         tokenizer = Tokenizer.from_buffer(self._card.tokenizer_json)
         tokenizer.encode_special_tokens = True
         return tokenizer
