@@ -42,7 +42,7 @@ def gateway_for(engine: FakeEngine, **config: Any) -> Gateway:
     return Gateway(engine, GatewayConfig(**config), VirtualClock())
 
 
-def wish(*prompts: Prompt, n: int = 1, model: str | None = None, **options: Any) -> GenerationRequest:
+def request_for(*prompts: Prompt, n: int = 1, model: str | None = None, **options: Any) -> GenerationRequest:
     prompts = prompts or (TextPrompt("hi"),)
     return GenerationRequest(prompts=prompts, n=n, model=model, sampling=SamplingOptions(**options))
 
@@ -58,20 +58,20 @@ def text_of(deltas: list[Delta], index: int = 0) -> str:
 class TestSubmit:
     async def test_streams_text_and_ends_with_a_reason(self) -> None:
         engine = FakeEngine(script_text("Grüße 😀"))
-        deltas = await read_all(await gateway_for(engine).submit(wish()))
+        deltas = await read_all(await gateway_for(engine).submit(request_for()))
         assert text_of(deltas) == "Grüße 😀"
         assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [FinishReason.STOP]
         assert deltas[-1].finish_reason is FinishReason.STOP
 
     async def test_collect_gives_the_same_in_one_piece(self) -> None:
         engine = FakeEngine(script_text("Grüße 😀"))
-        (delta,) = await (await gateway_for(engine).submit(wish())).collect()
+        (delta,) = await (await gateway_for(engine).submit(request_for())).collect()
         assert delta == Delta(0, "Grüße 😀", (), FinishReason.STOP)
 
     async def test_sampling_reaches_the_engine(self) -> None:
         engine = FakeEngine()
         options = {"temperature": 0.5, "top_k": 3, "logit_bias": {5: 1.0}, "stop": ("x",), "ignore_eos": True}
-        await gateway_for(engine).submit(wish(max_tokens=9, min_tokens=2, **options))
+        await gateway_for(engine).submit(request_for(max_tokens=9, min_tokens=2, **options))
         (request,) = engine.added
         assert request.prompt_token_ids == tuple(b"hi")
         assert (request.sampling.max_tokens, request.sampling.min_tokens) == (9, 2)
@@ -88,7 +88,7 @@ class TestSubmit:
     async def test_several_prompts_and_answers(self) -> None:
         engine = FakeEngine(lambda request: script_text(f"{request.prompt_token_ids}")(request))
         prompts = (TextPrompt("a"), TokenPrompt((1, 2)))
-        generation = await gateway_for(engine).submit(wish(*prompts, n=2, seed=40))
+        generation = await gateway_for(engine).submit(request_for(*prompts, n=2, seed=40))
         deltas = await generation.collect()
         assert [delta.text for delta in deltas] == ["(97,)", "(97,)", "(1, 2)", "(1, 2)"]
         assert [request.sampling.seed for request in engine.added] == [40, 41, 40, 41]
@@ -96,40 +96,40 @@ class TestSubmit:
 
     async def test_last_seed_wraps(self) -> None:
         engine = FakeEngine()
-        await gateway_for(engine).submit(wish(n=2, seed=2**63 - 1))
+        await gateway_for(engine).submit(request_for(n=2, seed=2**63 - 1))
         assert [request.sampling.seed for request in engine.added] == [2**63 - 1, -(2**63)]
 
     async def test_chat_goes_through_the_template(self) -> None:
         engine = FakeEngine(ready=engine_ready(model_card(add_bos_token=True)))
         gateway = gateway_for(engine)
-        await gateway.submit(wish(ChatPrompt(messages=(ChatMessage("user", "hi"),))))
+        await gateway.submit(request_for(ChatPrompt(messages=(ChatMessage("user", "hi"),))))
         user, assistant = 258, 259
         assert engine.added[0].prompt_token_ids == (user, *b"hi", EOS_ID, assistant)
 
     async def test_usage_counts_a_prompt_once_and_cached_tokens(self) -> None:
         engine = FakeEngine(script_text("abc", num_cached_tokens=1))
-        generation = await gateway_for(engine).submit(wish(n=3))
+        generation = await gateway_for(engine).submit(request_for(n=3))
         await generation.collect()
         assert generation.usage == Usage(prompt_tokens=2, completion_tokens=12, cached_tokens=1)
 
     async def test_absent_max_tokens(self) -> None:
         engine = FakeEngine()
-        await gateway_for(engine, default_max_tokens=5).submit(wish())
-        await gateway_for(engine).submit(wish(TextPrompt("x" * 250), min_tokens=100))
+        await gateway_for(engine, default_max_tokens=5).submit(request_for())
+        await gateway_for(engine).submit(request_for(TextPrompt("x" * 250), min_tokens=100))
         assert [request.sampling.max_tokens for request in engine.added] == [5, 6]
         assert engine.added[1].sampling.min_tokens == 6
 
     @pytest.mark.parametrize(
         ("request_", "error"),
         [
-            (wish(model="other"), ModelNotFound),
-            (wish(TokenPrompt((1, 9999))), InvalidRequest),
-            (wish(TokenPrompt((-1,))), InvalidRequest),
-            (wish(TokenPrompt(())), InvalidRequest),
-            (wish(TextPrompt("x" * 256)), ContextLengthExceeded),
-            (wish(max_tokens=300), ContextLengthExceeded),
-            (wish(max_tokens=129), InvalidRequest),
-            (wish(temperature=float("nan")), InvalidRequest),
+            (request_for(model="other"), ModelNotFound),
+            (request_for(TokenPrompt((1, 9999))), InvalidRequest),
+            (request_for(TokenPrompt((-1,))), InvalidRequest),
+            (request_for(TokenPrompt(())), InvalidRequest),
+            (request_for(TextPrompt("x" * 256)), ContextLengthExceeded),
+            (request_for(max_tokens=300), ContextLengthExceeded),
+            (request_for(max_tokens=129), InvalidRequest),
+            (request_for(temperature=float("nan")), InvalidRequest),
         ],
     )
     async def test_bad_requests_never_reach_the_engine(
@@ -148,9 +148,9 @@ class TestSubmit:
         gateway = gateway_for(engine)
         assert gateway.is_healthy, "an engine that has not come up yet is still starting"
         with pytest.raises(EngineUnavailable):
-            await gateway.submit(wish())
+            await gateway.submit(request_for())
         engine.ready = engine_ready()
-        await gateway.submit(wish())
+        await gateway.submit(request_for())
         assert gateway.is_ready
         engine.ready = None  # type: ignore[assignment]
         assert not gateway.is_healthy
@@ -172,7 +172,7 @@ class TestSubmit:
 class TestStops:
     async def test_stop_string_across_tokens_ends_the_engines_work(self) -> None:
         engine = FakeEngine(script_text("one STOP two"))
-        generation = await gateway_for(engine).submit(wish(stop=("STOP",)))
+        generation = await gateway_for(engine).submit(request_for(stop=("STOP",)))
         deltas = await read_all(generation)
         assert text_of(deltas) == "one "
         assert deltas[-1].finish_reason is FinishReason.STOP
@@ -181,11 +181,14 @@ class TestStops:
 
     async def test_held_back_text_comes_out_at_the_end(self) -> None:
         engine = FakeEngine(script_text("one STO"))
-        assert text_of(await read_all(await gateway_for(engine).submit(wish(stop=("STOP",))))) == "one STO"
+        assert (
+            text_of(await read_all(await gateway_for(engine).submit(request_for(stop=("STOP",)))))
+            == "one STO"
+        )
 
     async def test_stop_inside_an_event_of_several_tokens(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine).submit(wish(stop=("b",)))
+        generation = await gateway_for(engine).submit(request_for(stop=("b",)))
         engine.emit(engine.added[0].id, *b"abc")
         deltas = await read_all(generation)
         assert text_of(deltas) == "a"
@@ -193,7 +196,7 @@ class TestStops:
 
     async def test_stop_string_in_the_last_event_needs_no_abort(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine).submit(wish(stop=("b",)))
+        generation = await gateway_for(engine).submit(request_for(stop=("b",)))
         engine.emit(engine.added[0].id, *b"abc", finish_reason=FinishReason.LENGTH)
         deltas = await read_all(generation)
         assert (text_of(deltas), deltas[-1].finish_reason) == ("a", FinishReason.STOP)
@@ -201,14 +204,14 @@ class TestStops:
 
     async def test_stop_token_is_counted_but_not_shown(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine).submit(wish(stop_token_ids=(ord("!"),)))
+        generation = await gateway_for(engine).submit(request_for(stop_token_ids=(ord("!"),)))
         engine.emit(engine.added[0].id, *b"hi!", finish_reason=FinishReason.STOP)
         assert text_of(await read_all(generation)) == "hi"
         assert generation.usage.completion_tokens == 3
 
     async def test_last_token_at_the_length_limit_is_shown(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine).submit(wish(stop_token_ids=(ord("!"),)))
+        generation = await gateway_for(engine).submit(request_for(stop_token_ids=(ord("!"),)))
         engine.emit(engine.added[0].id, *b"hi!", finish_reason=FinishReason.LENGTH)
         assert text_of(await read_all(generation)) == "hi!"
 
@@ -216,7 +219,7 @@ class TestStops:
 class TestLogprobs:
     async def test_details_travel_with_their_text(self) -> None:
         engine = FakeEngine(script_text("né"))
-        deltas = await read_all(await gateway_for(engine).submit(wish(logprobs=2)))
+        deltas = await read_all(await gateway_for(engine).submit(request_for(logprobs=2)))
         details = [detail for delta in deltas for detail in delta.details]
         assert [detail.data for detail in details] == [b"n", b"\xc3", b"\xa9"], "the end token is not shown"
         assert [detail.text_offset for detail in details] == [0, 1, 1]
@@ -224,14 +227,14 @@ class TestLogprobs:
 
     async def test_nothing_of_a_stop_string_shows(self) -> None:
         engine = FakeEngine(script_text("abcd"))
-        deltas = await read_all(await gateway_for(engine).submit(wish(logprobs=0, stop=("bc",))))
+        deltas = await read_all(await gateway_for(engine).submit(request_for(logprobs=0, stop=("bc",))))
         assert b"".join(detail.data for delta in deltas for detail in delta.details) == b"a"
 
 
 class TestReaders:
     async def test_a_slow_reader_gets_merged_deltas(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine).submit(wish())
+        generation = await gateway_for(engine).submit(request_for())
         for letter in b"abcd":
             engine.emit(engine.added[0].id, letter)
         assert await anext(generation) == [Delta(0, "abcd")]
@@ -242,7 +245,7 @@ class TestReaders:
 
     async def test_the_first_event_is_news_even_without_text(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine).submit(wish())
+        generation = await gateway_for(engine).submit(request_for())
         engine.emit(engine.added[0].id, 0xC3)
         assert await anext(generation) == [Delta(0, "")]
         waiting = asyncio.ensure_future(anext(generation))
@@ -255,7 +258,7 @@ class TestReaders:
     async def test_a_reader_too_far_behind_loses_the_request(self) -> None:
         engine = FakeEngine()
         gateway = gateway_for(engine, max_stream_buffer_bytes=1024)
-        generation = await gateway.submit(wish(n=2))
+        generation = await gateway.submit(request_for(n=2))
         first, second = (request.id for request in engine.added)
         engine.emit(first, *"é".encode() * 512)
         assert engine.aborted == []
@@ -267,7 +270,7 @@ class TestReaders:
 
     async def test_logprobs_count_against_the_limit(self) -> None:
         engine = FakeEngine()
-        await gateway_for(engine, max_stream_buffer_bytes=1024).submit(wish(logprobs=20))
+        await gateway_for(engine, max_stream_buffer_bytes=1024).submit(request_for(logprobs=20))
         stream = engine.streams[engine.added[0].id]
         logprobs = TokenLogprobs(-1.0, tuple(range(20)), (-1.0,) * 20)
         stream.on_event(TokenEvent(stream.request.id, (97,), (logprobs,)))
@@ -275,7 +278,7 @@ class TestReaders:
 
     async def test_collecting_has_no_limit_and_is_woken_once(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine, max_stream_buffer_bytes=1024).submit(wish())
+        generation = await gateway_for(engine, max_stream_buffer_bytes=1024).submit(request_for())
         collecting = asyncio.ensure_future(generation.collect())
         await asyncio.sleep(0)
         engine.emit(engine.added[0].id, *b"x" * 5000)
@@ -287,7 +290,7 @@ class TestReaders:
     async def test_cancel_aborts_every_unfinished_answer_at_once(self) -> None:
         engine = FakeEngine()
         gateway = gateway_for(engine)
-        generation = await gateway.submit(wish(n=3))
+        generation = await gateway.submit(request_for(n=3))
         ids = [request.id for request in engine.added]
         engine.emit(ids[0], ord("x"), finish_reason=FinishReason.LENGTH)
         generation.cancel()
@@ -299,7 +302,7 @@ class TestReaders:
 
     async def test_cancel_wakes_a_waiting_reader(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine).submit(wish())
+        generation = await gateway_for(engine).submit(request_for())
         collecting = asyncio.ensure_future(generation.collect())
         await asyncio.sleep(0)
         generation.cancel()
@@ -308,7 +311,7 @@ class TestReaders:
 
     async def test_cancel_after_the_end_does_nothing(self) -> None:
         engine = FakeEngine(script_text("a"))
-        generation = await gateway_for(engine).submit(wish())
+        generation = await gateway_for(engine).submit(request_for())
         deltas = await read_all(generation)
         generation.cancel()
         assert engine.aborted == []
@@ -319,7 +322,7 @@ class TestEarlyEnds:
     async def test_refused_by_the_engine(self) -> None:
         engine = FakeEngine(lambda request: [Overloaded("queue full", retry_after_s=3)])
         gateway = gateway_for(engine)
-        generation = await gateway.submit(wish(n=2))
+        generation = await gateway.submit(request_for(n=2))
         with pytest.raises(Overloaded) as error:
             await anext(generation)
         assert error.value.retry_after_s == 3
@@ -337,14 +340,14 @@ class TestEarlyEnds:
     async def test_ends_without_a_token(self, reason: FinishReason, error: type[PenstockError]) -> None:
         engine = FakeEngine(lambda request: [TokenEvent(request.id, finish_reason=reason)])
         with pytest.raises(error):
-            await (await gateway_for(engine).submit(wish())).collect()
+            await (await gateway_for(engine).submit(request_for())).collect()
 
     async def test_an_error_of_a_computation_is_the_servers_fault(self) -> None:
         def script(request: Request) -> list[TokenEvent]:
             return [TokenEvent(request.id, finish_reason=FinishReason.ERROR, queue_s=0.5, error="NaN logits")]
 
         with pytest.raises(PenstockError, match="NaN logits") as error:
-            await (await gateway_for(FakeEngine(script)).submit(wish())).collect()
+            await (await gateway_for(FakeEngine(script)).submit(request_for())).collect()
         assert error.value.status == 500
 
     async def test_a_deadline_leaves_what_there_is(self) -> None:
@@ -352,12 +355,12 @@ class TestEarlyEnds:
             ended = TokenEvent(request.id, finish_reason=FinishReason.DEADLINE)
             return [TokenEvent(request.id, tuple(b"par")), ended]
 
-        (delta,) = await (await gateway_for(FakeEngine(script)).submit(wish())).collect()
+        (delta,) = await (await gateway_for(FakeEngine(script)).submit(request_for())).collect()
         assert (delta.text, delta.finish_reason) == ("par", FinishReason.DEADLINE)
 
     async def test_text_before_an_error_is_delivered(self) -> None:
         engine = FakeEngine()
-        generation = await gateway_for(engine).submit(wish())
+        generation = await gateway_for(engine).submit(request_for())
         stream = engine.streams[engine.added[0].id]
         engine.emit(stream.request.id, ord("a"))
         stream.on_error(EngineUnavailable("gone"))
@@ -376,11 +379,11 @@ class TestDrain:
     async def test_live_requests_finish_and_new_ones_are_refused(self) -> None:
         engine = FakeEngine()
         gateway = gateway_for(engine)
-        generation = await gateway.submit(wish())
+        generation = await gateway.submit(request_for())
         draining = asyncio.ensure_future(gateway.drain(60.0))
         await asyncio.sleep(0)
         with pytest.raises(ShuttingDown) as error:
-            await gateway.submit(wish())
+            await gateway.submit(request_for())
         assert error.value.retry_after_s
         assert not draining.done()
         engine.emit(engine.added[0].id, ord("a"), finish_reason=FinishReason.LENGTH)
@@ -390,7 +393,7 @@ class TestDrain:
     async def test_what_outlasts_the_timeout_ends_with_an_error(self) -> None:
         engine = FakeEngine()
         gateway = gateway_for(engine)
-        generation = await gateway.submit(wish())
+        generation = await gateway.submit(request_for())
         assert not await gateway.drain(0.0)
         assert engine.aborted == [engine.added[0].id]
         with pytest.raises(ShuttingDown):
@@ -399,7 +402,7 @@ class TestDrain:
     async def test_a_drain_cut_short_ends_live_requests_too(self) -> None:
         engine = FakeEngine()
         gateway = gateway_for(engine)
-        generation = await gateway.submit(wish())
+        generation = await gateway.submit(request_for())
         draining = asyncio.ensure_future(gateway.drain(60.0))
         await asyncio.sleep(0)
         draining.cancel()

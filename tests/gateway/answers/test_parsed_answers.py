@@ -31,8 +31,8 @@ async def submit(
         tools=(Tool("f"),) if tools else (),
         tool_choice=ToolChoice(parallel=parallel),
     )
-    wish = GenerationRequest(prompts=(prompt,), n=n, sampling=SamplingOptions(**sampling))
-    return await Gateway(engine, GatewayConfig()).submit(wish)
+    request = GenerationRequest(prompts=(prompt,), n=n, sampling=SamplingOptions(**sampling))
+    return await Gateway(engine, GatewayConfig()).submit(request)
 
 
 def engine_with(template: str = CHAT_TEMPLATE) -> FakeEngine:

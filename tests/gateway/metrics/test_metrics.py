@@ -67,8 +67,8 @@ def test_every_promised_name_is_there(prefix: str) -> None:
 async def test_a_request_is_counted() -> None:
     engine, clock = FakeEngine(), VirtualClock()
     gateway = Gateway(engine, GatewayConfig(), clock)
-    wish = GenerationRequest(prompts=(TextPrompt("hey"),), sampling=SamplingOptions())
-    generation = await gateway.submit(wish)
+    request = GenerationRequest(prompts=(TextPrompt("hey"),), sampling=SamplingOptions())
+    generation = await gateway.submit(request)
     stream = engine.streams[engine.added[0].id]
     clock.advance(0.5)
     stream.on_event(TokenEvent(stream.request.id, (97,), queue_s=0.125))

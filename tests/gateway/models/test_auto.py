@@ -58,7 +58,7 @@ def auto_gateway(
     return gateway, engine, book
 
 
-def wish(text: str = EASY, principal: Principal = OPEN_PRINCIPAL, **more: Any) -> GenerationRequest:
+def request_for(text: str = EASY, principal: Principal = OPEN_PRINCIPAL, **more: Any) -> GenerationRequest:
     prompt = ChatPrompt(messages=(ChatMessage("system", "Be kind."), ChatMessage("user", text)))
     fields = {"sampling": SamplingOptions(max_tokens=8), "request_id": "r", "model": "auto", **more}
     return GenerationRequest(prompts=(prompt,), principal=principal, **fields)
@@ -67,7 +67,7 @@ def wish(text: str = EASY, principal: Principal = OPEN_PRINCIPAL, **more: Any) -
 async def test_the_prompt_decides_who_is_asked() -> None:
     gateway, engine, _ = auto_gateway()
     for text, expected in ((EASY, "s"), ("Write a Python function that sorts.", "m"), (HARD, "l")):
-        answer = await gateway.submit(wish(text))
+        answer = await gateway.submit(request_for(text))
         (delta,) = await answer.collect()
         assert (delta.text, answer.model) == (expected, expected)
     assert [request.model for request in engine.added] == ["s", "m", "l"]
@@ -75,7 +75,7 @@ async def test_the_prompt_decides_who_is_asked() -> None:
 
 async def test_an_unsure_answer_is_asked_for_again_of_the_next_larger_model() -> None:
     gateway, engine, book = auto_gateway(lambda model: UNSURE if model == "s" else SURE)
-    answer = await gateway.submit(wish())
+    answer = await gateway.submit(request_for())
     (delta,) = await answer.collect()
     assert (delta.text, delta.details, answer.model, answer.id) == ("m", (), "m", "r")
     assert [request.model for request in engine.added] == ["s", "m"]
@@ -91,20 +91,20 @@ async def test_an_unsure_answer_is_asked_for_again_of_the_next_larger_model() ->
 @pytest.mark.parametrize(("most", "asked"), [(0, "s"), (1, "sm"), (2, "sml")])
 async def test_escalations_are_bounded(most: int, asked: str) -> None:
     gateway, engine, _ = auto_gateway(lambda model: UNSURE, max_escalations=most)
-    (delta,) = await (await gateway.submit(wish())).collect()
+    (delta,) = await (await gateway.submit(request_for())).collect()
     assert "".join(request.model for request in engine.added) == asked
     assert delta.text == asked[-1]
 
 
 async def test_without_escalations_nobody_needs_log_probabilities() -> None:
     gateway, engine, _ = auto_gateway(lambda model: UNSURE, max_escalations=0)
-    await (await gateway.submit(wish())).collect()
+    await (await gateway.submit(request_for())).collect()
     assert [request.sampling.logprobs for request in engine.added] == [None]
 
 
 async def test_a_stream_stays_with_its_first_model() -> None:
     gateway, engine, _ = auto_gateway(lambda model: UNSURE)
-    answer = await gateway.submit(wish())
+    answer = await gateway.submit(request_for())
     deltas = [delta async for batch in answer for delta in batch]
     assert "".join(delta.text for delta in deltas) == "s"
     assert not any(delta.details for delta in deltas)
@@ -114,7 +114,7 @@ async def test_a_stream_stays_with_its_first_model() -> None:
 async def test_logprobs_are_shown_to_those_who_asked() -> None:
     gateway, _, _ = auto_gateway()
     options = SamplingOptions(max_tokens=8, logprobs=0)
-    (delta,) = await (await gateway.submit(wish(sampling=options))).collect()
+    (delta,) = await (await gateway.submit(request_for(sampling=options))).collect()
     assert [detail.logprob for detail in delta.details] == [SURE]
 
 
@@ -127,7 +127,7 @@ async def test_an_answer_in_hand_survives_a_larger_model_that_fails() -> None:
         return [Overloaded("Too much to do.")] if request.model == "m" else answers(request)
 
     engine.script = script
-    answer = await gateway.submit(wish())
+    answer = await gateway.submit(request_for())
     (delta,) = await answer.collect()
     assert (delta.text, answer.model) == ("s", "s")
 
@@ -140,26 +140,26 @@ def with_access(gateway: Gateway, *allowed: str) -> Principal:
 
 async def test_only_models_that_the_caller_may_use_are_asked() -> None:
     gateway, engine, _ = auto_gateway(lambda model: UNSURE)
-    await (await gateway.submit(wish(principal=with_access(gateway, "s", "l")))).collect()
+    await (await gateway.submit(request_for(principal=with_access(gateway, "s", "l")))).collect()
     assert [request.model for request in engine.added] == ["s", "l"]
-    assert (await gateway.submit(wish(HARD, with_access(gateway, "s", "m")))).model == "m"
+    assert (await gateway.submit(request_for(HARD, with_access(gateway, "s", "m")))).model == "m"
     with pytest.raises(PermissionDenied, match="none of the models behind 'auto'"):
-        await gateway.submit(wish(principal=with_access(gateway, "x")))
+        await gateway.submit(request_for(principal=with_access(gateway, "x")))
 
 
 async def test_who_is_allowed_auto_may_use_all_that_is_behind_it() -> None:
     gateway, engine, _ = auto_gateway(lambda model: UNSURE)
     principal = with_access(gateway, "auto")
-    await (await gateway.submit(wish(principal=principal))).collect()
+    await (await gateway.submit(request_for(principal=principal))).collect()
     assert [request.model for request in engine.added] == ["s", "m"]
     with pytest.raises(PermissionDenied):
-        await gateway.submit(wish(principal=principal, model="s"))
+        await gateway.submit(request_for(principal=principal, model="s"))
 
 
 async def test_models_that_are_not_served_are_left_out() -> None:
     gateway, engine, _ = auto_gateway(lambda model: UNSURE)
     engine.more = []
-    answer = await gateway.submit(wish(HARD))
+    answer = await gateway.submit(request_for(HARD))
     await answer.collect()
     assert (answer.model, len(engine.added)) == ("s", 1)
 
@@ -176,16 +176,16 @@ async def test_all_models_together_have_the_time_of_one_request() -> None:
         return answers(request)
 
     engine.script = script
-    await (await gateway.submit(wish(timeout_s=5.0))).collect()
+    await (await gateway.submit(request_for(timeout_s=5.0))).collect()
     assert [request.model for request in engine.added] == ["s", "m"]
-    await (await gateway.submit(wish(timeout_s=3.0))).collect()
+    await (await gateway.submit(request_for(timeout_s=3.0))).collect()
     assert [request.model for request in engine.added] == ["s", "m", "s"]
 
 
 async def test_repeated_requests_are_recognised_by_each_model() -> None:
     gateway, engine, _ = auto_gateway(lambda model: UNSURE if model == "s" else SURE)
     for _ in range(2):
-        answer = await gateway.submit(wish(idempotency_key="once"))
+        answer = await gateway.submit(request_for(idempotency_key="once"))
         assert [delta.text for delta in await answer.collect()] == ["m"]
     assert len(engine.added) == 2
 
@@ -193,7 +193,7 @@ async def test_repeated_requests_are_recognised_by_each_model() -> None:
 async def test_a_reader_that_leaves_is_not_asked_for_again() -> None:
     gateway, engine, _ = auto_gateway(lambda model: UNSURE)
     engine.script = None
-    answer = await gateway.submit(wish())
+    answer = await gateway.submit(request_for())
     answer.cancel()
     with pytest.raises(ReaderGone):
         await answer.collect()
@@ -205,7 +205,7 @@ async def test_prompts_of_token_ids_count_by_their_length() -> None:
     gateway, engine, _ = auto_gateway(medium_from=0.005)
     for length, expected in ((3, "s"), (200, "m")):
         prompt = TokenPrompt((1,) * length)
-        asked = msgspec.structs.replace(wish(), prompts=(prompt,))
+        asked = msgspec.structs.replace(request_for(), prompts=(prompt,))
         await (await gateway.submit(asked)).collect()
         assert engine.added[-1].model == expected
 
@@ -222,7 +222,7 @@ def test_auto_without_a_model_is_refused() -> None:
 async def test_auto_is_a_name_like_any_other_where_it_is_not_configured() -> None:
     gateway, _ = gateway_with("s", "m")
     with pytest.raises(ModelNotFound):
-        await gateway.submit(wish())
+        await gateway.submit(request_for())
     gateway.catalogue.apply(ModelSettings(auto=AutoSettings(large="m")))
     assert [entry.name for entry in gateway.catalogue.listed(OPEN_PRINCIPAL)] == ["s", "m", "auto"]
     assert gateway.model("auto").card.name == "m"

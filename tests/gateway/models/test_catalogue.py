@@ -46,7 +46,9 @@ def gateway_with(
     return gateway, fake
 
 
-def wish(model: str | None = None, principal: Principal = OPEN_PRINCIPAL, **more: Any) -> GenerationRequest:
+def request_for(
+    model: str | None = None, principal: Principal = OPEN_PRINCIPAL, **more: Any
+) -> GenerationRequest:
     options = SamplingOptions(max_tokens=8)
     return GenerationRequest(
         prompts=(TextPrompt("hi"),), sampling=options, model=model, principal=principal, **more
@@ -61,15 +63,15 @@ class TestSeveralModels:
     async def test_each_has_its_own_limits_and_engines(self) -> None:
         gateway, engine = gateway_with("small", "large")
         for name, expected in ((None, "small"), ("small", "small"), ("large", "large")):
-            answer = await gateway.submit(wish(name))
+            answer = await gateway.submit(request_for(name))
             assert answer.model == engine.added[-1].model == expected
         assert gateway.model("large").card.max_model_len == 257
         with pytest.raises(ModelNotFound, match="'other' is not served here"):
-            await gateway.submit(wish("other"))
+            await gateway.submit(request_for("other"))
 
     async def test_metrics_tell_models_apart(self) -> None:
         gateway, _ = gateway_with("small", "large")
-        await (await gateway.submit(wish("large"))).collect()
+        await (await gateway.submit(request_for("large"))).collect()
         page = gateway.render_own_metrics().decode()
         assert 'vllm:generation_tokens_total{model_name="large"} 4.0' in page
         assert 'vllm:num_requests_running{model_name="small"}' in page
@@ -94,7 +96,7 @@ class TestSeveralModels:
 class TestAliases:
     async def test_an_alias_is_answered_by_its_model(self) -> None:
         gateway, _ = gateway_with("small", "large", aliases={"gpt-4o": "large"})
-        assert (await gateway.submit(wish("gpt-4o"))).model == "large"
+        assert (await gateway.submit(request_for("gpt-4o"))).model == "large"
 
     async def test_settings_go_before_what_was_given_at_the_start(self) -> None:
         settings = ModelSettings(aliases={"gpt-4o": "small"})
@@ -114,25 +116,25 @@ class TestAllowLists:
     async def test_a_key_may_use_a_model_by_its_name_or_by_an_alias_allowed_to_it(self) -> None:
         gateway, _ = gateway_with("small", "large", aliases={"fast": "small", "slow": "large"})
         principal = someone(allowed_models=frozenset({"fast"}))
-        assert (await gateway.submit(wish("fast", principal))).model == "small"
+        assert (await gateway.submit(request_for("fast", principal))).model == "small"
         for name in ("small", "large", "slow", None):
             with pytest.raises(PermissionDenied, match="may not use the model"):
-                await gateway.submit(wish(name, principal))
+                await gateway.submit(request_for(name, principal))
         assert [entry.name for entry in gateway.catalogue.listed(principal)] == ["fast"]
 
     async def test_a_workspace_bounds_its_keys(self) -> None:
         settings = ModelSettings(workspaces={"ws_1": ModelAccess(allowed=("small",))})
         gateway, _ = gateway_with("small", "large", settings=settings)
-        await gateway.submit(wish("small", someone()))
+        await gateway.submit(request_for("small", someone()))
         with pytest.raises(PermissionDenied):
-            await gateway.submit(wish("large", someone(allowed_models=frozenset({"large"}))))
-        await gateway.submit(wish("large", Principal(workspace_id="ws_2")))
+            await gateway.submit(request_for("large", someone(allowed_models=frozenset({"large"}))))
+        await gateway.submit(request_for("large", Principal(workspace_id="ws_2")))
         assert [entry.name for entry in gateway.catalogue.listed(someone())] == ["small"]
 
     async def test_what_the_operator_chose_is_not_asked_of_the_caller(self) -> None:
         settings = ModelSettings(workspaces={"ws_1": ModelAccess(allowed=("small",))})
         gateway, _ = gateway_with("small", "large", settings=settings)
-        assert (await gateway.submit(wish("large", someone(), model_is_given=True))).model == "large"
+        assert (await gateway.submit(request_for("large", someone(), model_is_given=True))).model == "large"
 
 
 class TestRegions:
@@ -141,10 +143,10 @@ class TestRegions:
             workspaces={"ws_1": ModelAccess(region="eu")}, keys={"key_2": ModelAccess(region="us")}
         )
         gateway, engine = gateway_with("small", settings=settings)
-        await gateway.submit(wish(principal=someone()))
-        await gateway.submit(wish(principal=Principal(key_id="key_2", workspace_id="ws_1")))
-        await gateway.submit(wish(principal=someone(), region="asia"))
-        await gateway.submit(wish())
+        await gateway.submit(request_for(principal=someone()))
+        await gateway.submit(request_for(principal=Principal(key_id="key_2", workspace_id="ws_1")))
+        await gateway.submit(request_for(principal=someone(), region="asia"))
+        await gateway.submit(request_for())
         assert [request.region for request in engine.added] == ["eu", "us", "asia", ""]
 
 
@@ -157,7 +159,7 @@ class TestAdapters:
             ("legal", "large", LEGAL),
             ("law", "large", LEGAL),
         ):
-            answer = await gateway.submit(wish(name))
+            answer = await gateway.submit(request_for(name))
             assert answer.model == adapter.adapter.name
             assert (engine.added[-1].model, engine.added[-1].adapter) == (base, adapter.adapter)
         assert gateway.model("legal").tokenizer is gateway.model("large").tokenizer
@@ -174,10 +176,10 @@ class TestAdapters:
     async def test_other_weights_under_the_same_name_are_another_adapter(self) -> None:
         gateway, engine = gateway_with("small")
         await gateway.catalogue.adapters.add(SQL)
-        await gateway.submit(wish("sql"))
+        await gateway.submit(request_for("sql"))
         newer = RegisteredAdapter(Adapter("sql", "/adapters/sql", "d9"))
         await gateway.catalogue.adapters.add(newer)
-        await gateway.submit(wish("sql"))
+        await gateway.submit(request_for("sql"))
         first, second = (request.prefix_salt for request in engine.added)
         assert first != second
 
@@ -192,7 +194,7 @@ class TestAdapters:
         gateway, _ = gateway_with("small")
         gateway.catalogue.adapters = AdapterRegistry([SQL])
         with pytest.raises(PermissionDenied):
-            await gateway.submit(wish("sql", someone(allowed_models=frozenset({"small"}))))
+            await gateway.submit(request_for("sql", someone(allowed_models=frozenset({"small"}))))
 
     async def test_a_trial_asks_an_engine(self) -> None:
         gateway, engine = gateway_with("small")

@@ -69,7 +69,7 @@ def gateway(engine: FakeEngine, rows: Rows, clock: VirtualClock) -> Gateway:
     return Gateway(engine, GatewayConfig(), clock, accounts=Accounts(ledger=rows))
 
 
-def wish(prompt: Prompt | None = None, *, workspace: str = "w", **changes: Any) -> GenerationRequest:
+def request_for(prompt: Prompt | None = None, *, workspace: str = "w", **changes: Any) -> GenerationRequest:
     fields: dict[str, Any] = {
         "prompts": (prompt or TextPrompt("hi"),),
         "sampling": SamplingOptions(),
@@ -87,10 +87,10 @@ class TestHits:
     async def test_a_stream_is_replayed_in_the_recorded_pieces(
         self, gateway: Gateway, engine: FakeEngine
     ) -> None:
-        first = await gateway.submit(wish())
+        first = await gateway.submit(request_for())
         assert first.cache_status == "miss"
         recorded = [deltas async for deltas in first]
-        second = await gateway.submit(wish())
+        second = await gateway.submit(request_for())
         assert second.cache_status == "hit"
         assert [deltas async for deltas in second] == recorded
         assert len(recorded) > 3
@@ -105,15 +105,15 @@ class TestHits:
     async def test_whole_and_streamed_answers_stand_in_for_each_other(
         self, gateway: Gateway, engine: FakeEngine
     ) -> None:
-        whole = await (await gateway.submit(wish())).collect()
-        assert merged(await batches(gateway, wish())) == whole
-        streamed = await batches(gateway, wish(TextPrompt("other")))
-        assert await (await gateway.submit(wish(TextPrompt("other")))).collect() == merged(streamed)
+        whole = await (await gateway.submit(request_for())).collect()
+        assert merged(await batches(gateway, request_for())) == whole
+        streamed = await batches(gateway, request_for(TextPrompt("other")))
+        assert await (await gateway.submit(request_for(TextPrompt("other")))).collect() == merged(streamed)
         assert len(engine.added) == 2
 
     async def test_a_hit_is_in_the_books_and_uses_nothing(self, gateway: Gateway, rows: Rows) -> None:
         for name in ("a", "b"):
-            await (await gateway.submit(wish(request_id=name, user="u"))).collect()
+            await (await gateway.submit(request_for(request_id=name, user="u"))).collect()
         (_, original), (claim, replayed) = rows.settled
         assert rows.begun == ["a", "b"]
         assert not original.is_cached
@@ -125,8 +125,8 @@ class TestHits:
     async def test_a_hit_is_settled_before_its_end_is_seen_or_when_its_reader_leaves(
         self, gateway: Gateway, rows: Rows
     ) -> None:
-        await batches(gateway, wish())
-        replay = await gateway.submit(wish())
+        await batches(gateway, request_for())
+        replay = await gateway.submit(request_for())
         await anext(replay)
         assert len(rows.settled) == 1
         replay.cancel()
@@ -136,7 +136,9 @@ class TestHits:
             await anext(replay)
 
     async def test_a_key_may_opt_in_for_all_its_requests(self, gateway: Gateway, engine: FakeEngine) -> None:
-        keen = wish(cache_response_s=None, principal=Principal(workspace_id="w", caches_responses=True))
+        keen = request_for(
+            cache_response_s=None, principal=Principal(workspace_id="w", caches_responses=True)
+        )
         for _ in range(2):
             await batches(gateway, keen)
         assert len(engine.added) == 1
@@ -160,9 +162,9 @@ class TestMisses:
     async def test_whatever_differs(
         self, gateway: Gateway, engine: FakeEngine, changes: dict[str, Any]
     ) -> None:
-        await batches(gateway, wish())
+        await batches(gateway, request_for())
         before = len(engine.added)
-        answer = await gateway.submit(wish(**changes))
+        answer = await gateway.submit(request_for(**changes))
         assert answer.cache_status == (None if "cache_response_s" in changes else "miss")
         await answer.collect()
         assert len(engine.added) > before
@@ -170,57 +172,57 @@ class TestMisses:
     async def test_after_the_writers_ttl_or_the_readers(
         self, gateway: Gateway, engine: FakeEngine, clock: VirtualClock
     ) -> None:
-        await batches(gateway, wish(cache_response_s=60.0))
+        await batches(gateway, request_for(cache_response_s=60.0))
         clock.advance(30.0)
         await batches(
-            gateway, wish(cache_response_s=29.0)
+            gateway, request_for(cache_response_s=29.0)
         )  # too old for this one, whose answer takes its place
         assert len(engine.added) == 2
         clock.advance(28.0)
-        await batches(gateway, wish(cache_response_s=3600.0))
+        await batches(gateway, request_for(cache_response_s=3600.0))
         assert len(engine.added) == 2
         clock.advance(1.0)
-        await batches(gateway, wish(cache_response_s=3600.0))
+        await batches(gateway, request_for(cache_response_s=3600.0))
         assert len(engine.added) == 3
 
     async def test_answers_that_were_cut_or_failed_are_not_kept(
         self, gateway: Gateway, engine: FakeEngine
     ) -> None:
-        left = await gateway.submit(wish())
+        left = await gateway.submit(request_for())
         await anext(left)
         left.cancel()
         engine.script = lambda request: [Overloaded("no")]
         with pytest.raises(Overloaded):
-            await batches(gateway, wish())
+            await batches(gateway, request_for())
         engine.script = None
-        late = await gateway.submit(wish())
+        late = await gateway.submit(request_for())
         engine.emit(engine.added[-1].id, 65)
         engine.emit(engine.added[-1].id, finish_reason=FinishReason.DEADLINE)
         assert [delta.finish_reason async for deltas in late for delta in deltas][-1] is FinishReason.DEADLINE
         engine.script = script_text("x")
-        assert (await gateway.submit(wish())).cache_status == "miss"
+        assert (await gateway.submit(request_for())).cache_status == "miss"
 
     async def test_what_is_too_large_or_turned_off(self, gateway: Gateway, engine: FakeEngine) -> None:
         gateway.reuse.apply(ResponseCacheSettings(max_entry_bytes=8), IdempotencySettings())
         for _ in range(2):
-            await batches(gateway, wish())
+            await batches(gateway, request_for())
         assert len(engine.added) == 2
         gateway.reuse.apply(ResponseCacheSettings(enabled=False), IdempotencySettings())
-        assert (await gateway.submit(wish())).cache_status is None
+        assert (await gateway.submit(request_for())).cache_status is None
 
     async def test_a_new_model_under_the_same_name(self, gateway: Gateway, engine: FakeEngine) -> None:
-        await batches(gateway, wish())
+        await batches(gateway, request_for())
         assert engine.ready is not None
         engine.ready = msgspec.structs.replace(
             engine.ready, model=msgspec.structs.replace(engine.ready.model, weight_bytes=1)
         )
-        assert (await gateway.submit(wish())).cache_status == "miss"
+        assert (await gateway.submit(request_for())).cache_status == "miss"
 
 
 def test_the_order_of_a_schemas_keys_matters_because_a_model_sees_it() -> None:
     def asked(parameters: dict[str, Any]) -> bytes:
         tool = Tool("f", parameters=parameters)
-        return request_fingerprint(wish(ChatPrompt(messages=(), tools=(tool,))), b"")
+        return request_fingerprint(request_for(ChatPrompt(messages=(), tools=(tool,))), b"")
 
     assert asked({"a": 1, "b": 2}) != asked({"b": 2, "a": 1})
 
@@ -287,7 +289,7 @@ def test_the_cache_stays_within_its_bytes_and_never_lies(history: list[tuple[str
 async def test_requests_without_either_go_straight_to_the_engine(
     gateway: Gateway, engine: FakeEngine
 ) -> None:
-    plain = wish(cache_response_s=None)
+    plain = request_for(cache_response_s=None)
     await asyncio.gather(*(batches(gateway, plain) for _ in range(3)))
     assert len(engine.added) == 3
     assert gateway.reuse.num_misses == 0

@@ -63,7 +63,7 @@ def make_gateway(
     return Gateway(engine, GatewayConfig(), accounts=accounts, reuse=AnswerReuse(idempotency=answers))
 
 
-def wish(
+def request_for(
     text: str = "hi", key: str | None = "key", workspace: str = "w", **changes: Any
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -89,10 +89,10 @@ class TestRepeats:
     async def test_a_finished_answer_comes_again(self, shared_database: Database | None) -> None:
         engine, rows = FakeEngine(script_text("Grüße")), Rows()
         gateway = make_gateway(engine, shared_database, rows)
-        first = await gateway.submit(wish(request_id="a"))
+        first = await gateway.submit(request_for(request_id="a"))
         deltas = await read(first)
         await settled()
-        second = await gateway.submit(wish(request_id="b"))
+        second = await gateway.submit(request_for(request_id="b"))
         assert await read(second) == deltas
         assert second.id == first.id
         assert len(engine.added) == 1
@@ -104,11 +104,11 @@ class TestRepeats:
     async def test_a_repeat_reads_along_from_the_beginning(self, shared_database: Database | None) -> None:
         engine, rows = FakeEngine(), Rows()
         gateway = make_gateway(engine, shared_database, rows)
-        first = await gateway.submit(wish())
+        first = await gateway.submit(request_for())
         name = engine.added[0].id
         engine.emit(name, *b"ab")
         assert (await anext(first))[0].text == "ab"
-        second, third = await asyncio.gather(gateway.submit(wish()), gateway.submit(wish()))
+        second, third = await asyncio.gather(gateway.submit(request_for()), gateway.submit(request_for()))
         reading = asyncio.create_task(third.collect())
         assert (await anext(second))[0].text == "ab"
         engine.emit(name, *b"cd", finish_reason=FinishReason.LENGTH)
@@ -121,7 +121,7 @@ class TestRepeats:
     async def test_two_at_the_same_moment_run_once(self, shared_database: Database | None) -> None:
         engine = FakeEngine(script_text("x"))
         gateway = make_gateway(engine, shared_database)
-        answers = await asyncio.gather(*(gateway.submit(wish()) for _ in range(8)))
+        answers = await asyncio.gather(*(gateway.submit(request_for()) for _ in range(8)))
         texts = await asyncio.gather(*(answer.collect() for answer in answers))
         assert len(engine.added) == 1
         assert len({str(deltas) for deltas in texts}) == 1
@@ -129,60 +129,60 @@ class TestRepeats:
     async def test_another_request_with_the_key_is_a_conflict(self, shared_database: Database | None) -> None:
         engine = FakeEngine()
         gateway = make_gateway(engine, shared_database)
-        first = await gateway.submit(wish())
+        first = await gateway.submit(request_for())
         with pytest.raises(Conflict):
-            await gateway.submit(wish("other"))
+            await gateway.submit(request_for("other"))
         engine.emit(engine.added[0].id, 65, finish_reason=FinishReason.STOP)
         await read(first)
         await settled()
         with pytest.raises(Conflict):
-            await gateway.submit(wish("other"))
+            await gateway.submit(request_for("other"))
 
     async def test_keys_belong_to_a_workspace(self, shared_database: Database | None) -> None:
         engine = FakeEngine(script_text("x"))
         gateway = make_gateway(engine, shared_database)
-        await read(await gateway.submit(wish()))
-        await read(await gateway.submit(wish("other", workspace="w2")))
+        await read(await gateway.submit(request_for()))
+        await read(await gateway.submit(request_for("other", workspace="w2")))
         assert len(engine.added) == 2
 
     async def test_a_failure_frees_the_key(self, shared_database: Database | None) -> None:
         engine = FakeEngine(lambda request: [Overloaded("no")])
         gateway = make_gateway(engine, shared_database)
         with pytest.raises(Overloaded):
-            await read(await gateway.submit(wish()))
+            await read(await gateway.submit(request_for()))
         await settled()
         with pytest.raises(InvalidRequest):
-            await gateway.submit(wish(n=0))
+            await gateway.submit(request_for(n=0))
         engine.script = script_text("x")
-        assert (await read(await gateway.submit(wish("now another"))))[0].text == "x"
+        assert (await read(await gateway.submit(request_for("now another"))))[0].text == "x"
 
     async def test_a_day_later_the_key_is_new(self, shared_database: Database | None) -> None:
         engine, clock = FakeEngine(script_text("x")), WallClock()
         gateway = make_gateway(engine, shared_database, clock=clock)
-        await read(await gateway.submit(wish()))
+        await read(await gateway.submit(request_for()))
         await settled()
         clock.now += 86_400
-        await read(await gateway.submit(wish("other")))
+        await read(await gateway.submit(request_for("other")))
         assert len(engine.added) == 2
 
     @pytest.mark.parametrize("key", ["", "x" * 256])
     async def test_a_key_has_a_sensible_length(self, key: str) -> None:
         with pytest.raises(InvalidRequest):
-            await make_gateway(FakeEngine()).submit(wish(key=key))
+            await make_gateway(FakeEngine()).submit(request_for(key=key))
 
 
 class TestReadersWhoLeave:
     async def test_the_answer_runs_on_and_a_retry_finds_it(self) -> None:
         engine = FakeEngine()
         gateway = make_gateway(engine)
-        first = await gateway.submit(wish())
+        first = await gateway.submit(request_for())
         engine.emit(engine.added[0].id, *b"ab")
         await anext(first)
         first.cancel()
         with pytest.raises(ReaderGone):
             await anext(first)
         assert engine.aborted == []
-        again = await gateway.submit(wish())
+        again = await gateway.submit(request_for())
         engine.emit(engine.added[0].id, *b"c", finish_reason=FinishReason.STOP)
         assert "".join(delta.text for delta in await read(again)) == "abc"
         assert len(engine.added) == 1
@@ -190,18 +190,18 @@ class TestReadersWhoLeave:
     async def test_nobody_comes_back_in_time(self) -> None:
         engine = FakeEngine()
         gateway = make_gateway(engine, abandoned_after_s=0.01)
-        first = await gateway.submit(wish())
+        first = await gateway.submit(request_for())
         first.cancel()
         while not engine.aborted:
             await asyncio.sleep(0.001)
         await settled()
-        await gateway.submit(wish())
+        await gateway.submit(request_for())
         assert len(engine.added) == 2
 
     async def test_somebody_still_reads(self) -> None:
         engine = FakeEngine()
         gateway = make_gateway(engine, abandoned_after_s=0.0)
-        first, second = await gateway.submit(wish()), await gateway.submit(wish())
+        first, second = await gateway.submit(request_for()), await gateway.submit(request_for())
         first.cancel()
         await asyncio.sleep(0.01)
         assert engine.aborted == []
@@ -213,12 +213,12 @@ class TestReadersWhoLeave:
 class TestAcrossProcesses:
     async def test_after_a_restart(self, database: Database) -> None:
         engine = FakeEngine(script_text("x"))
-        answer = await read(await make_gateway(engine, database).submit(wish()))
+        answer = await read(await make_gateway(engine, database).submit(request_for()))
         await settled()
         restarted = make_gateway(engine, database)
-        assert await read(await restarted.submit(wish())) == answer
+        assert await read(await restarted.submit(request_for())) == answer
         with pytest.raises(Conflict):
-            await restarted.submit(wish("other"))
+            await restarted.submit(request_for("other"))
         assert len(engine.added) == 1
 
     async def test_while_another_gateway_runs_it(
@@ -226,11 +226,11 @@ class TestAcrossProcesses:
     ) -> None:
         monkeypatch.setattr(idempotency, "POLL_S", 0.001)
         engine = FakeEngine()
-        first = await make_gateway(engine, database).submit(wish())
+        first = await make_gateway(engine, database).submit(request_for())
         elsewhere = make_gateway(FakeEngine(), database)
-        repeat = asyncio.create_task(elsewhere.submit(wish()))
+        repeat = asyncio.create_task(elsewhere.submit(request_for()))
         with pytest.raises(Conflict):
-            await make_gateway(FakeEngine(), database).submit(wish("other"))
+            await make_gateway(FakeEngine(), database).submit(request_for("other"))
         assert not repeat.done()
         engine.emit(engine.added[0].id, 65, finish_reason=FinishReason.STOP)
         deltas = await read(first)
@@ -239,9 +239,9 @@ class TestAcrossProcesses:
     async def test_whoever_ran_it_has_died(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(idempotency, "POLL_S", 0.001)
         clock = WallClock()
-        await make_gateway(FakeEngine(), database, clock=clock).submit(wish())
+        await make_gateway(FakeEngine(), database, clock=clock).submit(request_for())
         engine = FakeEngine(script_text("x"))
-        repeat = asyncio.create_task(make_gateway(engine, database, clock=clock).submit(wish()))
+        repeat = asyncio.create_task(make_gateway(engine, database, clock=clock).submit(request_for()))
         await asyncio.sleep(0.02)
         assert not repeat.done()
         clock.now += idempotency.LEASE_S
@@ -257,7 +257,7 @@ class TestAcrossProcesses:
         engine = FakeEngine(script_text("x"))
         gateway = make_gateway(engine, database)
         for _ in range(2):
-            await read(await gateway.submit(wish()))
+            await read(await gateway.submit(request_for()))
             await settled()
         assert len(engine.added) == 1
 
@@ -295,7 +295,7 @@ class TestStore:
         monkeypatch.setattr(idempotency, "RENEWAL_S", 0.001)
         clock = WallClock()
         gateway = make_gateway(FakeEngine(), database, clock=clock)
-        await gateway.submit(wish())
+        await gateway.submit(request_for())
         renewing = asyncio.create_task(gateway.reuse.idempotency.run())
         clock.now += idempotency.LEASE_S - 1
         await asyncio.sleep(0.1)

@@ -72,8 +72,8 @@ def test_several_processes_start_on_an_empty_database_at_once(url: str) -> None:
 async def test_a_key_from_its_making_to_its_end(world: World, url: str) -> None:
     organization = await world.directory.create_organization(ACTOR, "Acme")
     workspace = await world.directory.create_workspace(ACTOR, "W", organization.id)
-    wish = NewKey(name="k", workspace_id=workspace.id, scopes=(Scope.USAGE,), allowed_models=("m",))
-    issued = await world.directory.create_key(ACTOR, wish)
+    request = NewKey(name="k", workspace_id=workspace.id, scopes=(Scope.USAGE,), allowed_models=("m",))
+    issued = await world.directory.create_key(ACTOR, request)
     other_gateway = World(Database(url), world.time)
     here, elsewhere = world.ring(), other_gateway.ring()
     for ring in (here, elsewhere):

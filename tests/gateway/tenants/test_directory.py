@@ -30,7 +30,7 @@ async def test_a_key_keeps_what_it_was_made_with(world: World) -> None:
     directory = world.directory
     organization = await directory.create_organization(ACTOR, "Acme")
     workspace = await directory.create_workspace(ACTOR, "Production", organization.id)
-    wish = NewKey(
+    request = NewKey(
         name=" ci ",
         workspace_id=workspace.id,
         scopes=(Scope.USAGE, Scope.INFERENCE, Scope.USAGE),
@@ -39,7 +39,7 @@ async def test_a_key_keeps_what_it_was_made_with(world: World) -> None:
         caches_responses=True,
         expires_at=world.time.wall() + 60,
     )
-    issued = await directory.create_key(ACTOR, wish)
+    issued = await directory.create_key(ACTOR, request)
     key = await directory.key(issued.key.id)
     assert key == issued.key
     assert (key.name, key.workspace_id, key.created_by) == ("ci", workspace.id, "test")

@@ -68,8 +68,8 @@ class KeyLives(RuleBasedStateMachine):
         if workspace in self.archived:
             return None
         expires_at = None if lifetime_s is None else self.world.time.wall() + lifetime_s
-        wish = NewKey(name="k", workspace_id=workspace, expires_at=expires_at)
-        issued = self.wait(self.world.directory.create_key(ACTOR, wish))
+        request = NewKey(name="k", workspace_id=workspace, expires_at=expires_at)
+        issued = self.wait(self.world.directory.create_key(ACTOR, request))
         return Life(issued.key.id, issued.secret, workspace, frozenset({Scope.INFERENCE}), expires_at)
 
     @rule(life=lives)

@@ -307,8 +307,8 @@ async def test_usage_tells_what_the_engine_said(make_gateway: Callable[..., Gate
 
     gateway = make_gateway(script)
     prompt = chat(ChatMessage("system", marked("x" * 60, LONG)), ChatMessage("user", marked("y" * 60)))
-    wish = GenerationRequest(prompts=(prompt,), sampling=SamplingOptions(max_tokens=4), n=2)
-    answer = await gateway.submit(wish)
+    request = GenerationRequest(prompts=(prompt,), sampling=SamplingOptions(max_tokens=4), n=2)
+    answer = await gateway.submit(request)
     await answer.collect()
     usage = answer.usage
     assert (usage.cached_tokens, usage.cache_read_tokens) == (48, 32)
@@ -326,8 +326,8 @@ async def test_the_minimum_goes_with_requests_that_have_marks(make_gateway: Call
     for prompt in (chat(ChatMessage("user", marked("y" * 60))), chat(USER)):
         for min_tokens in (None, 32):
             gateway.prompt_cache = PromptCacheSettings(min_tokens=min_tokens)
-            wish = GenerationRequest(prompts=(prompt,), sampling=SamplingOptions(max_tokens=1))
-            await (await gateway.submit(wish)).collect()
+            request = GenerationRequest(prompts=(prompt,), sampling=SamplingOptions(max_tokens=1))
+            await (await gateway.submit(request)).collect()
     assert minimums == [None, 32, None, None]
 
 

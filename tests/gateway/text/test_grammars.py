@@ -52,7 +52,7 @@ def test_a_wrong_response_format_names_its_field(wrong: ResponseFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "kind"),
+    ("asked", "kind"),
     [
         (StructuredOutputs(json=OBJECT), "json_schema"),
         (StructuredOutputs(json=json.dumps(OBJECT)), "json_schema"),
@@ -64,15 +64,15 @@ def test_a_wrong_response_format_names_its_field(wrong: ResponseFormat) -> None:
         (StructuredOutputs(structural_tag=json.dumps(TAGS)), "structural_tag"),
     ],
 )
-async def test_structured_outputs_of_every_kind_pass_the_check(wish: StructuredOutputs, kind: str) -> None:
-    grammar = wish.to_grammar("structured_outputs")
+async def test_structured_outputs_of_every_kind_pass_the_check(asked: StructuredOutputs, kind: str) -> None:
+    grammar = asked.to_grammar("structured_outputs")
     assert grammar is not None
     assert grammar.kind == kind
     assert await GrammarChecker().check(grammar, {}) == grammar
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "asked",
     [
         StructuredOutputs(json=OBJECT, regex="a"),
         StructuredOutputs(json="{"),
@@ -91,9 +91,9 @@ async def test_structured_outputs_of_every_kind_pass_the_check(wish: StructuredO
         StructuredOutputs(structural_tag=DEEP),
     ],
 )
-def test_bounds_and_shapes_are_checked_at_once(wish: StructuredOutputs) -> None:
+def test_bounds_and_shapes_are_checked_at_once(asked: StructuredOutputs) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        wish.to_grammar("structured_outputs")
+        asked.to_grammar("structured_outputs")
     assert str(caught.value.param).startswith("structured_outputs")
 
 
@@ -143,14 +143,14 @@ async def test_a_request_with_a_bad_grammar_never_reaches_the_engine() -> None:
     engine = FakeEngine(script_text("{}"))
     gateway = Gateway(engine, GatewayConfig())
 
-    def wish(grammar: Grammar) -> GenerationRequest:
+    def request_for(grammar: Grammar) -> GenerationRequest:
         sampling = SamplingOptions(max_tokens=8, grammar=grammar)
         return GenerationRequest(prompts=(TextPrompt("hello"),), sampling=sampling, n=2)
 
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
-        await gateway.submit(wish(Grammar("regex", "(a")))
+        await gateway.submit(request_for(Grammar("regex", "(a")))
     assert not engine.added
-    await (await gateway.submit(wish(Grammar("ebnf", 'root ::= "a"')))).collect()
+    await (await gateway.submit(request_for(Grammar("ebnf", 'root ::= "a"')))).collect()
     assert len(engine.added) == 2
     assert all(
         "start:" in request.sampling.grammar.text for request in engine.added if request.sampling.grammar
