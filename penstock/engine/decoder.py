@@ -27,7 +27,13 @@ from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compile
 from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs
 from penstock.engine.loaded import Loaded, Progress
-from penstock.engine.memory import block_copy_s, kv_block_bytes, num_host_blocks, num_kv_blocks
+from penstock.engine.memory import (
+    block_copy_s,
+    kv_block_bytes,
+    num_host_blocks,
+    num_kv_blocks,
+    physical_memory_bytes,
+)
 from penstock.engine.parallel.local_rank import LocalRank
 from penstock.engine.parallel.setup import OneRank
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json
@@ -149,12 +155,15 @@ def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None
 def _allocate(config: EngineConfig, model: Model, ops: Ops, num_blocks: int, setup: OneRank) -> _Memory:
     """Reserves host memory in a thread, because that takes a while in which other things can be prepared."""
     block_size = config.cache.block_size
+    num_bytes = num_blocks * kv_block_bytes(config, model, ops)
     try:
+        if ops.device.type == "cpu" and num_bytes > physical_memory_bytes():
+            raise MemoryError  # Linux would promise the memory, and kill the process when it is used
         kv = ops.allocate_kv(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
         raise ConfigError(
             f"There is no memory for a KV cache of {num_blocks:,} blocks of {block_size} tokens "
-            f"({format_bytes(num_blocks * kv_block_bytes(config, model, ops))}).",
+            f"({format_bytes(num_bytes)}).",
             hint="Lower --kv-cache-memory or --num-kv-blocks.",
         ) from error
     host_blocks = setup.agreed(num_host_blocks(config, kv))

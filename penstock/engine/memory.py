@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from penstock.core.clock import Clock
@@ -18,6 +20,10 @@ GPU_MARGIN_BYTES = 1 << 30
 CUDA_CONTEXT_BYTES = 1 << 29  # what a process takes of a GPU before it allocates anything
 MAX_DEFAULT_HOST_MEMORY = 4 << 30
 _TIMED_COPIES = 8
+
+
+def physical_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:

@@ -70,6 +70,14 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     assert "Hint: Try --device auto." in done.stderr
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a CUDA device")
+def test_a_cache_beyond_the_memory_of_the_machine(tmp_path: Path) -> None:
+    flags = ("--load-format", "random", "--kv-cache-memory", "900GiB", "--port", "0")
+    done = run("serve", folder_with(tmp_path, json.dumps(LLAMA)), *flags)
+    assert "There is no memory for a KV cache" in sentence(done)
+    assert "Hint: Lower --kv-cache-memory" in done.stderr
+
+
 def test_chat_shows_the_reason_and_the_hint_of_the_server_it_started(tmp_path: Path) -> None:
     done = run("chat", folder_with(tmp_path, "{"), "-m", "hello")
     assert "config.json cannot be read as JSON" in sentence(done)
