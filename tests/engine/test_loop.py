@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import InvalidRequest, Overloaded
-from penstock.core.request import FinishReason
+from penstock.core.request import CacheBreakpoint, FinishReason
 from penstock.engine.build import Engine
 from penstock.kernels.native import NativeOps
 from penstock.simulator.replay import replay
@@ -195,3 +195,38 @@ def test_a_token_outside_the_vocabulary_is_refused_and_the_engine_goes_on(
         engine.loop.add(msgspec.structs.replace(bad, **changes))
     assert not engine.loop.has_work
     assert len(tokens(run(engine, [request("good", [3, 4])])["good"])) == 12
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_clients_that_leave_a_tiny_cache_with_host_memory_do_not_end_the_engine(
+    model: Path, oracle: Engine, depth: int
+) -> None:
+    rng = random.Random(depth)
+    engine = tiny_engine(
+        model, num_kv_blocks=20, kv_host_memory="1MiB", steps_in_flight=depth, max_num_seqs=16
+    )
+    engine.loop.scheduler._swapping._block_copy_s = 0.0  # every preempted request is worth swapping
+    teach_short_answers(engine)
+    shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(60)]
+    wanted: dict[str, Any] = {}
+    answers: dict[str, list[int]] = {}
+    for n in range(120):
+        prompt = shared[: rng.choice([0, 20, 60])] + [rng.randrange(3, VOCAB_SIZE) for _ in range(9)]
+        breakpoints = (CacheBreakpoint(len(prompt), 5.0, ()),) if rng.random() < 0.2 else ()
+        wanted[str(n)] = request(str(n), prompt, rng.choice([4, 30, 60]), breakpoints)
+        engine.loop.add(wanted[str(n)])
+        for _ in range(rng.randrange(4)):
+            for event in engine.loop.step():
+                answers.setdefault(event.request_id, []).extend(event.token_ids)
+        if rng.random() < 0.6:  # someone leaves: in the queue, in a prompt or in an answer
+            gone = rng.choice(sorted(wanted))
+            engine.loop.abort(gone)
+            del wanted[gone]
+    while engine.loop.has_work:
+        for event in engine.loop.step():
+            answers.setdefault(event.request_id, []).extend(event.token_ids)
+    engine.loop.scheduler.check_integrity()
+    stats = engine.loop.stats()
+    assert min(stats.num_preemptions, stats.num_blocks_to_host, stats.num_blocks_from_host) > 0
+    for request_id in rng.sample(sorted(wanted), 5):
+        assert answers[request_id] == tokens(run(oracle, [wanted[request_id]])[request_id])
