@@ -1,1 +1,1 @@
-"""The nouns every room shares. Knows no tensor, socket, framework or policy; imports stdlib and msgspec only."""
+"""The types that all rooms share. Knows no tensor, socket, framework or policy; imports stdlib and msgspec only."""

@@ -1,4 +1,4 @@
-"""A LoRA adapter on disk, as far as a gateway and an engine must agree on it. Reads bytes, and knows no tensor."""
+"""The identity of a LoRA adapter on disk, on which gateway and engine must agree. Reads bytes; knows no tensor."""
 
 from __future__ import annotations
 

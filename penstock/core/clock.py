@@ -1,4 +1,4 @@
-"""Where time comes from. Rooms that decide take `now` as an argument; only drivers hold a Clock."""
+"""Clocks. Rooms that decide take `now` as an argument; only drivers hold a Clock."""
 
 from __future__ import annotations
 

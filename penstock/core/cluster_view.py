@@ -1,4 +1,4 @@
-"""What people and programs see of a fleet, and what they may order. Plain data; knows no process and no policy.
+"""What users and programs see of a fleet, and what they may order. Plain data; knows no process and no policy.
 
 `/admin/cluster` answers with a `ClusterView` as JSON, and `penstock top` draws one.
 """

@@ -11,7 +11,7 @@ from penstock.core.identity import Scope
 from penstock.core.request import Tier
 
 RedisPolicy = Literal["open", "closed"]
-# Only signatures that a public key checks: with a shared secret, whoever can check a token could also make one.
+# Only signatures that a public key checks: with a shared secret, a server that can check a token could also make one.
 TokenAlgorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]

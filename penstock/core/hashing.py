@@ -1,4 +1,4 @@
-"""The identity of a block: a hash of its tokens and of everything before them. Knows nothing of who holds it.
+"""The identity of a block: a hash of its tokens and of all tokens before them. Knows nothing of its owner.
 
 BLAKE2b cut to 128 bits. Two different prefixes that shared a hash would share KV, so the hash must withstand
 someone who looks for a collision on purpose. Finding one takes 2^64 hashes, and gains only the finder: a

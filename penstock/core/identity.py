@@ -1,4 +1,4 @@
-"""Who is asking. Knows neither keys nor tokens: whoever checked those makes a `Principal`.
+"""The caller of a request. Knows neither keys nor tokens: the code that checks those makes a `Principal`.
 
 Organisations own workspaces, workspaces own keys. The workspace is the wall: caches, files, batches, stored answers
 and usage belong to one workspace and are never visible from another.
@@ -40,5 +40,5 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
         return self.allowed_models is None or model in self.allowed_models
 
 
-# Without keys, whoever reaches the (loopback) port owns the machine.
+# Without keys, a caller that reaches the (loopback) port owns the machine.
 OPEN_PRINCIPAL = Principal(scopes=frozenset(Scope), best_tier=Tier.PRIORITY)

@@ -1,4 +1,4 @@
-"""What a replica tells the router about its prefix index. Knows hashes, never tokens, tensors or block ids.
+"""The events by which a replica tells the router about its prefix index. Knows hashes, never tokens or block ids.
 
 Applying the events of one replica in order to an empty set gives exactly the hashes that replica can reuse.
 `sequence` starts at 0 and rises by one per event: a reader that sees a gap has missed news and must ask

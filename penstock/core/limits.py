@@ -1,4 +1,4 @@
-"""A caller's limits as rate-limit headers show them. Whoever enforces them fills these in."""
+"""A caller's limits as rate-limit headers show them. The limiter fills them in."""
 
 from __future__ import annotations
 

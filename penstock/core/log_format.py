@@ -1,4 +1,4 @@
-"""Log lines as JSON, and a net under every format that keeps credentials out of them.
+"""Formats log lines as text or JSON, and keeps credentials out of them.
 
 A call may add fields with `extra={"fields": {...}}`; in the text format the message alone must say enough.
 """
@@ -11,7 +11,7 @@ import re
 import time
 from typing import Any
 
-# What a credential looks like, whoever put it into a message or a traceback.
+# What a credential looks like, wherever in a message or a traceback it appears.
 _SECRETS = re.compile(
     r"(?i)\b(bearer|basic)\s+[\w\-.~+/=]{6,}"
     r"|\b(sk-|pk-)[\w\-]{8,}"

@@ -1,4 +1,4 @@
-"""What a client asks for, after the gateway has checked and tokenized it.
+"""A request, after the gateway has checked and tokenized it.
 
 Everything here is immutable: the scheduler keeps the changing state of a request in a record of its own.
 """

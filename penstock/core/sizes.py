@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Reads and writes sizes in bytes as users write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: load what is asked for, and connect the parts.
+"""Builds an engine from its configuration: loads the model and connects the parts.
 
 Torch takes seconds to import, and an echo engine has no use for it: what needs it is imported when it is known to be
 needed.

@@ -38,7 +38,7 @@ class Arrival:
 class Collaborator:
     """Every method does nothing by default: a collaborator overrides those that it needs."""
 
-    # Whether a socket of the worker tells when a request that waits here can go on, so that nobody needs to poll.
+    # Whether a socket of the worker tells when a request that waits here can go on, so that the worker need not poll.
     wakes_worker = False
 
     def __len__(self) -> int:

@@ -92,7 +92,7 @@ class ModelExecutor:
         if self._lora is not None:
             self._lora.begin(request)
         if grammar is not None:
-            assert self._masks is not None, "whoever compiles grammars also masks with them"
+            assert self._masks is not None, "an engine that compiles grammars also masks with them"
             self._masks.begin(request.id, grammar)
             if request.output_token_ids:
                 self._masks.append(request.id, request.output_token_ids)
@@ -146,7 +146,7 @@ class ModelExecutor:
         return tuple(failed)
 
     def _build(self, chunks: Sequence[Chunk]) -> HostStep:
-        """Those that pool their hidden states do not sample."""
+        """Lay out chunks for the model. Requests that pool their hidden states do not sample."""
         step = self._rows.build(chunks)
         if not self._pooler.any_of(chunks):
             return step
@@ -154,7 +154,7 @@ class ModelExecutor:
         return replace(step, sampled=tokens_only)
 
     def _needs_only_argmax(self, request_ids: Sequence[str], rows: NDArray[np.int64]) -> bool:
-        """Whether these, which sample, need nothing but the largest of their logits."""
+        """Whether the requests that sample in this step need nothing but the argmax of their logits."""
         masked = self._masks is not None and self._masks.any_of(request_ids)
         return not masked and self._sampler.needs_only_argmax(rows)
 
@@ -190,7 +190,7 @@ class ModelExecutor:
         try:
             return self._compute(chunks, step, embeddings, only_argmax=only_argmax), []
         except torch.OutOfMemoryError:
-            pass  # it holds on to what the pass had allocated: whatever follows must come after it
+            pass  # the exception keeps what the pass had allocated, so the next attempt comes after this block
         return self._compute_in_pieces(chunks, embeddings)
 
     def _compute_in_pieces(
@@ -233,7 +233,7 @@ class ModelExecutor:
     def _copy_blocks(self, copies: Sequence[KVCopy]) -> None:
         for copy in copies:
             if isinstance(copy, HalfCopy):
-                assert isinstance(self._kv, HalvesBlocks), "whoever halves blocks can copy halves"
+                assert isinstance(self._kv, HalvesBlocks), "a store that halves blocks can copy halves"
                 self._kv.copy_half(copy.block_id, copy.offset, copy.to_block_id)
             elif copy.to_host:
                 self._kv.copy_to_host(copy.block_id, copy.host_slot)

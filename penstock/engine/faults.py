@@ -1,4 +1,4 @@
-"""What can go wrong inside a step without ending the engine, and how a step that lacks memory is cut. Knows no torch.
+"""Faults of a step that do not end the engine, and how a step that lacks memory is cut. Knows no torch.
 
 A step needs memory for its activations in proportion to its tokens. When a pass over all of them does not fit, its
 halves may: they compute the same, one after the other. Only a piece that cannot be halved any more gives up, and

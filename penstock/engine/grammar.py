@@ -1,4 +1,4 @@
-"""Grammars, compiled: in threads of their own, at most once, and kept for the next request. Knows no logits.
+"""Compiles grammars in threads, each at most once, and caches them for the next request. Knows no logits.
 
 The matcher is llguidance. It lets other threads run while it works, and its own limits ("fuel", states, symbols)
 bound every call, so a grammar made to explode is refused or ends its own request, and nothing else.

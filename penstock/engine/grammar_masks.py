@@ -1,4 +1,4 @@
-"""Which tokens each constrained request may sample next, computed in threads while the model runs. Knows no logits.
+"""Computes the tokens that constrained requests may sample next, in threads, while the model runs. Knows no logits.
 
 A request's matcher follows the tokens that the scheduler committed, so preemption and resumption change nothing. Its
 next mask is begun as soon as its newest token is known and is needed only after the forward pass. One task per
@@ -21,7 +21,7 @@ import numpy as np
 from penstock.core.clock import Clock
 from penstock.engine.grammar import CompiledGrammar, GrammarLimits, Mask, Words
 
-# When a step has nothing but late rows it delays nobody it knows of; but a new request may arrive at any moment.
+# A step that has only late rows delays no known request, but a new request may arrive at any moment.
 _ALONE_WAIT_S = 0.01
 
 
@@ -145,7 +145,7 @@ class GrammarMasks:
 
 
 def _compute(constraints: list[_Constraint], token_ids: list[list[int]]) -> None:
-    """Runs in a thread. Nobody reads a constraint's mask or touches its matcher while this is pending."""
+    """Runs in a thread. The loop does not touch a constraint's mask or matcher while this is pending."""
     grammar = constraints[0].grammar
     for constraint, new in zip(constraints, token_ids, strict=True):
         grammar.advance(constraint.matcher, new)

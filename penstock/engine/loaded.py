@@ -1,4 +1,4 @@
-"""What loading a model contributes to an engine. Imports no torch."""
+"""The result of loading a model. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many KV blocks fit: a size that was asked for, or what a GPU has left after a measured peak."""
+"""Decides how many KV blocks there are: a size that was asked for, or what a GPU has left after a measured peak."""
 
 from __future__ import annotations
 

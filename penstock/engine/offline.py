@@ -1,4 +1,4 @@
-"""The engine in this very process, for many prompts at once and no server: `penstock generate`, `bench offline`."""
+"""Runs the engine in this process, for many prompts at once, without a server: `penstock generate`, `bench offline`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class OfflineEngine:
 
     @property
     def loop(self) -> EngineLoop:
-        """For whoever wants to count steps."""
+        """The engine's loop, for benchmarks that count steps."""
         return self._engine.loop
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""Tokenizers made from nothing, for engines whose model brings none. Knows no torch."""
+"""Makes tokenizers for engines whose model has none. Knows no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings from a model's hidden states: sums while a prompt is computed in chunks, and the vector at its end.
+"""Makes embeddings from hidden states: sums while a prompt is computed in chunks, and the vector at its end.
 
 Knows no scheduler and no wire. Sums are kept in double precision, so that how a prompt was cut into chunks does not
 show in the single-precision result.

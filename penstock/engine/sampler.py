@@ -1,4 +1,4 @@
-"""From logits to tokens for all sampled rows at once. Knows requests' sampling settings, not the model.
+"""Samples tokens from logits, for all rows at once. Knows requests' sampling settings, not the model.
 
 Settings live in arrays with one entry per batch row, written once when a request begins. Only requests that change
 their logits (penalties, bias, min_tokens, a grammar) cost anything per row, and the random draw is a function of a
@@ -42,7 +42,7 @@ class LogitEdits:
     counts: Tensor | None  # float32 [V], how often each token stands in the answer so far
 
     def apply(self, logits: Tensor, position: int, *, must_end: bool) -> None:
-        """`must_end`: a grammar allows nothing but the end, which comes before any wish for a longer answer."""
+        """`must_end`: a grammar allows nothing but the end, which outranks a request for a longer answer."""
         params = self.params
         if self.counts is not None:
             if self.prompt_mask is not None:
@@ -101,7 +101,7 @@ class Sampler:
         self._logprobs.pop(row, None)
 
     def needs_only_argmax(self, rows: NDArray[np.int64]) -> bool:
-        """Whether nobody among them wants more of the logits than which is largest."""
+        """Whether all these rows need of their logits is the argmax."""
         if any(int(row) in special for special in (self._edits, self._logprobs) if special for row in rows):
             return False
         return not self._temperature[rows].any()

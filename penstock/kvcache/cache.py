@@ -103,8 +103,8 @@ class KVCache:
         return self.pool.take_copies()
 
     def take_events(self) -> list[KVEvent]:
-        """What happened to the index since the last call, in order. When nobody took events for so long that
-        catching up would cost more than starting anew, this is `cleared` and then everything that is indexed."""
+        """What happened to the index since the last call, in order. When no reader took events for so long
+        that catching up would cost more than starting anew, this is `cleared` and then everything that is indexed."""
         return self.pool.events.take(self.pool.indexed())
 
     def restart_events(self) -> None:

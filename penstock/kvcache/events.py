@@ -1,7 +1,7 @@
-"""The news about the prefix index that nobody has taken yet.
+"""The events of the prefix index that no reader has taken yet.
 
 Bounded without losing anything: when more is waiting than a fresh start would need, the log forgets it all
-and the next reader gets `cleared` and the whole index instead. A cache whose events nobody reads thus pays
+and the next reader gets `cleared` and the whole index instead. A cache whose events have no reader thus pays
 almost nothing for them, and a reader needs no special case. Sequence numbers are given out when events are
 taken, so that they have no gaps whatever was folded together before.
 """

@@ -1,4 +1,4 @@
-"""Which cached block goes next. Holds cached blocks only, and knows nothing of free, active or pinned ones.
+"""Decides which cached block is evicted next. Holds cached blocks only; knows no free, active or pinned ones.
 
 The rule: among cached blocks that no other cached block follows (the tails), the least recently used goes
 first. A chain is therefore eaten from its end, and what is left of it always starts at its root and can still

@@ -21,7 +21,7 @@ class HostTier:
         self._free = list(range(num_slots - 1, -1, -1))
         self.index: dict[BlockHash, Block] = {}  # hash to slot; only this class changes it
         self._pins = PinHeap(self._slots)
-        self.num_lost = 0  # dropped before their time, though somebody had asked for them
+        self.num_lost = 0  # dropped before their time, though a client had asked to retain them
 
     def __len__(self) -> int:
         return len(self.index)

@@ -1,4 +1,4 @@
-"""The invariants that tie free list, index and reference counts together, written down as code."""
+"""Checks the invariants that tie free list, index and reference counts together."""
 
 from __future__ import annotations
 

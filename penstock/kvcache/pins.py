@@ -1,4 +1,4 @@
-"""Which pins end next. Knows expiry times as plain numbers and never asks what time it is.
+"""Decides which pin ends next. Knows expiry times as plain numbers and never reads a clock.
 
 A pin that ends before its parent's leaves a chain that can still be matched; the reverse would not. Chains
 are pinned from their root with one expiry, and pins are only ever extended, so a parent's pin never ends

@@ -165,7 +165,7 @@ class BlockPool:
         for block_id in block_ids:
             block = self._blocks[block_id]
             if not block.references:
-                raise IntegrityError(f"block {block_id} is held but nobody else holds it")
+                raise IntegrityError(f"block {block_id} is shared, but no table holds it")
             block.references += 1
 
     def publish(self, block_id: int, block_hash: BlockHash, parent: BlockHash) -> None:
@@ -173,7 +173,7 @@ class BlockPool:
         the index keeps the older one, and this block stays private."""
         block = self._blocks[block_id]
         if not block.references:
-            raise IntegrityError(f"block {block_id} is published but nobody holds it")
+            raise IntegrityError(f"block {block_id} is published, but no table holds it")
         if block.block_hash is not None and block.block_hash != block_hash:
             raise IntegrityError(f"block {block_id} is published twice, with different contents")
         if not self.enable_prefix_caching or block_hash in self.index:
@@ -187,13 +187,13 @@ class BlockPool:
         self.events.stored(block_hash, parent)
 
     def withdraw(self, block_ids: Iterable[int]) -> None:
-        """Active blocks whose contents were never written: whoever holds them keeps them, and nobody else finds
-        them."""
+        """Take active blocks out of the index because their contents were never written. Their tables keep them, and
+        no other request finds them."""
         for block in (self._blocks[block_id] for block_id in block_ids):
             if block.block_hash is None:
                 continue
             if not block.references:
-                raise IntegrityError(f"block {block.block_id} is withdrawn but nobody holds it")
+                raise IntegrityError(f"block {block.block_id} is withdrawn, but no table holds it")
             del self.index[block.block_hash]
             if block.pinned_until is not None:
                 self.pins.end(block)
@@ -201,7 +201,7 @@ class BlockPool:
             block.block_hash = block.parent = block.term = None
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference each; ids in chain order. A block that nobody holds any more stays reusable
+        """Give back one reference each; ids in chain order. A block without references stays reusable
         if indexed, and is free at once if not."""
         blocks = self._blocks
         for block_id in reversed(block_ids):
@@ -210,7 +210,7 @@ class BlockPool:
                 block.references -= 1
                 continue
             if not block.references:
-                raise IntegrityError(f"block {block_id} is released but nobody holds it")
+                raise IntegrityError(f"block {block_id} is released, but no table holds it")
             block.references = 0
             self._num_active -= 1
             if block.block_hash is None:

@@ -129,7 +129,6 @@ class Retention:
             self.pins_given_up += 1
 
     def _unpinned(self, block: Block) -> None:
-        """A block lost its pin; unless somebody holds it, it is an ordinary cached block, as old as its last
-        use."""
+        """A block lost its pin. Without references it is an ordinary cached block, as old as its last use."""
         if not block.references:
             self._pool.cached.add(block)

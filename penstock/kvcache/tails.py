@@ -1,8 +1,7 @@
-"""Halves of blocks, for what requests have in their last blocks. Knows ids; no tensor, token, request or clock.
+"""Halves of blocks, for the last tokens of requests. Knows ids; no tensor, token, request or clock.
 
-The last block of a running request is on average half empty. So two requests may have one block between them, a half
-each, as long as a half holds what each has in it: KV of requests that nobody else can use is all that such a block
-ever holds, since only full blocks can be found by others.
+The last block of a running request is on average half empty. So two requests may share one block, a half each, while
+half a block holds the last tokens of each. Other requests never find such a block, since only full blocks are found.
 
 A request that outgrows its half gets a whole block, with its tokens at the start of it: the block it is in if it is
 alone there, else another one. Unless they are there already, this costs a copy of half a block.
@@ -26,7 +25,7 @@ class TailHalves:
         self._pool = pool
         self._enabled = enabled
         self.num_slots = pool.block_size // 2 if enabled else pool.block_size  # of a tail
-        self._spare: dict[int, int] = {}  # by block, the first slot of the half that nobody has
+        self._spare: dict[int, int] = {}  # by block, the first slot of the half that no request has
 
     @property
     def num_spare(self) -> int:

@@ -1,4 +1,4 @@
-"""What every architecture needs to know about a checkpoint, whatever file format it came in.
+"""The settings of an architecture, whatever file format they came in.
 
 Does not know how any one architecture reads its own settings: that is in the architecture's file. Imports no torch.
 """

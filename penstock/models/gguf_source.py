@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, under Hugging Face names. Knows no architecture but what it is told about names."""
+"""Reads weights from a GGUF file, under Hugging Face names. Knows no architecture beyond a table of names."""
 
 from __future__ import annotations
 

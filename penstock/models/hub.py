@@ -1,4 +1,4 @@
-"""Turn what a user calls a model into a path on disk, fetching it where that is possible.
+"""Turns the name of a model into a path on disk, and fetches the model if necessary.
 
 Knows the catalog, the cache folder and the Hugging Face hub; never opens a model file, never imports torch,
 and reads no settings from the environment. A pulled file appears under its final name only when it is whole
@@ -108,7 +108,7 @@ class ModelHub:
             return self.path_of(model)
         try:
             with self._lock(model, on_progress):
-                # Whoever held the lock before may have done the work.
+                # The process that held the lock before may have done the work.
                 if force or not self.is_cached(name):
                     self._fetch(model, on_progress)
         except OSError as error:

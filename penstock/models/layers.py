@@ -1,4 +1,4 @@
-"""The pieces decoders share, built on nothing but `Ops`. Knows no architecture by name.
+"""The layers that decoders share, built on `Ops` alone. Knows no architecture by name.
 
 The forward passes run dozens of times a second over dozens of layers, each operation taking microseconds: they
 bind what they call to local names and create no tensor but the outputs of operations.
@@ -35,7 +35,7 @@ from penstock.models.rope import rope_table
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, NamedProduct, WeightLoader
 
-KERNEL_ALIGNMENT = 16  # bytes; kernels for data that begin at a multiple of it are different ones
+KERNEL_ALIGNMENT = 16  # bytes; other kernels are compiled for data that is not aligned to it
 
 
 @dataclass(frozen=True, slots=True)

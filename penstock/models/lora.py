@@ -70,7 +70,7 @@ class LoRAConfig:
 
 
 def read_lora_config(folder: Path) -> LoRAConfig:
-    """Raises InvalidRequest: whoever names an adapter is a client, or is told before the first one comes."""
+    """Raises InvalidRequest, because adapters are named by clients or when the server starts."""
     path = folder / CONFIG_FILE
     try:
         fields: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the engine sees of a model. Knows no architecture and no file format."""
+"""The interface of a model, as the engine uses it. Knows no architecture and no file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Round-to-nearest quantization of dense weights while they are loaded."""
+"""Rounds dense weights to fewer bits while they are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a model a rank holds. Pure arithmetic: knows no tensor, no process and no file.
+"""Decides which part of a model a rank holds. Pure arithmetic: knows no tensor, no process and no file.
 
 A replica of `tensor_size × num_stages` ranks cuts each layer over the ranks of a stage, and its layers over the
 stages. Shares need not be equal: nine heads go to two ranks as six and three.

@@ -1,4 +1,4 @@
-"""Which kind of quantized weights a Hugging Face checkpoint says it holds. Reads settings only; imports no torch.
+"""Reads from settings which kind of quantized weights a Hugging Face checkpoint holds. Imports no torch.
 
 Kinds that cannot be read are refused here, by name, before anything is loaded. How the tensors of each kind are laid
 out is in `quantized_source.py`.

@@ -1,4 +1,4 @@
-"""What a gateway needs to turn text into tokens and back, and its reading from a Hugging Face folder.
+"""The files that turn text into tokens and back, and how they are read from a Hugging Face folder.
 
 Imports no torch. Does not encode any text of users: the result travels to the gateway, which does.
 """

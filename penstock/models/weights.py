@@ -1,4 +1,4 @@
-"""Where weights come from, and how a model asks for them. Does not know file formats or architectures.
+"""Where weights come from, and how a model loads them. Knows no file formats and no architectures.
 
 Names are those of Hugging Face checkpoints of text models (`model.layers.0.self_attn.q_proj.weight`); a source
 that stores others translates.

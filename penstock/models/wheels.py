@@ -1,4 +1,4 @@
-"""Fetch wheels with pip, several at once, and hand each one over in order as it arrives.
+"""Fetches wheels with pip, several at once, and passes each one on in order as it arrives.
 
 Knows pip and wheels; knows nothing of models, checksums or where a file ends up. Every byte it writes is
 inside the work folder it is given, which its caller removes.

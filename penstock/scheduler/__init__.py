@@ -1,4 +1,4 @@
-"""Which tokens to compute next, for whom. Knows no clock, socket, tensor or text: time comes in as an argument."""
+"""The scheduler decides which tokens to compute next, for which requests. Knows no clock, socket, tensor or text."""
 
 from penstock.scheduler.scheduler import Scheduler
 

@@ -1,4 +1,4 @@
-"""Fairness between tenants: who has received how much service. Knows no requests and no tiers.
+"""Fairness between tenants: counts how much service each has received. Knows no requests and no tiers.
 
 Each tenant has a virtual counter of the service it received. Within a tier, the tenant with the smallest counter
 goes first. A tenant that becomes active starts at no less than the smallest counter of those already active, so
@@ -27,7 +27,7 @@ class TenantAccount:
         self.num_active = 0
 
 
-class TenantLedger:
+class TenantAccounts:
     def __init__(self) -> None:
         self._active: dict[str, TenantAccount] = {}
         self._idle: dict[

@@ -1,4 +1,4 @@
-"""How many blocks the running requests will still need: a forecast that reserves room without idling the cache.
+"""Forecasts how many blocks the running requests will still need, to reserve room without idling the cache.
 
 Running requests are binned by predicted remaining growth, in blocks, with edges that double. By the time a bin's
 requests end, those of longer bins have grown as much as they did, and those of shorter bins have given back what they
@@ -32,7 +32,7 @@ class _Group:
         self.own_blocks[index] += own_blocks * count
 
     def needed(self) -> int:
-        """Blocks that must be free now, so that nobody lacks one at the worst moment to come."""
+        """Blocks that must be free now, so that no request lacks one at the worst moment to come."""
         num_alive = sum(self.counts)
         worst = given_back = 0
         for count, growth_blocks, own_blocks in zip(
@@ -54,7 +54,7 @@ class _Group:
 
 
 class Headroom:
-    """Batch requests are counted apart, since they yield their blocks to anyone more urgent."""
+    """Batch requests are counted apart, since they yield their blocks to more urgent requests."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

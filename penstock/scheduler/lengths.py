@@ -1,4 +1,4 @@
-"""How long will an answer get? Learned online, per tenant, from the answers that ended. Knows no blocks or queues.
+"""Predicts how long an answer will get, per tenant, from the answers that ended. Knows no blocks or queues.
 
 Lengths fall into bins whose edges double, which is as much precision as such a guess deserves. Old answers fade, so
 that a tenant who changes habits is understood after some hundred answers.

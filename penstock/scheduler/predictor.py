@@ -1,4 +1,4 @@
-"""How long will a step take? A linear model, fitted online from steps that ran. Knows no clock and no requests.
+"""Predicts how long a step will take, by a linear model fitted online. Knows no clock and no requests.
 
 Recursive least squares with forgetting, on relative errors: each observation is divided by the larger of the observed
 and the predicted time, so that a step of 5 ms counts as much as one of 2 s and an outlier in either direction has a

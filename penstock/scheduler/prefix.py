@@ -1,8 +1,8 @@
-"""Prefix reuse between requests: what is found, what is published when, and who waits for whom. Knows no budget.
+"""Prefix reuse between requests: what is found, what is published when, and which requests wait. Knows no budget.
 
 Blocks are published when they are *planned*, not when they are computed. Executors run steps in order and write all
-KV of a step before they read any, so whoever is planned in the same step or later may already share them: a burst
-of siblings computes its common prefix once.
+KV of a step before they read any, so a request planned in the same step or later may already share them: a
+burst of siblings computes its common prefix once.
 
 When the prefix does not fit one step, a sibling admitted meanwhile would compute the rest a second time. It is held
 instead, until the leading request has published what they share. That is bounded: a request is held at most once,

@@ -1,4 +1,4 @@
-"""Who waits, in which order, and how much may wait. Knows no blocks, budgets or executors.
+"""The waiting requests, their order and their bounds. Knows no blocks, budgets or executors.
 
 Order, outermost first: tier (after aging), requests that were preempted, the tenant with the least service, and
 within a tenant the earlier arrival, where a long predicted answer counts as a later arrival. That shift is at most
@@ -102,7 +102,7 @@ class WaitingQueue:
         return None
 
     def promote(self, now: float) -> None:
-        """Make everyone who waited another `aging_s` one tier more urgent."""
+        """Make each request that waited another `aging_s` one tier more urgent."""
         promotions = self._promotions
         while (due_s := promotions.first_key()) is not None and due_s <= now:
             sequence = promotions.first()
@@ -188,7 +188,7 @@ class _TierQueue:
 
 
 class _DrainRate:
-    """Requests that leave the queue per second, over the recent time in which anyone waited."""
+    """Requests that leave the queue per second, over the recent time in which requests waited."""
 
     __slots__ = ("_count", "_last_s", "_window_s")
 
@@ -198,7 +198,7 @@ class _DrainRate:
         self._last_s = 0.0
 
     def start(self, now: float) -> None:
-        """Somebody waits again; the idle time before does not count."""
+        """A request waits again; the idle time before does not count."""
         self._last_s = now
 
     def count_one(self, now: float) -> None:
@@ -212,7 +212,9 @@ class _DrainRate:
         if count:
             expected_s = num_requests * window_s / count
         else:
-            expected_s = now - self._last_s  # nobody has left yet: at least as long again as they have waited
+            expected_s = (
+                now - self._last_s
+            )  # no request has left yet: at least as long again as they have waited
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected_s))
 
     def _as_of(self, now: float) -> tuple[float, float]:

@@ -6,8 +6,8 @@ resumption all follow from that.
 
 Plans may be asked for ahead of commits, to any depth. The contract with an executor: it executes every plan, in
 order, on one stream; it writes all KV of a step before it reads any; results are committed in the same order. That
-is why blocks may be released and handed out again while a step that writes to them is still in flight: whoever gets
-them next is planned later, hence writes later, and reads only what was written for it.
+is why blocks may be released and handed out again while a step that writes to them is still in flight: the next
+owner is planned later, hence writes later, and reads only what was written for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.scheduler.breakpoints import Breakpoints
 from penstock.scheduler.checks import check_records, check_request
 from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
 from penstock.scheduler.exchange import BlockExchange
-from penstock.scheduler.fairness import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT, TenantLedger
+from penstock.scheduler.fairness import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT, TenantAccounts
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.lengths import OutputLengthEstimator
 from penstock.scheduler.predictor import StepLoad, StepTimePredictor
@@ -75,12 +75,12 @@ class Scheduler:
         self._lengths = OutputLengthEstimator()
         self._predictor = StepTimePredictor()
         self._swapping = Swapping(cache, self._predictor, block_copy_s)
-        self._ledger = TenantLedger()
+        self._accounts = TenantAccounts()
         self._sharing = PrefixSharing(cache)
         self._breakpoints = Breakpoints(cache, config.min_cacheable_tokens)
         self._admission = Admission(cache, self._sharing, headroom)
         self._deadlines = Deadlines(config.queue_timeout_s)
-        # For whoever moves KV between engines: blocks on loan, and blocks to be filled.
+        # For KV transfers between engines: blocks that other engines read or fill.
         self.exchange = BlockExchange(cache, headroom, self._admission.room_changed)
 
         # Until it ends, a request is in `_sequences`, and either in `_running` or a member of `_queue`.
@@ -108,7 +108,7 @@ class Scheduler:
             self._num_arrivals,
             now,
             length_limit=min(num_prompt + max_tokens, self._max_length),
-            account=self._ledger.enter(request.tenant),
+            account=self._accounts.enter(request.tenant),
         )
         if not request.sampling.ignore_eos:
             sequence.stop_token_ids |= self._eos_token_ids
@@ -116,8 +116,8 @@ class Scheduler:
             reason = finish_reason_of(sequence, request.output_token_ids[-1], now)
             if (
                 reason is not None
-            ):  # whoever began the answer was not heard to end it, or this server allows less
-                self._ledger.leave(sequence.account)
+            ):  # the engine that began the answer had ended it, or this server allows less
+                self._accounts.leave(sequence.account)
                 self._events.append(last_event(sequence, reason, None))
                 return
         sequence.predict_length(self._lengths)
@@ -140,7 +140,7 @@ class Scheduler:
 
     def fail(self, chunk: Chunk, error: str, now: float) -> None:
         """A chunk of the latest plan, or the rest of it, was not computed. Its request ends with an error, and so
-        does whoever the plan let share the blocks that it was to fill. Call it before the next plan."""
+        do requests that share the blocks it was to fill. Call it before the next plan."""
         failed = self._sequences.get(chunk.request_id)
         if failed is None or failed.state is not State.RUNNING:
             return
@@ -171,7 +171,7 @@ class Scheduler:
         step = StepBuilder(max_tokens, self._predictor, self._itl_target_s, self._tile_tokens)
         step.add_decodes(work.decodes, self._running.grow(work.growing))
         self._running.decoded(len(work.decodes))
-        # After a preemption nobody is admitted: the victims would come straight back.
+        # After a preemption no request is admitted: the victims would come straight back.
         self._add_prefills(step, work.prefills, now, may_admit=not lacks_blocks)
         if not step.chunks:
             return None
@@ -208,7 +208,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs, or has ended and nobody knows yet."""
+        """Whether any request waits or runs, or has ended and its event was not taken yet."""
         return bool(self._sequences or self._events)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -269,8 +269,8 @@ class Scheduler:
     def _add_prefills(
         self, step: StepBuilder, prefills: list[Sequence], now: float, *, may_admit: bool
     ) -> None:
-        """Go on with running prefills, and admit who waits. Someone more urgent goes before a prefill that already
-        runs, unless that one has been running for long enough to count as urgent too."""
+        """Go on with running prefills, and admit waiting requests. A more urgent request goes before a prefill that
+        already runs, unless that prefill has been running for long enough to count as urgent too."""
         for index, sequence in enumerate(prefills):
             if may_admit:
                 aged = int((now - sequence.admitted_s) / self._config.aging_s)
@@ -394,7 +394,7 @@ class Scheduler:
             self._queue.leave(sequence, now)
         sequence.state = State.ENDED
         self._deadlines.forget(sequence)
-        self._ledger.leave(sequence.account)
+        self._accounts.leave(sequence.account)
         del self._sequences[sequence.request_id]
 
     def _stop(self, sequence: Sequence) -> None:

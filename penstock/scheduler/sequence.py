@@ -115,12 +115,14 @@ class Sequence:
 
         # Kept by PrefixSharing.
         self.root_hash = root_hash(request.prefix_salt)
-        self.hashes: list[BlockHash] = []  # of leading full blocks, as far as anyone needed them
+        self.hashes: list[BlockHash] = []  # of leading full blocks, as far as they were needed
         self.num_published = 0  # leading blocks, while running, that the cache was told the hashes of
         self.publish_at: int | None = None  # tokens that must be known and computed to publish the next block
         self.frontier: BlockHash | None = None  # the next block to be published by a running prefill
         self.leader: Sequence | None = None  # whose prefix it waits for, while HELD
-        self.followers: dict[int, tuple[Sequence, int]] = {}  # by number: who waits, and for how many blocks
+        self.followers: dict[
+            int, tuple[Sequence, int]
+        ] = {}  # by number: a held request, and the blocks it waits for
         self.was_held = False
 
     @property

@@ -124,9 +124,9 @@ def test_misuse_is_reported_at_once() -> None:
         cache.pool.acquire(hashes("ab"))
     assert cache.pool.num_active == 1
     cache.pool.release(table)
-    with pytest.raises(IntegrityError, match="nobody holds it"):
+    with pytest.raises(IntegrityError, match="no table holds it"):
         cache.pool.release(table)
-    with pytest.raises(IntegrityError, match="nobody holds it"):
+    with pytest.raises(IntegrityError, match="no table holds it"):
         cache.publish(table[0], hashes("b")[0], root_hash(""))
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.core.request import Tier
 from penstock.kvcache import KVCache
-from penstock.scheduler.fairness import TenantLedger
+from penstock.scheduler.fairness import TenantAccounts
 from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.lengths import NUM_LENGTH_BINS, OutputLengthEstimator, length_bin
@@ -86,7 +86,7 @@ def test_habits_change() -> None:
 
 
 def sequence_of(
-    blocks_held: int, blocks_to_grow: int, ledger: TenantLedger, tier: Tier = Tier.DEFAULT
+    blocks_held: int, blocks_to_grow: int, ledger: TenantAccounts, tier: Tier = Tier.DEFAULT
 ) -> Sequence:
     sequence = Sequence(
         make_request("r", blocks_held * 16, tier=tier),
@@ -102,7 +102,7 @@ def sequence_of(
 
 
 def test_headroom_counts_what_shorter_requests_will_give_back() -> None:
-    ledger = TenantLedger()
+    ledger = TenantAccounts()
     headroom = Headroom(16)
     for _ in range(4):
         headroom.enter(sequence_of(10, 1, ledger))  # about to end: four times ten blocks come back
@@ -112,7 +112,7 @@ def test_headroom_counts_what_shorter_requests_will_give_back() -> None:
 
 
 def test_headroom_adds_up_what_grows_together() -> None:
-    ledger = TenantLedger()
+    ledger = TenantAccounts()
     headroom = Headroom(16)
     for _ in range(4):
         headroom.enter(sequence_of(2, 8, ledger))
@@ -122,7 +122,7 @@ def test_headroom_adds_up_what_grows_together() -> None:
 
 
 def test_headroom_lets_an_urgent_request_count_on_what_batch_ones_hold() -> None:
-    ledger = TenantLedger()
+    ledger = TenantAccounts()
     headroom = Headroom(16)
     headroom.enter(sequence_of(10, 16, ledger, Tier.BATCH))
     assert headroom.allows(sequence_of(2, 8, ledger), 2, num_spare=0)

@@ -1,7 +1,7 @@
 """The first rank's executors: they run every plan on all ranks. Know no tensors of their own and no processes.
 
 Other ranks learn of requests, tokens and plans from messages that go out before this rank starts on a plan, and
-compute it at the same time. Whoever samples, the first rank has the result.
+compute it at the same time. Whichever rank samples, the first rank has the result.
 """
 
 from __future__ import annotations

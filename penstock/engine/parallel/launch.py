@@ -1,4 +1,4 @@
-"""Loads a model on several ranks: starts the others' processes, and is what they start with. Imports torch late."""
+"""Loads a model on several ranks: starts the processes of the other ranks. Imports torch late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank does with a step: rows, one pass through its part of the model, and on the last stage a sample."""
+"""Runs a step on one rank: its rows, one pass through its part of the model, and on the last stage a sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of one replica reach each other: process groups, and the few collectives that are used on them.
+"""The process groups of the ranks of one replica, and the few collectives that are used on them.
 
 A rank's number is `stage × tensor_size + tensor_rank`. The ranks of a stage cut its layers up between them; ranks
 with the same place in neighbouring stages hand activations on. NCCL carries CUDA tensors, gloo the rest. Knows no
@@ -174,5 +174,5 @@ class Mesh:
 
 
 def _loopback() -> str:
-    """Ranks share a machine, and nobody else needs to reach them."""
+    """Ranks share a machine, and no other process needs to reach them."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

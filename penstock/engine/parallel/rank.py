@@ -1,4 +1,4 @@
-"""A rank other than the first: does what it is told, step by step.
+"""Runs a rank other than the first: it follows the messages of the first rank, step by step.
 
 Started by the engine process as `python -m penstock.engine.parallel.rank FD`, with the number of the open file
 through which they talk. It ends when told to, when that connection closes, or with its parent; and on any error of
@@ -50,7 +50,7 @@ def main() -> int:
         if failure is not None:
             connection.send_bytes(encode(failure))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return 0  # nobody is there to talk to
+        return 0  # the first rank has gone
     return 0 if failure is None else 1
 
 

@@ -1,8 +1,8 @@
 """The KV blocks of this process, open to other engines, and theirs to this one, through NIXL. Knows no request.
 
 NIXL picks what carries the bytes: RDMA, NVLink, shared memory or TCP, for GPU and plain memory alike. An agent
-belongs to the thread that made it. It has no thread of its own, which would keep a core busy: whoever waits for a
-read, or may be read from, calls `progress` now and then.
+belongs to the thread that made it. It has no thread of its own, which would keep a core busy: the owner calls
+`progress` now and then while it waits for a read or may be read from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 
 class TransferError(Exception):
-    """KV of another engine cannot be had. Never fatal: whoever wanted it computes it."""
+    """KV of another engine cannot be read. Never fatal: the engine that asked for it computes it."""
 
 
 @dataclass(frozen=True, slots=True)

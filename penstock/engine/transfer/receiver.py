@@ -211,7 +211,7 @@ class Receiver:
         socket.setsockopt(zmq.LINGER, 0)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, 0)
-        # A sender's endpoint is known only once it listens: where nobody does, it has gone.
+        # A sender's endpoint is known only once it listens: if it does not listen, it has gone.
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._connect_to(socket, endpoint)
         peer = self._peers[endpoint] = _Peer(endpoint, socket, monitor, now)

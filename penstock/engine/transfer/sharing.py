@@ -54,7 +54,7 @@ class WatchedKVStore:
         self._store.copy_from_host(slot, block_id)
 
     def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
-        assert isinstance(self._store, HalvesBlocks), "whoever halves blocks can copy halves"
+        assert isinstance(self._store, HalvesBlocks), "a store that halves blocks can copy halves"
         self._store.copy_half(block_id, offset, to_block_id)
 
 

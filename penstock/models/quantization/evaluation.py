@@ -1,4 +1,4 @@
-"""How well a model predicts a text, and how far one model's predictions are from another's."""
+"""Measures how well a model predicts a text, and how far its predictions are from another model's."""
 
 from __future__ import annotations
 

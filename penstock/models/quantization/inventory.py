@@ -1,4 +1,4 @@
-"""What a model asks of its checkpoint: every tensor with its shape, and which matrices are multiplied together.
+"""Lists the tensors that a model loads, with their shapes, and which matrices are multiplied together.
 
 Found out by loading the model once, so that no list of names has to be kept for each architecture.
 """

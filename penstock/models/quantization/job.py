@@ -1,4 +1,4 @@
-"""From a model to a quantized checkpoint, with a report of what was lost. What `penstock quantize` does."""
+"""Makes a quantized checkpoint from a model, and reports what was lost: `penstock quantize`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def text_pieces(checkpoint: Checkpoint, text: str, num_tokens: int) -> list[list
     files = load_tokenizer(checkpoint.path)
     if files is None:
         raise ModelLoadError(f"{checkpoint.path} has no tokenizer, so no text can be measured.")
-    cut = text[: num_tokens * 16]  # more than enough, without encoding a whole book
+    cut = text[: num_tokens * 16]  # more than enough, without encoding a very long text
     token_ids = Tokenizer.from_buffer(files.tokenizer_json).encode(cut, add_special_tokens=False).ids
     bos = files.bos_token_id if files.add_bos_token else None
     return windows(token_ids, num_tokens, _window_tokens(checkpoint), bos)
