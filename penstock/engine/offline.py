@@ -1,4 +1,4 @@
-"""Runs the engine in this process, for many prompts at once, without a server: `penstock generate`, `bench offline`."""
+"""Runs the engine in this process, for many prompts at once: `penstock generate`, `penstock bench offline`."""
 
 from __future__ import annotations
 

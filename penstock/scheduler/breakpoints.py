@@ -1,4 +1,4 @@
-"""Prompt caching at breakpoints: which retained prefixes a request reads, and which it asks to retain. Knows no budget.
+"""Prompt caching at breakpoints: which retained prefixes a request reads, and which it asks for. Knows no budget.
 
 A breakpoint is a position in the prompt. Its prefix, cut to whole blocks, is kept from the plan in which its last
 block is computed: from then on any request of the same tenant can read it. Requests without breakpoints never come
