@@ -101,7 +101,10 @@ def message(answer: AnswerStream, delta: Delta) -> Message:
         content.append(ThinkingContent(delta.reasoning, signature))
     if delta.text:
         content.append(TextContent(delta.text))
-    content += _tool_uses(delta.tool_calls)
+    content += [
+        ToolUseContent(tool_use_id(call.id or ""), call.name or "", _input(call.arguments))
+        for call in delta.tool_calls
+    ]
     return Message(
         id=_message_id(answer),
         model=answer.model,
@@ -241,17 +244,6 @@ def _stop_reason(delta: Delta, *, has_tool_use: bool) -> StopReason:
     if delta.stop_sequence is not None:
         return "stop_sequence"
     return "tool_use" if has_tool_use else "end_turn"
-
-
-def _tool_uses(calls: tuple[ToolCallDelta, ...]) -> list[ToolUseContent]:
-    arguments: dict[int, str] = {}
-    for call in calls:
-        arguments[call.index] = arguments.get(call.index, "") + call.arguments
-    return [
-        ToolUseContent(tool_use_id(call.id), call.name or "", _input(arguments[call.index]))
-        for call in calls
-        if call.id is not None
-    ]
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ ResponseStatus = Literal["completed", "failed", "in_progress", "cancelled", "que
 
 class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
+    cache_write_tokens: int = 0  # absent from bodies that an earlier release stored
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -136,7 +137,7 @@ def new_response(request: ResponseRequest, answer: AnswerStream) -> ResponseBody
 def response_usage(usage: Usage) -> ResponseUsage:
     return ResponseUsage(
         usage.prompt_tokens,
-        InputTokensDetails(usage.cached_tokens),
+        InputTokensDetails(usage.cached_tokens, usage.cache_write_5m_tokens + usage.cache_write_1h_tokens),
         usage.completion_tokens,
         OutputTokensDetails(usage.reasoning_tokens),
         usage.prompt_tokens + usage.completion_tokens,
