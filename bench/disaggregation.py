@@ -2,7 +2,7 @@
 
     python -m bench.disaggregation [MODEL] [--tokens 2000] [--repeats 7] [--threads N] [--json FILE]
 
-Two engines of a real model, one that prefills and one that decodes. Prompts that nobody has seen are sent in turn
+Two engines of a real model, one that prefills and one that decodes. New prompts are sent in turn
 to the first, which answers by itself, and to the second, which gets the KV from the first while that still computes
 it. The same engine computes both kinds, so the difference is the transfer and the way to the first token after it. A
 third kind is cached at the first engine and fetched by the second, which shows the bare transfer.

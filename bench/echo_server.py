@@ -21,7 +21,7 @@ from bench.sockets import HOST
 
 START_TIMEOUT_S = 120.0
 
-# High enough to refuse nobody, and counted for every request all the same.
+# Limits that refuse no request, but are counted for every request.
 _SETTINGS = """
 [limits.key]
 requests_per_minute = 100_000_000
@@ -54,7 +54,7 @@ class EchoServer:
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class ServerState:
     """A database with a key, and a settings file with limits and prices."""
 
     data_dir: Path
@@ -63,7 +63,7 @@ class Books:
 
     @classmethod
     @contextlib.contextmanager
-    def made(cls) -> Iterator[Books]:
+    def made(cls) -> Iterator[ServerState]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             settings = folder / "settings.toml"
@@ -76,12 +76,12 @@ class Books:
 @contextlib.contextmanager
 def echo_server() -> Iterator[EchoServer]:
     port = free_port()
-    with Books.made() as books:
+    with ServerState.made() as state:
         command = [*_PENSTOCK, "serve", "echo", "--port", str(port), "--usage-ledger"]
-        command += ["--data-dir", str(books.data_dir), "--settings", str(books.settings)]
+        command += ["--data-dir", str(state.data_dir), "--settings", str(state.settings)]
         with started(command, port, "/ready") as gateway:
             engine = next(child for child in gateway.children() if "worker" in " ".join(child.cmdline()))
-            yield EchoServer(port, books.api_key, gateway, engine)
+            yield EchoServer(port, state.api_key, gateway, engine)
 
 
 @contextlib.contextmanager

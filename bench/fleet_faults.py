@@ -36,7 +36,7 @@ def scenarios(num_requests: int, num_replicas: int, rate: float) -> dict[str, Si
             usual, faults=tuple(Kill(half_s, replica, restarts_after_s=None) for replica in (0, 1))
         ),
         "a replica is four times slower": replace(usual, faults=(SlowDown(half_s, 0, 4.0),)),
-        "the same, and nobody looks for slow ones": replace(
+        "the same, without the detection of slow replicas": replace(
             usual,
             faults=(SlowDown(half_s, 0, 4.0),),
             dispatch=DispatchConfig(outliers=OutlierConfig(slow_factor=inf)),

@@ -4,8 +4,8 @@
     python -m bench.gpu_starts FOLDER [--rounds 2] [options of `penstock serve`]
 
 FOLDER needs nothing but a config.json: weights are random. The first line is the machine as it was found. Caches of
-kernels and of bytecode are a folder of this script's own, so nobody's are lost. "Nothing in the page cache" has the
-kernel drop it, which needs root and a machine that nobody else is using; without root those lines say so.
+kernels and of bytecode are in a folder of this script, so the user's caches stay. For "nothing in the page cache" the
+kernel drops the page cache, which needs root and an otherwise idle machine; without root those lines say so.
 """
 
 from __future__ import annotations

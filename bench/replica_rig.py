@@ -79,7 +79,7 @@ class Rig:
         try:
             await is_over.wait()
         finally:
-            asked.abort(request.id)  # for whoever does not wait for the end
+            asked.abort(request.id)  # if the caller does not wait for the end
         return answer
 
     def num_ready(self) -> int:

@@ -2,7 +2,7 @@
 
 By default 64 replicas and 100,000 indexed blocks, each held by one or more replicas. Prompts share an indexed prefix,
 so that every decision walks the index as far as the prompt goes. Hashing the prompt is measured apart: it depends on
-the length of the prompt alone, and belongs to whoever tokenizes.
+the length of the prompt alone, and belongs to the tokenizer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def build(
 
 
 def measure(policy: str, setting: Setting, chains: list[list[bytes]], rng: random.Random) -> list[float]:
-    """Microseconds of each `choose`, for prompts of an indexed prefix and four blocks that nobody holds."""
+    """Microseconds of each `choose`, for prompts of an indexed prefix and four blocks that no replica holds."""
     router, replicas = build(policy, setting, chains, rng)
     durations_us = []
     for number in range(setting.num_decisions):

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import uvloop
 
-from bench.echo_server import Books, cpu_s, free_port, started
+from bench.echo_server import ServerState, cpu_s, free_port, started
 from bench.sockets import HOST, Call
 from penstock.cluster.control_link import ControlLink
 from penstock.cluster.fleet import Fleet
@@ -40,7 +40,7 @@ _CHUNK = b'"content":"a'  # what the engine writes
 
 
 async def serve(endpoint: str, port: int, data_dir: str, settings: str) -> None:
-    """The gateway process: what `penstock serve` runs, with an engine that somebody else started."""
+    """The gateway process of `penstock serve`, with an engine that this script started."""
     config = ServeConfig(
         gateway=GatewayConfig(settings=settings),
         store=StoreConfig(data_dir=data_dir),
@@ -54,8 +54,8 @@ async def serve(endpoint: str, port: int, data_dir: str, settings: str) -> None:
     fleet = Fleet()
     fleet.update([Member(replica=replica, spec=spec, endpoint=endpoint)])
     await fleet.wait_ready()
-    nobody = ControlLink(Path(data_dir) / "control.sock", fleet)  # no control plane listens there
-    async with open_gateway(config, fleet, listener, is_open=False, control=nobody):
+    unconnected = ControlLink(Path(data_dir) / "control.sock", fleet)  # no control plane listens there
+    async with open_gateway(config, fleet, listener, is_open=False, control=unconnected):
         await asyncio.Event().wait()
 
 
@@ -130,11 +130,11 @@ async def read_streams(call: Call, gateway: psutil.Process, pace: Pace) -> Figur
 def measure(pace: Pace) -> tuple[Figures, float]:
     """What the streams saw, and how late the engine's latest step was, in milliseconds."""
     port = free_port()
-    with Books.made() as books:
-        endpoint = f"ipc://{books.data_dir / 'engine.sock'}"
+    with ServerState.made() as state:
+        endpoint = f"ipc://{state.data_dir / 'engine.sock'}"
         paced = [sys.executable, "-m", "bench.paced_engine", endpoint, str(pace.step_s)]
         engine = subprocess.Popen(paced, stdout=subprocess.PIPE, text=True)
-        arguments = (endpoint, port, str(books.data_dir), str(books.settings))
+        arguments = (endpoint, port, str(state.data_dir), str(state.settings))
         program = f"import uvloop; from bench.streams import serve; uvloop.run(serve(*{arguments!r}))"
         try:
             with started([sys.executable, "-c", program], port, "/ready") as gateway:
@@ -143,7 +143,7 @@ def measure(pace: Pace) -> tuple[Figures, float]:
                     "max_tokens": pace.tokens_per_stream,
                     "stream": True,
                 }
-                headers = {"Authorization": f"Bearer {books.api_key}"}
+                headers = {"Authorization": f"Bearer {state.api_key}"}
                 call = Call.post(port, _PATH, json.dumps(chat).encode(), headers)
                 figures = uvloop.run(read_streams(call, gateway, pace))
         finally:

@@ -110,7 +110,9 @@ def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bo
     has_other_ways = server.api_key is not None or tenants.oidc is not None
     if has_other_ways or (has_keys if tenants.require_keys is None else tenants.require_keys):
         if not has_keys and not has_other_ways:
-            log.warning("no key exists yet, so nobody can sign in; make one with: penstock keys create")
+            log.warning(
+                "no key exists yet, so every request is refused; make a key with: penstock keys create"
+            )
         return False
     if not _is_loopback(server.host):
         if not server.allow_open:
@@ -120,7 +122,7 @@ def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bo
                 "or say --allow-open if that is what you want.",
             )
         log.warning(
-            "WARNING: this server listens on %s and asks for no key: whoever reaches the port can use it, "
+            "WARNING: this server listens on %s and asks for no key: anyone who reaches the port can use it, "
             "administer it and read everyone's data",
             server.host,
         )

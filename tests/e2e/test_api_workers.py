@@ -113,7 +113,7 @@ def test_sigterm_lets_answers_finish(server: RunningServer) -> None:
 
 
 class OpenStream:
-    """An answer that runs until somebody ends it, on a plain socket."""
+    """An answer that runs until the server or the test ends it, on a plain socket."""
 
     def __init__(self, server: RunningServer) -> None:
         port = int(server.url.rsplit(":", 1)[1])
@@ -131,7 +131,7 @@ class OpenStream:
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    """A zombie counts as gone: whoever adopted it may take its time to notice."""
+    """A zombie counts as gone: its new parent may reap it later."""
     _, alive = psutil.wait_procs(processes, timeout=20)
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 

@@ -73,7 +73,7 @@ def test_a_release_by_command_is_promoted_and_outlives_a_restart(tmp_path: Path)
         stop.set()
         for thread in clients:
             thread.join()
-    assert texts == {"hellohel"}  # nobody saw anything of it
+    assert texts == {"hellohel"}  # no client noticed the release
     assert [replica["revision"] for replica in cluster(server)["replicas"]] == ["second"]
     assert server.stop() == 0
 

@@ -83,8 +83,8 @@ async def test_adapters_come_and_go_while_others_are_served(server: RunningServe
         (await client.post("/v1/load_lora_adapter", json=body)).raise_for_status()
 
         async def answer(model: str) -> str:
-            wish = {"model": model, "messages": QUESTION, "max_tokens": 12, "temperature": 0}
-            made = await client.post("/v1/chat/completions", json=wish)
+            body = {"model": model, "messages": QUESTION, "max_tokens": 12, "temperature": 0}
+            made = await client.post("/v1/chat/completions", json=body)
             return str(made.raise_for_status().json()["choices"][0]["message"]["content"])
 
         names = ["smollm2-135m", "strong", "nothing"]

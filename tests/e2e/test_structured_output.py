@@ -48,8 +48,8 @@ def test_answers_of_every_kind_at_once(server: RunningServer) -> None:
     client = sdk(server)
     schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
 
-    def extra(**wish: object) -> dict[str, object]:
-        return {"extra_body": {"structured_outputs": wish}}
+    def extra(**options: object) -> dict[str, object]:
+        return {"extra_body": {"structured_outputs": options}}
 
     with ThreadPoolExecutor(4) as pool:
         city = pool.submit(ask, client, "Describe Paris.", response_format=schema)
@@ -77,20 +77,20 @@ def test_a_stream_is_held_to_its_schema(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [{"regex": "(a"}, {"json": {"type": "nothing"}}, {"grammar": "start: nowhere"}, {"choice": []}],
     ids=str,
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_compiled_is_a_400(
-    server: RunningServer, wish: dict[str, object], stream: bool
+    server: RunningServer, options: dict[str, object], stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError):
         sdk(server).chat.completions.create(
             model="smollm2-135m",
             messages=[{"role": "user", "content": "Hello"}],
             stream=stream,
-            extra_body={"structured_outputs": wish},
+            extra_body={"structured_outputs": options},
         )
 
 

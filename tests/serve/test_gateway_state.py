@@ -1,4 +1,4 @@
-"""How the composition root opens the books of a server."""
+"""The state of a gateway, as the composition root builds it."""
 
 from __future__ import annotations
 
@@ -65,21 +65,21 @@ async def test_when_there_is_a_ledger(
     if has_keys:
         database.migrate()
     config = config_in(tmp_path, settings, usage_ledger=wants)
-    async with open_gateway_state(config, database, is_open=is_open) as books:
-        assert (books.ledger is not None) == has_ledger
-        assert (books.settings is not None) == (settings is not None)
+    async with open_gateway_state(config, database, is_open=is_open) as state:
+        assert (state.ledger is not None) == has_ledger
+        assert (state.settings is not None) == (settings is not None)
     assert (tmp_path / "data").exists() == (has_keys or has_ledger), (
-        "a server that keeps no books leaves no file"
+        "a server that stores nothing leaves no file"
     )
 
 
 async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -> None:
     config = config_in(tmp_path, PRICES)
-    async with open_gateway_state(config, database, is_open=True) as books:
-        limiter = books.build_limiter(config.gateway)
-        gateway = books.build_gateway(FakeEngine(), config.gateway, limiter)
-        assert books.settings is not None
-        assert books.ledger is not None
+    async with open_gateway_state(config, database, is_open=True) as state:
+        limiter = state.build_limiter(config.gateway)
+        gateway = state.build_gateway(FakeEngine(), config.gateway, limiter)
+        assert state.settings is not None
+        assert state.ledger is not None
         (tmp_path / "settings.toml").write_text(
             PRICES.replace("1", "5")
             + "[prompt_cache]\nmin_tokens = 64\n"
@@ -87,13 +87,13 @@ async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -
             + '[guards]\ndefault_policy = "p"\n[guards.policies.p]\nrules = [{ guard = "pii" }]\n'
         )
         os.kill(os.getpid(), signal.SIGHUP)
-        while not books.settings.num_applied:
+        while not state.settings.num_applied:
             await asyncio.sleep(0.001)
-        assert books.ledger.spending.prices.rates("any", Tier.DEFAULT).input == 5_000_000
+        assert state.ledger.spending.prices.rates("any", Tier.DEFAULT).input == 5_000_000
         assert gateway.tiers.best is Tier.BATCH
         assert gateway.prompt_cache.min_tokens == 64
         assert gateway.guards.policy_for(Principal()) is not None
-        assert not books.reuse._settings.enabled
+        assert not state.reuse._settings.enabled
         await limiter.close()
 
 

@@ -74,7 +74,7 @@ def test_json_lines_reach_standard_error(root: logging.Logger, monkeypatch: pyte
 
 
 def test_a_slow_reader_of_logs_costs_lines_and_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Standard error blocks; whoever logs goes on, and later says how much was lost."""
+    """Standard error blocks; the program goes on, and later logs how many lines were lost."""
     may_write = threading.Event()
 
     class Blocked(io.StringIO):
