@@ -47,7 +47,7 @@ class ModelsEndpoints:
         ]
 
     async def list_models(self, request: Request) -> Response:
-        self._gateway.catalogue.answering(None)  # says so when nobody is ready
+        self._gateway.catalogue.answering(None)  # raises when no model is ready
         models = self._gateway.catalogue.listed(principal_of(request))
         if is_anthropic(request.scope):
             return _json(model_page([model_info(model, self._started) for model in models]))

@@ -1,6 +1,6 @@
 """LoRA adapters while a server runs: /admin/adapters, and the same under the names that vLLM has for it.
 
-Whoever comes here has the scope `admin`: the middleware has seen to that.
+The middleware has checked that the caller has the scope `admin`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The admin API: organisations, workspaces, keys, and the audit log of what was done to them.
 
-Lists have the shape of OpenAI's. Whoever comes here has the scope `admin`: the middleware has seen to that.
+Lists have the shape of OpenAI's. The middleware has checked that the caller has the scope `admin`.
 """
 
 from __future__ import annotations

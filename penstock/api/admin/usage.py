@@ -1,6 +1,6 @@
 """/v1/usage: what was used and what it cost. A key sees its own workspace; an administrator sees everyone.
 
-The middleware has seen to it that whoever comes here has the scope `usage` or `admin`.
+The middleware has checked that the caller has the scope `usage` or `admin`.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class _TurnReader:
 
 
 def _check_tool_pairing(turns: Sequence[Turn]) -> None:
-    """Every tool_use is answered in the very next turn, and nothing else is answered there."""
+    """Every tool_use is answered in the next turn, and nothing else is answered there."""
     open_ids: set[str] = set()
     for position, turn in enumerate(turns):
         results = [block.tool_use_id for block in turn.blocks() if isinstance(block, ToolResultBlock)]

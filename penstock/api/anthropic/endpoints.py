@@ -22,7 +22,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import Usage
 
-# The later versions took temperature, top_p and top_k away; a model of one's own has them, so they always work.
+# The later versions took temperature, top_p and top_k away; the models here have them, so they always work.
 OLDEST_VERSION = "2023-06-01"
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 

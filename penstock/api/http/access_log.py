@@ -1,4 +1,4 @@
-"""One log line and one span for every request, whatever it came by. No prompt, no key and no query string in either.
+"""One log line and one span for every request. Neither holds a prompt, a key or a query string.
 
 Installed only where an operator asked for lines or traces; without it a request pays nothing.
 """

@@ -31,7 +31,7 @@ from penstock.gateway.gateway import Gateway
 
 
 class Application(Starlette):
-    """Its outermost middleware must answer every exception: Starlette's own last net is left out, because it answers
+    """The outermost middleware must answer every exception: Starlette's own handler is left out, because it answers
     in the shape of no API."""
 
     def build_middleware_stack(self) -> ASGIApp:
@@ -156,13 +156,13 @@ class RequestIds:
 
 
 class CallerLimits:
-    """The limits of a request's caller as they stand, for answers that no account was opened for."""
+    """The current rate limits of a request's caller, for answers to requests that were not admitted."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def headers(self, scope: Scope) -> Headers:
-        """None for a caller that nobody knows."""
+        """Empty for an unknown caller."""
         principal: Principal | None = scope["state"].get("principal")
         if principal is None:
             return []
@@ -170,7 +170,8 @@ class CallerLimits:
         return limit_headers(rate_limits, is_anthropic=is_anthropic(scope))
 
     def _model(self, name: str | None) -> str | None:
-        """As limits call it. A name that is not served is nobody's: limits would otherwise be kept for any name."""
+        """The name under which limits count the model. A name that is not served has no limits:
+        they would otherwise be kept for any name."""
         try:
             return None if name is None else self._gateway.catalogue.answering(name).name
         except PenstockError:

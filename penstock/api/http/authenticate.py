@@ -1,4 +1,4 @@
-"""Asks every request and WebSocket who is calling, and whether it may use what it calls. Plain ASGI, for speed.
+"""Authenticates and authorizes every request and WebSocket. Plain ASGI, for speed.
 
 The credential comes in a header, `Authorization: Bearer` or `x-api-key`; never in a URL, because URLs end up in logs.
 Nothing here logs a credential or repeats it in an answer.

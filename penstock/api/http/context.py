@@ -25,7 +25,7 @@ def set_principal(scope: Scope, principal: Principal) -> None:
 
 
 def note_model(connection: HTTPConnection, name: str | None) -> None:
-    """Which model a request names, for whoever answers it in the endpoint's place."""
+    """Note which model the request names, for the middleware that adds rate-limit headers."""
     connection.scope["state"]["model"] = name
 
 
@@ -43,7 +43,7 @@ def request_id_of(connection: HTTPConnection) -> str:
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
-    """Whoever the key belongs to; without keys, the owner of the machine."""
+    """The caller that the key belongs to; on a server without keys, the owner of the machine."""
     principal: Principal = connection.scope["state"].get("principal", OPEN_PRINCIPAL)
     return principal
 

@@ -58,7 +58,7 @@ class _Part:
 
 
 class UploadReader:
-    """Reads one form. Whoever calls `read` must abandon the form's upload when it raises."""
+    """Reads one form. The caller of `read` must abandon the form's upload when `read` raises."""
 
     def __init__(
         self,

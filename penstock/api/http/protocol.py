@@ -1,4 +1,4 @@
-"""What uvicorn lacks against clients that mean harm: time limits for heads, bodies and reading, and size limits for
+"""Bounds that uvicorn lacks against hostile clients: time limits for heads, bodies and reading, and size limits for
 heads and for the number of connections.
 
 Sits below ASGI, because a request that never becomes complete never reaches an application.
@@ -31,7 +31,7 @@ MAX_HEADERS = 100
 
 
 class ClientNoise(logging.Filter):
-    """Drops uvicorn's complaints about what clients send: whoever likes could fill the logs with them. They are
+    """Drops uvicorn's complaints about what clients send: any client could fill the logs with them. They are
     counted instead."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -317,7 +317,7 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = True
 
     def keepalive_timeout(self) -> None:
-        """Whoever does not answer pings will not read a goodbye either."""
+        """A client that does not answer pings will not read a closing message either."""
         super().keepalive_timeout()
         self.transport.abort()
 

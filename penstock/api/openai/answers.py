@@ -1,4 +1,4 @@
-"""What /v1/completions and /v1/chat/completions answer when they answer as a whole. Streams: see `openai_chunks`."""
+"""The whole answers of /v1/completions and /v1/chat/completions. For streams see `chunks`."""
 
 from __future__ import annotations
 

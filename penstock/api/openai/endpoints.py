@@ -100,7 +100,7 @@ class EchoedAnswer(WrappedAnswer):
 
 
 async def prompt_texts(prompts: Sequence[Prompt], model: AnsweringModel) -> list[str]:
-    """Raises InvalidRequest for token ids that nobody here can read."""
+    """Raises InvalidRequest for token ids outside the vocabulary."""
     texts = []
     for prompt in prompts:
         if isinstance(prompt, TextPrompt):

@@ -1,7 +1,7 @@
-"""What /v1/responses answers: the response as it grows, and the events that tell of it.
+"""The answers of /v1/responses: the response as it grows, and its stream events.
 
-The same object serves a stream, a whole answer and one in the background: it takes in deltas, and whoever does not
-stream leaves the events aside.
+The same object serves a stream, a whole answer and an answer in the background: it takes in deltas, and a caller that
+does not stream ignores the events.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The nouns of batches, and what an API must bring to have its batches run. Does no I/O."""
+"""The types of batches, and what an API must provide so that its batches can run. Does no I/O."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_id(self) -> str:
-        """The batch's own copy of its lines, so that nobody can take them away while it runs."""
+        """The id of the batch's own copy of its lines, which no client can delete while the batch runs."""
         return f"{self.id}-input"
 
     @property

@@ -80,7 +80,7 @@ class BatchRunner:
         self._woken.set()
 
     async def stop(self, timeout_s: float = 0.0) -> None:
-        """Let lines in flight end within `timeout_s` and leave the rest to whoever starts next."""
+        """Let lines in flight end within `timeout_s`, and leave the other lines to the next process."""
         self._is_stopping = True
         self._pause_runs()
         if self._loop is not None:

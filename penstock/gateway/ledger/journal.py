@@ -127,7 +127,7 @@ class Journal:
             data = file.read(min(max_bytes, limit - start.num_bytes))
             if not data.endswith(b"\n") and start.num_bytes + len(data) < limit:
                 data += file.readline()
-        # Without data the file was cut by somebody else; what is gone is not waited for.
+        # Without data another process cut the file; missing lines are not waited for.
         reached = Position(start.segment, start.num_bytes + len(data) if data else limit)
         if reached.num_bytes >= limit and start.segment < end.segment:
             reached = Position(start.segment + 1, 0)
@@ -149,7 +149,7 @@ class Journal:
             os.close(descriptor)
 
     def close(self, *, delete: bool) -> None:
-        """Let go of the lock. What is not deleted is recovered by whoever looks next."""
+        """Release the lock. Another process recovers what is not deleted."""
         os.close(self._file)
         if delete:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -165,7 +165,7 @@ class Journal:
 
 
 class OrphanedJournal:
-    """What a dead process left behind, claimed by this one: nobody else reads it meanwhile."""
+    """The journal of a dead process, claimed by this process, so that no other process reads it."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         self.folder = folder

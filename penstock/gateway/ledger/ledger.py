@@ -181,7 +181,7 @@ class UsageLedger:
                 num_rows += await self._recover_one(orphans[-1])
                 await asyncio.to_thread(orphans.pop().release, delete=True)
         finally:
-            for orphan in orphans:  # somebody's next time
+            for orphan in orphans:  # tried again later
                 orphan.release(delete=False)
         return num_rows
 

@@ -67,7 +67,7 @@ class LedgerSpendTracker:
         self._stored = StoredSpend()
         self._flushing = _Layer()
         self._fresh = _Layer()
-        # Settled since somebody last asked, by (day, workspace, key, model): sorted only when somebody asks.
+        # Settled since the last question, by (day, workspace, key, model): sorted only when asked.
         self._unsorted: dict[tuple[int, str, str, str], int] = {}
 
     async def spent(self, subject: Subject) -> Spend:

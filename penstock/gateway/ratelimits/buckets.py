@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 SECONDS_PER_LIMIT = 60.0
-# Forgives rounding: whoever waited exactly as long as told is admitted.
+# Forgives rounding: a caller that waited exactly as long as told is admitted.
 TOLERANCE = 1e-6
 
 

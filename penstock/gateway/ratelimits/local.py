@@ -78,7 +78,7 @@ class LocalLimiter:
         self.metrics.subjects = self._meters
 
     async def start(self) -> None:
-        """Nothing to do: like `close`, for whoever does not know which limiter it has."""
+        """Does nothing. It exists, like `close`, so that both limiters have the same methods."""
 
     async def close(self) -> None:
         pass

@@ -190,7 +190,7 @@ class Meters:
         return meter
 
     def _sweep(self, now: float) -> None:
-        """Forget whoever is whole. Doubling what is left keeps this rare: a constant cost per new subject."""
+        """Forget subjects whose buckets are full. The doubled threshold keeps this rare."""
         kept = {subject: meter for subject, meter in self._meters.items() if not meter.is_whole(now)}
         self._meters = kept
         self._callers.clear()

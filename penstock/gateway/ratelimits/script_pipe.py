@@ -53,7 +53,7 @@ class _Call:
     script: str
     keys: Sequence[str]
     arguments: Sequence[Argument]
-    reply: asyncio.Future[Any] | None = None  # None where nobody waits for it
+    reply: asyncio.Future[Any] | None = None  # None if no caller waits for it
     is_kept: bool = False  # until Redis has it, however often it must be sent
 
 

@@ -22,7 +22,7 @@ _LOCK_NUMBER = 0x70656E73746F636B  # "penstock": any number that all our process
 
 
 def migrate(connection: Connection) -> None:
-    """Run inside a transaction that nobody else can migrate beside, so several starting gateways take turns."""
+    """Runs inside a transaction that locks out other migrations, so that several starting gateways take turns."""
     # Alembic is slow to import, and most commands touch no database.
     from alembic import command
     from alembic.config import Config

@@ -1,4 +1,4 @@
-"""Every table. Owners are named above theirs; nobody else writes to them.
+"""Every table. A comment above each table names its owner, the only room that writes to it.
 
 Times are Unix seconds. Ids are text with a prefix that says what they name. Rows that others refer to are not
 deleted but end: a revoked key still has a name in last month's usage.
@@ -73,7 +73,7 @@ keys = Table(
     Column("revision", BigInteger, nullable=False, index=True),
 )
 
-# One row, whose update orders all changes of tenants: whoever holds its lock commits first.
+# One row, whose update orders all changes of tenants: the transaction that holds its lock commits first.
 tenant_revision = Table(
     "tenant_revision",
     metadata,

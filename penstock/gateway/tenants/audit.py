@@ -19,7 +19,7 @@ logger = logging.getLogger("penstock.audit")
 
 
 class Actor(msgspec.Struct, frozen=True):
-    """Who does something: a key's id, a token's subject, or whoever runs a command."""
+    """The author of a change: a key's id, a token's subject, or the user who runs a command."""
 
     name: str
     request_id: str | None = None
@@ -63,7 +63,7 @@ def write_entry(
 
 
 def announce(entry: AuditEntry) -> None:
-    """One structured line for whoever collects logs."""
+    """Write the entry as one structured log line."""
     logger.info("audit %s", msgspec.json.encode(entry).decode())
 
 

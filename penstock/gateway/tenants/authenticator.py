@@ -15,7 +15,7 @@ from penstock.gateway.tenants.tokens import TokenVerifier
 
 STATIC_KEY_ID = "static"
 
-# Whoever has the key that the server was started with may do everything.
+# A caller with the key that the server was started with may do everything.
 STATIC_PRINCIPAL = Principal(key_id=STATIC_KEY_ID, scopes=frozenset(Scope), best_tier=Tier.PRIORITY)
 
 

@@ -97,7 +97,7 @@ class PublicKeys:
 
 
 async def _get_json(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """Redirects are not followed: whoever answers in the provider's place should not choose where we look."""
+    """Redirects are not followed: a false answer must not choose where the keys come from."""
     body = bytearray()
     async with client.stream("GET", url, headers={"accept": "application/json"}) as response:
         if response.status_code != 200:

@@ -2,7 +2,7 @@
 
 A gateway asks only for the number of the last change, so that a revoked key is refused by every process within
 seconds while a busy one reads the database about once a second, however many keys it serves. When the database does
-not answer, keys that are known stay good for a minute, then nobody is let in.
+not answer, known keys stay valid for a minute; after that every key is refused.
 """
 
 from __future__ import annotations

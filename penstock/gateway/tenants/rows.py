@@ -65,7 +65,7 @@ KEYS = Kind("key", "key", "key", keys, _key_of)
 
 def next_revision(connection: Connection) -> int:
     """The number of this change. Its row stays locked until the transaction ends, so numbers rise in the order of
-    commits, and whoever has seen number N has seen every change up to it."""
+    commits, and a reader that has seen number N has seen every change up to N."""
     bump = update(tenant_revision).values(revision=tenant_revision.c.revision + 1)
     return int(connection.execute(bump.returning(tenant_revision.c.revision)).scalar_one())
 

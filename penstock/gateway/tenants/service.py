@@ -1,4 +1,4 @@
-"""The parts of this room put together for a server."""
+"""Builds the directory and the authenticator of a server."""
 
 from __future__ import annotations
 
