@@ -1,16 +1,18 @@
-"""The identity of a block: a hash of its tokens and of all tokens before them. Knows nothing of its owner.
+"""The identity of a block, by a hash of its tokens and of all tokens before them, and that of a LoRA adapter.
 
-BLAKE2b cut to 128 bits. Two different prefixes that shared a hash would share KV, so the hash must withstand
-someone who looks for a collision on purpose. Finding one takes 2^64 hashes, and gains only the finder: a
-chain starts from the tenant's salt, so hitting somebody else's block is a second-preimage search of 2^128.
-Half the size of SHA-256 means half the bytes in the index and in every event, at the same speed.
+Blocks use BLAKE2b cut to 128 bits. Two different prefixes with the same hash would share KV, so the hash must
+withstand an attacker who looks for a collision. Finding one takes 2^64 hashes and gains the attacker nothing: a chain
+starts from the tenant's salt, so reaching another tenant's block is a second-preimage search of 2^128. Half the size
+of SHA-256 means half the bytes in the index and in every event, at the same speed.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import TypeAlias
 
 BlockHash: TypeAlias = bytes
@@ -39,3 +41,17 @@ def chain_hashes(parent: BlockHash, token_ids: Sequence[int], block_size: int) -
         parent = blake2b(parent + data[start : start + step], digest_size=_DIGEST_BYTES).digest()
         hashes.append(parent)
     return hashes
+
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_DIGEST_BYTES = 16
+
+
+def adapter_digest(folder: Path) -> str:
+    """Of all that an adapter computes with, wherever the folder is. Raises OSError."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()

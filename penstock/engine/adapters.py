@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core.adapter_files import adapter_digest
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
+from penstock.core.hashing import adapter_digest
 from penstock.core.plan import Chunk
 from penstock.core.request import Adapter, Request
 from penstock.engine.collaborator import Arrival, Collaborator

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.core.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from penstock.core.errors import InvalidRequest
+from penstock.core.hashing import CONFIG_FILE, WEIGHTS_FILE
 from penstock.models.weights import NamedProduct
 
 Number = TypeVar("Number", int, float)

@@ -44,9 +44,8 @@ _NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
     step_id: int
-    sampling: dict[
-        str, Sequence
-    ]  # records, not ids alone: an id may be used anew while the step is in flight
+    # Records, not ids alone: an id may be used again while the step is in flight.
+    sampling: dict[str, Sequence]
     load: StepLoad
 
 
@@ -329,12 +328,9 @@ class Scheduler:
         self._queue.unpark(sequence)
 
     def _take_sample(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
-        if sampled.error is not None:
-            event = last_event(sequence, FinishReason.ERROR, sampled.error)
-            self._end(sequence, now)
-            return event
-        if sampled.embedding is not None:
-            event = last_event(sequence, FinishReason.STOP, None, sampled.embedding)
+        if sampled.error is not None or sampled.embedding is not None:
+            reason = FinishReason.STOP if sampled.error is None else FinishReason.ERROR
+            event = last_event(sequence, reason, sampled.error, sampled.embedding)
             self._end(sequence, now)
             return event
         token_id = sampled.token_id

@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.core.adapter_files import adapter_digest
 from penstock.core.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -21,6 +20,7 @@ from penstock.core.engine_config import (
     SchedulerConfig,
 )
 from penstock.core.errors import InvalidRequest, Overloaded
+from penstock.core.hashing import adapter_digest
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Adapter, FinishReason, Request
 from penstock.engine.adapters import AdapterQueue

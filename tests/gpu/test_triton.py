@@ -8,7 +8,7 @@ import torch
 
 from penstock.core.engine_config import Quantization
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Routing
-from penstock.models.quantize import quantize
+from penstock.models.weights import quantize
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

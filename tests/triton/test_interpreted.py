@@ -30,7 +30,7 @@ from penstock.kernels.triton import (
     prefill_attention,
     skinny,
 )
-from penstock.models.quantize import quantize
+from penstock.models.weights import quantize
 from tests.triton.cases import (
     Bench,
     Heads,

@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.core.adapter_files import adapter_digest
 from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from penstock.core.gateway_config import NamesConfig
+from penstock.core.hashing import adapter_digest
 from penstock.core.request import Adapter
 
 logger = logging.getLogger(__name__)
