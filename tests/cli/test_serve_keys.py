@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.cli.test_keys import Shell
-from tests.gateway.tenants.identity_provider import running_provider
+from tests.gateway.tenants.identity_provider import IdentityProvider, running_provider
 
 pytestmark = pytest.mark.slow
 
@@ -47,37 +48,55 @@ def models(url: str, credential: str | None) -> int:
     return httpx.get(f"{url}/v1/models", headers=headers, timeout=30).status_code
 
 
-def test_keys_made_and_revoked_beside_a_running_server(tmp_path: Path) -> None:
-    shell = Shell(tmp_path / "data")
-    with running_server(tmp_path, "--require-keys") as (url, log):
-        assert models(url, None) == 401
-        key = shell.json("keys", "create", "--name", "k")
-        secret = key["secret"]
-        deadline = time.monotonic() + 20
-        while models(url, secret) != 200:
-            assert time.monotonic() < deadline, "the new key never worked"
-        shell.ok("keys", "revoke", key["id"])
-        while models(url, secret) != 401:
-            assert time.monotonic() < deadline, "the revoked key kept working"
-            time.sleep(0.05)
-        assert models(url, "sk-ps-" + "x" * 48) == 401
-    assert shell.json("keys", "show", key["id"])["last_used_at"] is not None
-    assert secret not in log.read_text()
+@dataclass(frozen=True)
+class Server:
+    """One server that asks for keys and takes tokens of a provider. The last test of this module stops it."""
+
+    url: str
+    log: Path
+    folder: Path
+    provider: IdentityProvider
+    stop: Callable[[], None]
 
 
-def test_tokens_of_a_provider(tmp_path: Path) -> None:
-    with running_provider() as provider:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("keys")
+    with ExitStack() as stack:
+        provider = stack.enter_context(running_provider())
         provider.add_key("one", ec.generate_private_key(ec.SECP256R1()))
-        config = tmp_path / "penstock.toml"
+        config = folder / "penstock.toml"
         config.write_text(
             f'[oidc]\nissuer = "{provider.issuer}"\naudience = "penstock"\ndefault_workspace = "default"\n'
         )
-        now = time.time()
-        claims = {"iss": provider.issuer, "aud": "penstock", "sub": "ann", "exp": now + 600}
-        good = provider.token("one", "ES256", claims)
-        expired = provider.token("one", "ES256", claims | {"exp": now - 600})
-        with running_server(tmp_path, "--config", str(config)) as (url, log):
-            assert [models(url, credential) for credential in (None, good, expired)] == [401, 200, 401]
-            admin = httpx.get(f"{url}/admin/keys", headers={"authorization": f"Bearer {good}"})
-            assert admin.status_code == 403
-        assert good not in log.read_text()
+        url, log = stack.enter_context(running_server(folder, "--require-keys", "--config", str(config)))
+        yield Server(url, log, folder, provider, stack.close)
+
+
+def test_tokens_of_a_provider(server: Server) -> None:
+    provider, now = server.provider, time.time()
+    claims = {"iss": provider.issuer, "aud": "penstock", "sub": "ann", "exp": now + 600}
+    good = provider.token("one", "ES256", claims)
+    expired = provider.token("one", "ES256", claims | {"exp": now - 600})
+    assert [models(server.url, credential) for credential in (None, good, expired)] == [401, 200, 401]
+    admin = httpx.get(f"{server.url}/admin/keys", headers={"authorization": f"Bearer {good}"})
+    assert admin.status_code == 403
+    assert good not in server.log.read_text()
+
+
+def test_keys_made_and_revoked_beside_a_running_server(server: Server) -> None:
+    shell, url = Shell(server.folder / "data"), server.url
+    assert models(url, None) == 401
+    key = shell.json("keys", "create", "--name", "k")
+    secret = key["secret"]
+    deadline = time.monotonic() + 20
+    while models(url, secret) != 200:
+        assert time.monotonic() < deadline, "the new key never worked"
+    shell.ok("keys", "revoke", key["id"])
+    while models(url, secret) != 401:
+        assert time.monotonic() < deadline, "the revoked key kept working"
+        time.sleep(0.05)
+    assert models(url, "sk-ps-" + "x" * 48) == 401
+    server.stop()
+    assert shell.json("keys", "show", key["id"])["last_used_at"] is not None
+    assert secret not in server.log.read_text()
