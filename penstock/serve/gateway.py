@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.app import create_app
@@ -22,6 +23,7 @@ from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.fleet import Fleet
 from penstock.core.config import ExternalServerConfig, ServeConfig
+from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.fleet_control import FleetControl
@@ -128,34 +130,40 @@ async def open_gateway(
             request_log=request_log,
             more_routes=[*state.routes(database), *cluster.routes()],
         )
-        server = _Server(
-            uvicorn.Config(
-                app,
-                loop="none",
-                http=http,
-                ws=websocket,
-                ws_max_size=config.server.max_body_bytes,
-                ws_per_message_deflate=False,  # compression windows would cost memory for every idle connection
-                ws_ping_interval=WEBSOCKET_PING_S,
-                ws_ping_timeout=WEBSOCKET_PING_S,
-                proxy_headers=False,  # the client's address is not used
-                lifespan="off",
-                access_log=False,
-                log_config=None,  # uvicorn's lines take our format
-                log_level="warning",
-                server_header=False,
-                ssl_certfile=config.server.ssl_certfile,
-                ssl_keyfile=config.server.ssl_keyfile,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-            )
-        )
+        server = _build_server(app, config.server, http, websocket)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         work.runner.start()
         # The objects built so far live as long as the process; frozen, they cost the garbage collector nothing.
         gc.collect()
         gc.freeze()
         yield RunningGateway(gateway, work, server, serving)
+
+
+def _build_server(
+    app: ASGIApp, config: ServerConfig, http: type[asyncio.Protocol], websocket: type[asyncio.Protocol]
+) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            loop="none",
+            http=http,
+            ws=websocket,
+            ws_max_size=config.max_body_bytes,
+            ws_per_message_deflate=False,  # compression windows would cost memory for every idle connection
+            ws_ping_interval=WEBSOCKET_PING_S,
+            ws_ping_timeout=WEBSOCKET_PING_S,
+            proxy_headers=False,  # the client's address is not used
+            lifespan="off",
+            access_log=False,
+            log_config=None,  # uvicorn's lines take our format
+            log_level="warning",
+            server_header=False,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+    )
 
 
 @contextlib.asynccontextmanager
