@@ -114,5 +114,6 @@ def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) ->
         request.sampling,
         request.n,
         request.default_max_tokens,
+        request.drops_oldest_turns,
     )
     return hashlib.blake2b(model_fingerprint + _encode(content), digest_size=32).digest()

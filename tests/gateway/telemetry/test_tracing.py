@@ -131,7 +131,7 @@ async def test_a_judge_has_its_own_span_below_the_request_it_judges() -> None:
         assert span.parent is not None
         assert span.parent.span_id == server.context.span_id
     assert judge.attributes is not None
-    assert judge.attributes["penstock.workspace.id"] == "penstock-guards"
+    assert judge.attributes["penstock.workspace.id"] == "default", "asked in the name of the caller"
     assert own.attributes is not None
     assert own.attributes["gen_ai.request.temperature"] == 0.25
 
