@@ -20,7 +20,6 @@ from penstock.core.errors import PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Accounts
-from penstock.gateway.answers.choice import Choice
 from penstock.gateway.answers.generation import Generation
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.external.answer import ExternalAnswer
@@ -190,12 +189,7 @@ class Gateway:
             with self._beginning(elsewhere):
                 elsewhere.start(self.catalogue.external.pool, work.time_left_s(self.clock.now()))
             return elsewhere
-        model = work.model
-        choices = [
-            Choice(index, request, model.tokenizer, model.card.eos_token_ids, work.prompts[index // n].form)
-            for index, request in enumerate(work.engine_requests)
-        ]
-        generation = Generation(account, choices, n, self, self._forget)
+        generation = Generation(account, work.choices, n, self, self._forget)
         with self._beginning(generation):
             generation.start(work.engine_requests, work.time_left_s(self.clock.now()))
         return generation

@@ -15,6 +15,7 @@ from penstock.cluster.external.call import ExternalCall
 from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim
+from penstock.gateway.answers.choice import Choice
 from penstock.gateway.checks import resolve_max_tokens
 from penstock.gateway.external.calls import calls_for
 from penstock.gateway.external.models import ExternalModel
@@ -45,6 +46,7 @@ class PreparedRequest:
     case: Case | None = None  # what guards report to; None without a policy
     prompts: list[PreparedPrompt] = field(default_factory=list)
     engine_requests: list[Request] = field(default_factory=list)  # for a model of our own engines
+    choices: list[Choice] = field(default_factory=list)  # one for each of them
     calls: list[ExternalCall] = field(default_factory=list)  # for a model of an external server
 
     def claim(self) -> Claim:
@@ -111,6 +113,10 @@ async def prepare_for_engine(
                     min_cacheable_tokens=prompt_cache.min_tokens if prepared.breakpoints else None,
                 )
             )
+    work.choices = [
+        Choice(index, each, model.tokenizer, model.card.eos_token_ids, work.prompts[index // request.n].form)
+        for index, each in enumerate(work.engine_requests)
+    ]
 
 
 def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
