@@ -53,7 +53,7 @@ from penstock.dispatch.breaker import CircuitBreaker
 from penstock.dispatch.config import DispatchConfig
 from penstock.dispatch.kv_sources import KVSources
 from penstock.dispatch.replicas import FleetStatus, ReplicaRecord, ReplicaTable
-from penstock.dispatch.request_record import Phase, RequestRecord
+from penstock.dispatch.request_record import RequestPhase, RequestRecord
 from penstock.dispatch.retries import Failure, RetryPolicy
 from penstock.dispatch.waiting import WaitingRoom
 from penstock.router import (
@@ -198,7 +198,7 @@ class Dispatcher:
             if record is None or record.wake_s != wake_s:
                 continue
             record.wake_s = None
-            if record.phase is Phase.WAITING:
+            if record.phase is RequestPhase.WAITING:
                 self.waiting.leave(request_id)
                 self._give_up_waiting(record, now, actions)
             else:
@@ -292,7 +292,7 @@ class Dispatcher:
         except Overloaded as no_room:
             self._end_with_error(record, no_room, actions)
             return
-        record.phase = Phase.WAITING
+        record.phase = RequestPhase.WAITING
         self._set_timer(record, self.waiting.give_up_s(record.waiting_since_s, record.deadline_s))
         actions.append(Waits(request.id))
 
@@ -353,7 +353,7 @@ class Dispatcher:
             return
         record.last_error = error
         if decision.pause_s:
-            record.phase = Phase.PAUSED
+            record.phase = RequestPhase.PAUSED
             self._set_timer(record, now + decision.pause_s)
         else:
             self._route(record, now, actions)

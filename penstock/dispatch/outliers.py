@@ -36,7 +36,7 @@ class OutlierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_ejection_s: float = 600.0
 
 
-class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
+class OutlierRecord(msgspec.Struct, frozen=True, kw_only=True):
     times_slow: int = 0  # in a row
     ejections: int = 0  # since it was last at full speed for as long as it had been out
     ejected_until_s: float | None = None
@@ -44,7 +44,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutlierState(msgspec.Struct, frozen=True):
-    replicas: dict[str, ReplicaRecord] = {}
+    replicas: dict[str, OutlierRecord] = {}
 
     def ejected(self) -> frozenset[str]:
         return frozenset(name for name, record in self.replicas.items() if record.ejected_until_s is not None)
@@ -58,7 +58,7 @@ class OutlierDetector:
         """`figures`: a time for each replica, such as the median time between tokens; None when there are too
         few samples. A slow replica has fewer samples than others, which must not make it look fast."""
         config = self.config
-        records = {name: self._returned(state.replicas.get(name, ReplicaRecord()), now) for name in figures}
+        records = {name: self._returned(state.replicas.get(name, OutlierRecord()), now) for name in figures}
         judged = {
             name: value
             for name, value in figures.items()
@@ -84,20 +84,20 @@ class OutlierDetector:
     def _duration_s(self, ejections: int) -> float:
         return min(self.config.max_ejection_s, self.config.first_ejection_s * 2.0 ** min(ejections, 32))
 
-    def _ejected(self, record: ReplicaRecord, now: float) -> ReplicaRecord:
+    def _ejected(self, record: OutlierRecord, now: float) -> OutlierRecord:
         until_s = now + self._duration_s(record.ejections)
-        return ReplicaRecord(ejections=record.ejections + 1, ejected_until_s=until_s)
+        return OutlierRecord(ejections=record.ejections + 1, ejected_until_s=until_s)
 
-    def _returned(self, record: ReplicaRecord, now: float) -> ReplicaRecord:
+    def _returned(self, record: OutlierRecord, now: float) -> OutlierRecord:
         if record.ejected_until_s is None or now < record.ejected_until_s:
             return record
-        return ReplicaRecord(ejections=record.ejections, returned_s=now)
+        return OutlierRecord(ejections=record.ejections, returned_s=now)
 
-    def _recovered(self, record: ReplicaRecord, now: float) -> ReplicaRecord:
+    def _recovered(self, record: OutlierRecord, now: float) -> OutlierRecord:
         if record.returned_s is not None and now - record.returned_s >= self._duration_s(
             record.ejections - 1
         ):
-            return ReplicaRecord()
+            return OutlierRecord()
         return replace(record, times_slow=0) if record.times_slow else record
 
 

@@ -13,7 +13,7 @@ from penstock.core.request import FinishReason, Request
 from penstock.dispatch.actions import Attempt
 
 
-class Phase(enum.Enum):
+class RequestPhase(enum.Enum):
     SENT = enum.auto()  # a replica has the request
     PAUSED = enum.auto()  # before the next attempt
     WAITING = enum.auto()  # in the waiting room
@@ -24,7 +24,7 @@ class RequestRecord:
     request: Request
     deadline_s: float | None
     block_hashes: Sequence[bytes] | None  # of the prompt, where the driver has computed them already
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     wake_s: float | None = None  # when a pause or a wait is over
     emitted: list[int] = field(default_factory=list)  # tokens that the client got, from all attempts
     attempts: int = 0  # that were sent
@@ -50,7 +50,7 @@ class RequestRecord:
         return None if self.deadline_s is None else self.deadline_s - now
 
     def begin_attempt(self, replica_id: str, now: float) -> None:
-        self.phase = Phase.SENT
+        self.phase = RequestPhase.SENT
         self.wake_s = None
         self.replica_id = replica_id
         self.attempts += 1

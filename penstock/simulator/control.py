@@ -144,7 +144,7 @@ class FleetControl:
                 ReplicaSignal(
                     member.id,
                     _PHASES[member.state],
-                    member.replica.load.num_requests,
+                    member.replica.num_requests,
                     member.replica.cache.usage,
                 )
                 for member in members

@@ -17,15 +17,6 @@ from penstock.simulator.workload import Arrival
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """The unfinished work of a replica."""
-
-    num_requests: int
-    num_prompt_tokens: int
-    kv_usage: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
     plan: StepPlan
     result: StepResult
@@ -41,7 +32,6 @@ class SimulatedReplica:
         self._cost = cost
         self._depth = depth
         self._arrivals: dict[str, Arrival] = {}
-        self._num_prompt_tokens = 0
         self._in_flight: deque[_Step] = deque()
         self._executor_free_s = 0.0
         self.num_steps = 0
@@ -51,8 +41,9 @@ class SimulatedReplica:
         self.last_step: tuple[int, float] = (0, 0.0)  # tokens and seconds of the step committed last
 
     @property
-    def load(self) -> ReplicaLoad:
-        return ReplicaLoad(len(self._arrivals), self._num_prompt_tokens, self.cache.usage)
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._arrivals)
 
     @property
     def is_idle(self) -> bool:
@@ -64,7 +55,6 @@ class SimulatedReplica:
         a refused request leaves no trace."""
         self.scheduler.add(request, now)
         self._arrivals[arrival.request.id] = arrival
-        self._num_prompt_tokens += len(arrival.request.prompt_token_ids)
 
     def abort(self, request_id: str, now: float) -> None:
         self.scheduler.abort(request_id, now)
@@ -112,6 +102,4 @@ class SimulatedReplica:
         return events
 
     def _forget(self, request_id: str) -> None:
-        arrival = self._arrivals.pop(request_id, None)
-        if arrival is not None:
-            self._num_prompt_tokens -= len(arrival.request.prompt_token_ids)
+        self._arrivals.pop(request_id, None)

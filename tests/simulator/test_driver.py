@@ -62,7 +62,7 @@ def run(
         assert all(outcome.arrival.time_s < time_s <= outcome.end_s for time_s in outcome.token_times_s)
     for simulated in replicas_of(driver):
         assert not simulated.scheduler.has_work
-        assert simulated.load.num_requests == simulated.load.num_prompt_tokens == 0
+        assert simulated.num_requests == 0
         simulated.cache.check_integrity([])
     return driver, outcomes
 
