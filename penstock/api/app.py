@@ -37,8 +37,7 @@ from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import MemoryResponses, ResponseStore
-from penstock.gateway.tenants.authenticator import Authenticator
-from penstock.gateway.tenants.service import Tenants
+from penstock.gateway.tenants.authenticator import Authenticator, Tenants
 
 
 def create_app(

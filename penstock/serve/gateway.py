@@ -33,7 +33,7 @@ from penstock.gateway.models.adapter_trial import try_given
 from penstock.gateway.models.adapters import open_adapters
 from penstock.gateway.responses.database import DatabaseResponses
 from penstock.gateway.responses.store import MemoryResponses
-from penstock.gateway.tenants.service import Tenants
+from penstock.gateway.tenants.authenticator import Tenants
 from penstock.serve.gateway_state import open_gateway_state
 from penstock.serve.stores import data_dir, open_database
 from penstock.serve.telemetry import build_observer, build_request_log

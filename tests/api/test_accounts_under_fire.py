@@ -36,8 +36,8 @@ from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSe
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import usage
 from penstock.gateway.tenants.audit import Actor
+from penstock.gateway.tenants.authenticator import Tenants
 from penstock.gateway.tenants.records import NewKey
-from penstock.gateway.tenants.service import Tenants
 from tests.api.fire import FickleClient, UnreliableEngine
 from tests.gateway.store.ready_made import ready_made_database
 

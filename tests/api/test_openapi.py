@@ -23,7 +23,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
-from penstock.gateway.tenants.service import Tenants
+from penstock.gateway.tenants.authenticator import Tenants
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 

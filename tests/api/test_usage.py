@@ -19,8 +19,8 @@ from penstock.core.gateway_config import GatewayConfig, LedgerConfig, ServerConf
 from penstock.core.identity import Scope
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.tenants.audit import Actor
+from penstock.gateway.tenants.authenticator import Tenants
 from penstock.gateway.tenants.records import NewKey
-from penstock.gateway.tenants.service import Tenants
 from penstock.serve.gateway_state import GatewayState, open_gateway_state
 from tests.gateway.fake_engine import FakeEngine, script_text
 

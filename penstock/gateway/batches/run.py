@@ -13,9 +13,11 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from penstock.core.errors import (
     EngineUnavailable,
@@ -38,10 +40,27 @@ from penstock.gateway.batches.batch import (
     Outcome,
 )
 from penstock.gateway.batches.lines import OutputWriter, lines_of, validate
-from penstock.gateway.batches.metrics import BatchMetrics
 from penstock.gateway.batches.store import BatchStore, ResultWriter
 from penstock.gateway.files.files import StoredFile
 from penstock.gateway.files.folder import FileFolder
+from penstock.gateway.metrics.table import metric, metric_by
+
+_COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")
+
+
+class BatchMetrics(Collector):
+    """Of this process alone: lines that it recorded, and batches that it has in hand."""
+
+    def __init__(self, num_running: Callable[[], int]) -> None:
+        self._num_running = num_running
+        self.lines: dict[Outcome, int] = dict.fromkeys(_COUNTED, 0)
+        self.retries = 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield metric_by("batch_lines", self.lines)
+        yield metric("batch_line_retries", self.retries)
+        yield metric("batches_running", self._num_running())
+
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +193,8 @@ class BatchRun:
             line = await anext(pending, None)
             if line is not None:
                 return line, 0
+            if self._again:  # refused while the file was read
+                continue
             if not self._in_flight:
                 return None
             await asyncio.wait(tuple(self._in_flight), return_when=asyncio.FIRST_COMPLETED)

@@ -19,8 +19,7 @@ from msgspec import Meta
 from penstock.core.errors import PenstockError
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus
 from penstock.gateway.batches.lease import LeaseLost, new_holder
-from penstock.gateway.batches.metrics import BatchMetrics
-from penstock.gateway.batches.run import BatchRun, RunContext
+from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
 from penstock.gateway.batches.store import BatchStore, ResultWriter
 from penstock.gateway.files.files import FilesConfig, FileStore
 from penstock.gateway.store.database import Database

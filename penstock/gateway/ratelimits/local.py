@@ -14,12 +14,20 @@ from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal
 from penstock.core.limits import RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
-from penstock.gateway.ratelimits.demand import NOTHING, Demand, demand_of, used_by
 from penstock.gateway.ratelimits.meters import CallerMeters, Meters
 from penstock.gateway.ratelimits.metrics import LimiterMetrics
 from penstock.gateway.ratelimits.refusals import Figure, Refusal, SlotTimes, error_for
 from penstock.gateway.ratelimits.settings import CallerLimits, LimitSettings, Subject
-from penstock.gateway.ratelimits.spend import FreeOfCharge, Spend, SpendTracker, budgets_of
+from penstock.gateway.ratelimits.spend import (
+    NOTHING,
+    Demand,
+    FreeOfCharge,
+    Spend,
+    SpendTracker,
+    budgets_of,
+    demand_of,
+    used_by,
+)
 
 _NO_LIMITS = NoLimits()
 

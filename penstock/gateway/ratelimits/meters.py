@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from penstock.core.identity import Principal
 from penstock.core.limits import LimitState, RateLimits
 from penstock.gateway.ratelimits.buckets import TokenBucket
-from penstock.gateway.ratelimits.demand import NOTHING, Demand
 from penstock.gateway.ratelimits.refusals import Figure, Refusal
 from penstock.gateway.ratelimits.settings import (
     CallerLimits,
@@ -20,6 +19,7 @@ from penstock.gateway.ratelimits.settings import (
     ResolvedLimits,
     Subject,
 )
+from penstock.gateway.ratelimits.spend import NOTHING, Demand
 
 _MIN_SWEEP_SIZE = 1024
 _MAX_CACHED_CALLERS = 65_536

@@ -25,12 +25,20 @@ from penstock.core.identity import Principal
 from penstock.core.limits import LimitState, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
 from penstock.gateway.ratelimits.buckets import SECONDS_PER_LIMIT, TOLERANCE
-from penstock.gateway.ratelimits.demand import NOTHING, Demand, demand_of, used_by
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.refusals import Figure, Refusal, error_for
 from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe
 from penstock.gateway.ratelimits.settings import CallerLimits, LimitResolver, LimitSettings, ResolvedLimits
-from penstock.gateway.ratelimits.spend import NOTHING_SPENT, Spend, budgets_of, day_of
+from penstock.gateway.ratelimits.spend import (
+    NOTHING,
+    NOTHING_SPENT,
+    Demand,
+    Spend,
+    budgets_of,
+    day_of,
+    demand_of,
+    used_by,
+)
 
 REDIS_TIMEOUT_S = 1.0
 LEASE_TTL_S = 30.0

@@ -1,4 +1,5 @@
-"""What budgets need of the ledger: how much was spent, and what a request would cost.
+"""What a request reserves and is charged for, and what budgets need of the ledger: how much was spent, and what a
+request would cost. Knows no buckets and no Redis.
 
 The limiter adds what running requests are expected to cost, so that a budget is not overrun by requests that all
 start before the first of them is in the ledger. Knows no prices and no database. Money is in micro-dollars; days and
@@ -12,10 +13,11 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from penstock.gateway.accounts import Claim
+from penstock.core.errors import DeadlineExceeded
+from penstock.gateway.accounts import Claim, Outcome
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.refusals import Figure
-from penstock.gateway.ratelimits.settings import ResolvedLimits, Subject
+from penstock.gateway.ratelimits.settings import CallerLimits, ResolvedLimits, Subject
 
 MICRODOLLARS_PER_DOLLAR = 1_000_000
 
@@ -89,3 +91,43 @@ def seconds_until_next_month(wall_s: float) -> float:
     moment = datetime.fromtimestamp(wall_s, UTC)
     year, month = divmod(moment.year * 12 + moment.month, 12)
     return datetime(year, month + 1, 1, tzinfo=UTC).timestamp() - wall_s
+
+
+class Demand(NamedTuple):
+    """Amounts to reserve, or amounts used. Every request also counts as one request, however it ends."""
+
+    input_tokens: int
+    output_tokens: int
+    microdollars: float
+
+    def without_input(self, num_tokens: int) -> tuple[int, Demand]:
+        """How many of `num_tokens` are reserved here, and what is left without them."""
+        taken = min(num_tokens, self.input_tokens)
+        return taken, self._replace(input_tokens=self.input_tokens - taken)
+
+
+NOTHING = Demand(0, 0, 0.0)
+
+
+def demand_of(claim: Claim, limits: CallerLimits, spending: SpendTracker) -> Demand:
+    output_tokens = min(claim.max_output_tokens, limits.max_reserved_output_tokens)
+    cost = 0.0
+    if limits.has_budget:
+        cost = spending.cost_microdollars(claim, Usage(claim.input_tokens, output_tokens, cached_tokens=0))
+    return Demand(claim.input_tokens, output_tokens, cost)
+
+
+def used_by(claim: Claim, outcome: Outcome, limits: CallerLimits, spending: SpendTracker) -> Demand:
+    usage = outcome.usage
+    output_tokens = 0 if outcome.is_cached else usage.completion_tokens
+    cost = spending.cost_microdollars(claim, usage) if limits.has_budget and not outcome.is_cached else 0.0
+    return Demand(_input_tokens_used(outcome), output_tokens, cost)
+
+
+def _input_tokens_used(outcome: Outcome) -> int:
+    """A request that we failed to serve before its first token used none. A request that its client cancelled or
+    gave too little time is charged: its prompt may have been computed, and cancelling must not make prompts free."""
+    ended_by_us = outcome.status == "failed" and outcome.error_code != DeadlineExceeded.code
+    if outcome.is_cached or (ended_by_us and outcome.first_token_s is None):
+        return 0
+    return max(0, outcome.usage.prompt_tokens - outcome.usage.cached_tokens)

@@ -1,13 +1,20 @@
-"""Decides who a caller is from the credential it sent: a key of ours, the server's one key, a provider's token, or
-nothing. Knows no HTTP."""
+"""Identifies a caller by its credential: a key from the database, the server's one key, a provider's token, or none.
+Knows no HTTP."""
 
 from __future__ import annotations
 
 import hmac
+import time
+from collections.abc import Callable
 
+from penstock.core.clock import Clock
 from penstock.core.errors import AuthenticationFailed, PenstockError, PermissionDenied
+from penstock.core.gateway_config import OidcConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal, Scope
 from penstock.core.request import Tier
+from penstock.gateway.store.database import Database
+from penstock.gateway.tenants.directory import Directory
+from penstock.gateway.tenants.jwks import PublicKeys
 from penstock.gateway.tenants.key_secret import KEY_START, digest_of
 from penstock.gateway.tenants.keyring import KeyRing
 from penstock.gateway.tenants.metrics import AuthenticationMetrics
@@ -66,3 +73,32 @@ class Authenticator:
         if self.is_open:
             return OPEN_PRINCIPAL
         raise AuthenticationFailed("The API key is wrong.")
+
+
+class Tenants:
+    """Lives as long as the server. `close` writes what is still to be written; the database stays its owner's."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        static_key: str | None = None,
+        oidc: OidcConfig | None = None,
+        is_open: bool = False,
+        clock: Clock | None = None,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        metrics = AuthenticationMetrics()
+        self._ring = KeyRing(database, clock=clock, wall_time=wall_time, metrics=metrics)
+        # What is revoked through this gateway is refused by it at once; the others notice within seconds.
+        self.directory = Directory(database, wall_time, on_change=self._ring.doubt)
+        tokens = None
+        if oidc is not None:
+            public_keys = PublicKeys(oidc.issuer, oidc.jwks_url, clock)
+            tokens = TokenVerifier(oidc, public_keys, self._ring, wall_time)
+        self.authenticator = Authenticator(
+            static_key=static_key, ring=self._ring, tokens=tokens, is_open=is_open, metrics=metrics
+        )
+
+    async def close(self) -> None:
+        await self._ring.close()

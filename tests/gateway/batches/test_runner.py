@@ -11,7 +11,7 @@ import pytest
 from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound, QuotaExceeded
 from penstock.core.errors import RateLimited as TooFast
 from penstock.gateway.batches.batch import BatchLine, BatchStatus
-from penstock.gateway.batches.run import Backoff
+from penstock.gateway.batches.run import Backoff, BatchRun
 from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
 
@@ -137,6 +137,33 @@ async def test_a_refused_batch_pauses_as_a_whole(server: Server, monkeypatch: py
     batch = await server.until_over()
     assert batch.counts.succeeded == 1000
     assert most_tasks < 16
+
+
+async def test_a_line_refused_while_the_end_of_the_file_is_read_runs_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.batches.run._MIN_WAIT_S", 0.001)
+    refused = asyncio.Event()
+    read_lines = BatchRun._pending_lines
+
+    async def slow_to_end(run: BatchRun, recorded: set[int]) -> AsyncIterator[BatchLine]:
+        async for line in read_lines(run, recorded):
+            yield line
+        await refused.wait()
+        while run._in_flight:
+            await asyncio.sleep(0)
+
+    async def script(line: BatchLine) -> bytes:
+        if refused.is_set():
+            return line.body
+        refused.set()
+        raise TooFast("Slowly.")
+
+    monkeypatch.setattr(BatchRun, "_pending_lines", slow_to_end)
+    server.dialect.script = script
+    await server.hand_in(["a"])
+    server.runner.start()
+    assert (await server.until_over()).counts.succeeded == 1
 
 
 async def test_pauses_double_until_a_line_succeeds() -> None:

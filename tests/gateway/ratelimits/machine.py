@@ -18,7 +18,6 @@ from penstock.core.clock import VirtualClock
 from penstock.core.errors import QuotaExceeded, RateLimited, RequestExceedsLimit
 from penstock.gateway.accounts import Claim, Lease, Outcome
 from penstock.gateway.ratelimits.build import RunningLimiter
-from penstock.gateway.ratelimits.demand import Demand, demand_of, used_by
 from penstock.gateway.ratelimits.settings import (
     LimitResolver,
     Limits,
@@ -26,6 +25,7 @@ from penstock.gateway.ratelimits.settings import (
     ScopeLimits,
     Subject,
 )
+from penstock.gateway.ratelimits.spend import Demand, demand_of, used_by
 from tests.gateway.ratelimits.claims import SettableSpend, claim, outcome, reserve
 
 T = TypeVar("T")
