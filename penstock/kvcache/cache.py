@@ -38,7 +38,7 @@ class KVCache:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_host_blocks = num_host_blocks
-        self.pool = BlockPool(  # for this room
+        self.pool = BlockPool(  # for this room, figures and tests
             num_blocks,
             block_size,
             enable_prefix_caching=enable_prefix_caching,
