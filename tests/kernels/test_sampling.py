@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -161,3 +165,45 @@ def test_native_chooses_what_the_definition_chooses(
     expected = TorchOps().sample(logits, batch)
     found = NativeOps(library, torch.float32).sample(logits, batch)
     assert (expected != found).sum() <= 1
+
+
+SAMPLE_ONE_ROW = """
+#include <cmath>
+#include "kernels.h"
+const penstock::Kernels& penstock::kernels() { return *generic_kernels(); }
+struct PenstockSampling {
+  int64_t num_rows, vocabulary;
+  const float* temperature; const int32_t* top_k; const float* top_p; const float* min_p;
+  const int64_t *seed, *position;
+};
+PENSTOCK_API void penstock_sample(const PenstockSampling*, const float*, int64_t*);
+int main() {
+  // A grammar leaves two tokens, and top-k asks for more than that.
+  const float out = -INFINITY, logits[6] = {1.0f, out, 2.0f, out, out, out};
+  const float temperature = 1.0f, top_p = 0.9f, min_p = 0.0f;
+  const int32_t top_k = 4;
+  const int64_t zero = 0;
+  int64_t token = -1;
+  const PenstockSampling batch = {1, 6, &temperature, &top_k, &top_p, &min_p, &zero, &zero};
+  penstock_sample(&batch, logits, &token);
+  return token == 0 || token == 2 ? 0 : 1;
+}
+"""
+
+
+def test_masked_tokens_are_sampled_without_undefined_conversions(tmp_path: Path) -> None:
+    """An infinite distance times zero is no number, and no whole number either."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ and its sanitizer")
+    sources = Path(__file__).parents[2] / "penstock" / "kernels" / "cpu"
+    (tmp_path / "main.cpp").write_text(SAMPLE_ONE_ROW)
+    files = [sources / f"{name}.cpp" for name in ("sample", "isa_generic", "common", "pool")]
+    flags = "-std=c++17 -O1 -w -pthread -fsanitize=float-cast-overflow -fno-sanitize-recover=all".split()
+    command = [compiler, *flags, f"-I{sources}", str(tmp_path / "main.cpp"), *map(str, files)]
+    built = subprocess.run([*command, "-o", str(tmp_path / "sample")], capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip("needs g++ and its sanitizer")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([tmp_path / "sample"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

@@ -127,7 +127,8 @@ void keep_top_p(double mass, RowScratch& scratch) {
   const float top = range.second->logit, span = top - range.first->logit;
   const float bins_per_logit = span > 0 && std::isfinite(span) ? (num_bins - 1) / span : 0.0f;
   const auto bin_of = [&](const Candidate& c) {
-    return std::min(num_bins - 1, static_cast<size_t>((top - c.logit) * bins_per_logit));
+    const float bin = (top - c.logit) * bins_per_logit;  // NaN where an infinite distance meets a zero
+    return bin < num_bins - 1 ? static_cast<size_t>(bin) : num_bins - 1;
   };
   double bins[num_bins] = {};
   for (const Candidate& c : scratch.candidates) bins[bin_of(c)] += c.weight;
