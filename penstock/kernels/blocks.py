@@ -1,6 +1,6 @@
-"""The halves of a pre-norm decoder layer, put together from a backend's smaller operations.
+"""Operations put together from a backend's primitive ones, and the base of wrappers around a backend.
 
-What they mean. A backend may do them in fewer steps.
+The composed operations are the definition; a backend may override any of them by fewer steps with the same result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,18 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return weights, chosen
 
 
-class ComposedBlocks:
+class ComposedOps:
+    """Attention, MLPs, experts and the halves of a pre-norm decoder layer, made of products, norms, gates and
+    `attend`."""
+
+    def attention(
+        self: Ops, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
+    ) -> Tensor:
+        return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
+
+    def mlp(self: Ops, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
+        return self.linear(self.gated(self.linear(x, gate_up), activation), down)
+
     def attention_block(
         self: Ops,
         residual: Tensor,
@@ -105,3 +116,40 @@ class ComposedBlocks:
     ) -> None:
         normed = self.rms_norm(residual, norm, eps)
         residual.add_(self.moe(normed, self.logits(normed, router), experts, routing, activation))
+
+
+class DelegatingOps(ComposedOps):
+    """A backend in which some products differ from those of another backend: subclasses override these products, and
+    the composed operations use the overridden ones. All other primitive operations are those of the other backend."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.name = ops.name
+        self.device = ops.device
+        self.dtype = ops.dtype
+        self.kv_dtype = ops.kv_dtype
+        self.pack_linear = ops.pack_linear
+        self.pack_embedding = ops.pack_embedding
+        self.rms_norm = ops.rms_norm
+        self.add_rms_norm = ops.add_rms_norm
+        self.gated = ops.gated
+        self.allocate_kv = ops.allocate_kv
+        self.attend = ops.attend
+        self.sample = ops.sample
+        self._ops = ops
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        return self._ops.linear(x, weight)
+
+    def embed(self, token_ids: Tensor, table: Any) -> Tensor:
+        return self._ops.embed(token_ids, table)
+
+    def logits(self, x: Tensor, head: Any) -> Tensor:
+        return self._ops.logits(x, head)
+
+    def pack_experts(self, experts: Iterable[ExpertWeights]) -> Any:
+        return self._ops.pack_experts(experts)
+
+    def moe(
+        self, x: Tensor, logits: Tensor, experts: Any, routing: Routing, activation: Activation
+    ) -> Tensor:
+        return self._ops.moe(x, logits, experts, routing, activation)

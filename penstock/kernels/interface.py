@@ -1,9 +1,13 @@
-"""The operations a model is made of. A backend implements all of them; models call nothing else on tensors.
+"""The operations a model is made of. Models call nothing else on tensors.
+
+A backend implements the primitive operations and inherits the rest from `ComposedOps` (blocks.py), which puts them
+together from primitives; it may override any of those by a fused kernel with the same result. A wrapper of a backend
+(`DelegatingOps`) overrides the products that it changes.
 
 Shapes: T tokens of this step, R requests of this step, S sampled rows, H query heads, G KV heads, D head size,
 V vocabulary. Activations are in the backend's compute type; row i of an output depends on row i of the input
-(and on its own request's cache) alone, summed in an order that does not depend on T or R. That is what makes an
-answer independent of who shares its batch.
+(and on its own request's cache) alone, summed in an order that does not depend on T or R. So an answer does not
+depend on the other requests of its batch.
 """
 
 from __future__ import annotations
@@ -150,8 +154,8 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a token chooses its experts: the softmax over all, then the `top_k` likeliest, the lower index first
-    among equals."""
+    """How a token chooses its experts: the softmax over all, then the `top_k` most probable. Among equals the lower
+    index comes first."""
 
     num_experts: int
     top_k: int
@@ -218,10 +222,10 @@ class KVRegion:
 
 
 class KVStore(Protocol):
-    """KV tensors of all layers, in whatever layout the backend likes. `layer(i)` is handed back to `attend`.
+    """KV tensors of all layers, in the backend's own layout. `layer(i)` is an argument of `attend`.
 
-    Blocks can be copied to slots of host memory and back, bit for bit. Copies take their place among the steps in the
-    order of the calls, and need not be done when the call returns."""
+    Blocks can be copied to slots of host memory and back, bit for bit. Copies and steps take effect in the order of
+    the calls; a copy need not be finished when its call returns."""
 
     num_blocks: int
     block_size: int
@@ -234,8 +238,8 @@ class KVStore(Protocol):
     def layer(self, index: int) -> Any: ...
 
     def regions(self, layer: int) -> tuple[KVRegion, ...]:
-        """Where the blocks of a layer lie, for whoever moves them to another process. A block means the same in any
-        store whose regions have the same sizes."""
+        """Where the blocks of a layer lie, for transfers to another process. Stores whose regions have the same sizes
+        can exchange blocks."""
         ...
 
     def reserve_host(self, num_slots: int) -> None:
@@ -249,12 +253,12 @@ class KVStore(Protocol):
 
 @runtime_checkable
 class HalvesBlocks(Protocol):
-    """Of a KV store whose attention also finds a request's last tokens where they begin in the middle of a block,
-    because the first half is another request's. The slot of its last token tells."""
+    """KV stores in which two requests can share a block: the last tokens of a request may begin in the middle of the
+    block. The slot of the last token says so."""
 
     def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
-        """The half of a block that begins at slot `offset`, to the first half of that or another block. Takes its
-        place among the steps and the other copies in the order of the calls."""
+        """Copy the half of a block that begins at slot `offset` to the first half of a block. Copies and steps take
+        effect in the order of the calls."""
         ...
 
 
@@ -286,7 +290,7 @@ class Ops(Protocol):
         ...
 
     def pack_experts(self, experts: Iterable[ExpertWeights]) -> PackedExperts:
-        """Takes one expert after the other, so that a source need not hold them all."""
+        """Packs one expert after the other, so that a source need not hold all of them."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -304,8 +308,8 @@ class Ops(Protocol):
     ) -> KVStore: ...
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
-        """[T, (H + 2G) × D] → [T, H × D]: head norms, rope, write K and V to their slots, then causal attention of
-        every token over its request's blocks. All writes of the step come before any read."""
+        """[T, (H + 2G) × D] → [T, H × D]: head norms, rope, writing K and V to their slots, then causal attention of
+        every token over the blocks of its request. All writes of the step come before any read."""
         ...
 
     def attention(
@@ -367,7 +371,7 @@ class Ops(Protocol):
         routing: Routing,
         activation: Activation,
     ) -> None:
-        """residual += the weighted sum of what each token's experts make of rms_norm(residual, norm, eps)."""
+        """normed = rms_norm(residual, norm, eps); residual += moe(normed, logits(normed, router), ...), in place."""
         ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -376,11 +380,11 @@ class Ops(Protocol):
 
 
 @runtime_checkable
-class PicksLikeliest(Protocol):
-    """Of a backend that can do without logits where nobody looks at them."""
+class FindsArgmax(Protocol):
+    """Backends that can return the argmax of logits without materialising the logits."""
 
-    def likeliest(self, x: Tensor, head: PackedLinear) -> Tensor:
-        """[S, hidden] → int64 [S]: what `sample` takes of logits(x, head) where all rows are greedy."""
+    def argmax(self, x: Tensor, head: PackedLinear) -> Tensor:
+        """[S, hidden] → int64 [S]: the tokens that `sample` returns for logits(x, head) and a temperature of 0."""
         ...
 
 
@@ -402,13 +406,13 @@ RunLayers = Callable[[Tensor, AttentionBatch], None]
 
 @runtime_checkable
 class JoinsLayers(Protocol):
-    """Of a backend whose operations are short enough for calls to count."""
+    """Backends that run all decoder layers in one call, because the calls themselves take a share of the time."""
 
     def join_layers(
         self, layers: Sequence[GatedLayer], eps: float, activation: Activation, kv: KVStore
     ) -> RunLayers | None:
-        """Does to a residual what the blocks of one layer after the other do, to the bit, in one call. None where
-        that cannot be: for weights or a KV store that it does not know."""
+        """A function that applies the blocks of all layers to a residual in one call, with the same bits as one block
+        after the other. None if the weights or the KV store are not the backend's own."""
         ...
 
 
@@ -417,7 +421,7 @@ Attend = Callable[[AttentionBatch], None]
 
 @runtime_checkable
 class CutsAtAttention(Protocol):
-    """Of a backend on a GPU: all but attention depends on nothing but the number of tokens, and can be recorded."""
+    """Backends on a GPU, where everything but attention depends on the number of tokens only and can be recorded."""
 
     dtype: torch.dtype
 

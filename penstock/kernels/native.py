@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.blocks import ComposedBlocks
+from penstock.kernels.blocks import ComposedOps
 from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
@@ -46,7 +46,7 @@ MAX_HEAD_DIM = 256
 UNLIMITED_WINDOW = 2**62
 
 
-class NativeOps(ComposedBlocks):
+class NativeOps(ComposedOps):
     name = "native"
     device = torch.device("cpu")
 
@@ -127,7 +127,7 @@ class NativeOps(ComposedBlocks):
         self._library.linear(head.handle, self._dtype_code, rows, x.data_ptr(), 0, y.data_ptr())
         return y
 
-    def likeliest(self, x: Tensor, head: Any) -> Tensor:
+    def argmax(self, x: Tensor, head: Any) -> Tensor:
         if head.input_order is not None:
             x = x[:, head.input_order]
         if x.dtype is not self.dtype or not x.is_contiguous():

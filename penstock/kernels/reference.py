@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.blocks import ComposedBlocks
+from penstock.kernels.blocks import ComposedOps
 from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
@@ -109,7 +109,7 @@ class TorchKVStore(TensorKVStore):
         )
 
 
-class TorchOps(ComposedBlocks):
+class TorchOps(ComposedOps):
     name = "torch"
 
     def __init__(
@@ -190,14 +190,6 @@ class TorchOps(ComposedBlocks):
             table = batch.block_tables[request]
             output[rows] = _attend_one_request(query[rows], layer, cache, table, context_lens[request])
         return output.view(-1, heads * width)
-
-    def attention(
-        self, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
-    ) -> Tensor:
-        return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
-
-    def mlp(self, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
-        return self.linear(self.gated(self.linear(x, gate_up), activation), down)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sample_rows(logits, batch)

@@ -18,13 +18,13 @@ from torch import Tensor
 from penstock.kernels.interface import (
     AttentionBatch,
     AttentionLayer,
+    FindsArgmax,
     GatedLayer,
     JoinsLayers,
     KVStore,
     Ops,
     PackedExperts,
     PackedLinear,
-    PicksLikeliest,
     Routing,
     RunLayers,
 )
@@ -187,10 +187,10 @@ class Decoder(ABC):
 
     def argmax(self, hidden_rows: Tensor) -> Tensor | None:
         # A cap may make equals of logits that were not.
-        if self.config.logit_softcap is not None or not isinstance(self._ops, PicksLikeliest):
+        if self.config.logit_softcap is not None or not isinstance(self._ops, FindsArgmax):
             return None
         assert self._head is not None, "the last stage has the head"
-        return self._ops.likeliest(hidden_rows, self._head)
+        return self._ops.argmax(hidden_rows, self._head)
 
     @abstractmethod
     def _load_layers(self, loader: WeightLoader) -> None: ...

@@ -199,7 +199,14 @@ def test_masked_tokens_are_sampled_without_undefined_conversions(tmp_path: Path)
     sources = Path(__file__).parents[2] / "penstock" / "kernels" / "cpu"
     (tmp_path / "main.cpp").write_text(SAMPLE_ONE_ROW)
     files = [sources / f"{name}.cpp" for name in ("sample", "isa_generic", "common", "pool")]
-    flags = "-std=c++17 -O1 -w -pthread -fsanitize=float-cast-overflow -fno-sanitize-recover=all".split()
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-pthread",
+        "-fsanitize=float-cast-overflow",
+        "-fno-sanitize-recover=all",
+    ]
     command = [compiler, *flags, f"-I{sources}", str(tmp_path / "main.cpp"), *map(str, files)]
     built = subprocess.run([*command, "-o", str(tmp_path / "sample")], capture_output=True, text=True)
     if "cannot find" in built.stderr:

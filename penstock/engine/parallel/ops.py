@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.parallel.mesh import TensorGroup
-from penstock.kernels.blocks import route
+from penstock.kernels.blocks import DelegatingOps, route
 from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
@@ -28,24 +28,9 @@ from penstock.kernels.interface import (
 from penstock.models.sharding import Shard, balanced
 
 
-class TensorParallelOps:
+class TensorParallelOps(DelegatingOps):
     def __init__(self, ops: Ops, group: TensorGroup, shard: Shard, vocab_size: int) -> None:
-        self.name = ops.name
-        self.device = ops.device
-        self.dtype = ops.dtype
-        self.kv_dtype = ops.kv_dtype
-        # What one rank can do alone, it does as the backend does it.
-        self.pack_linear = ops.pack_linear
-        self.linear = ops.linear
-        self.pack_embedding = ops.pack_embedding
-        self.pack_experts = ops.pack_experts
-        self.rms_norm = ops.rms_norm
-        self.add_rms_norm = ops.add_rms_norm
-        self.gated = ops.gated
-        self.allocate_kv = ops.allocate_kv
-        self.attend = ops.attend
-        self.sample = ops.sample
-        self._ops = ops
+        super().__init__(ops)
         self._group = group
         self._vocabularies = balanced(vocab_size, shard.tensor_size)
         self._vocabulary = shard.vocabulary(vocab_size)
@@ -86,31 +71,6 @@ class TensorParallelOps:
             return self._placed.run(x, logits, experts, routing, activation)
         return self._group.add_up(self._ops.moe(x, logits, experts, routing, activation))
 
-    def attention_block(
-        self,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        qkv: PackedLinear,
-        output: PackedLinear,
-        layer: AttentionLayer,
-        cache: Any,
-        batch: AttentionBatch,
-    ) -> None:
-        normed = self._ops.rms_norm(residual, norm, eps)
-        residual.add_(self.attention(normed, qkv, output, layer, cache, batch))
-
-    def mlp_block(
-        self,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        gate_up: PackedLinear,
-        down: PackedLinear,
-        activation: Activation,
-    ) -> None:
-        residual.add_(self.mlp(self._ops.rms_norm(residual, norm, eps), gate_up, down, activation))
-
     def moe_block(
         self,
         residual: Tensor,
@@ -121,8 +81,8 @@ class TensorParallelOps:
         routing: Routing,
         activation: Activation,
     ) -> None:
-        """Every rank has the whole router."""
-        normed = self._ops.rms_norm(residual, norm, eps)
+        """Every rank has the whole router, so its logits are the backend's own."""
+        normed = self.rms_norm(residual, norm, eps)
         residual.add_(self.moe(normed, self._ops.logits(normed, router), experts, routing, activation))
 
 

@@ -1,4 +1,4 @@
-"""The likeliest token without logits is the one that a greedy sample takes of them."""
+"""The argmax of a product is the token that a greedy sample takes of its logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_of_plain_weights(native: NativeOps, bias: bool) -> None:
     head = native.pack_linear([DenseWeight(torch.randn(VOCABULARY, HIDDEN))], added)
     for rows in ROWS:
         x = torch.randn(rows, HIDDEN).to(native.dtype)
-        assert torch.equal(native.likeliest(x, head), greedy(native, x, head))
+        assert torch.equal(native.argmax(x, head), greedy(native, x, head))
 
 
 @pytest.mark.parametrize("sizes", [[VOCABULARY], [400, 377]], ids=["one", "stacked"])
@@ -45,7 +45,7 @@ def test_of_whole_numbers(library: Library, isa: str, sizes: list[int]) -> None:
     head = ops.pack_linear(stack(sizes, HIDDEN))
     for rows in ROWS:
         x = torch.randn(rows, HIDDEN).bfloat16()
-        assert torch.equal(ops.likeliest(x, head), greedy(ops, x, head))
+        assert torch.equal(ops.argmax(x, head), greedy(ops, x, head))
 
 
 def test_of_equals_the_first_is_taken(native: NativeOps) -> None:
@@ -54,24 +54,24 @@ def test_of_equals_the_first_is_taken(native: NativeOps) -> None:
     weight[[5, 6, 300, 776]] = 1.0
     head = native.pack_linear([DenseWeight(weight)])
     x = torch.ones(3, HIDDEN).to(native.dtype)
-    assert native.likeliest(x, head).tolist() == [5, 5, 5]
+    assert native.argmax(x, head).tolist() == [5, 5, 5]
     zeros = torch.zeros(VOCABULARY, HIDDEN)
     zeros[: VOCABULARY // 2] = -0.0
-    assert native.likeliest(x, native.pack_linear([DenseWeight(zeros)])).tolist() == [0, 0, 0]
+    assert native.argmax(x, native.pack_linear([DenseWeight(zeros)])).tolist() == [0, 0, 0]
 
 
 def test_rows_without_a_usable_logit_give_minus_one_and_spare_the_others(native: NativeOps) -> None:
     head = native.pack_linear([DenseWeight(torch.rand(VOCABULARY, HIDDEN) + 0.1)])
     x = torch.rand(40, HIDDEN).to(native.dtype)
     x[0, 0], x[17, 3], x[39, 5] = float("nan"), float("inf"), float("-inf")
-    chosen = native.likeliest(x, head)
+    chosen = native.argmax(x, head)
     assert torch.equal(chosen, greedy(native, x, head))
     assert (chosen == -1).nonzero().flatten().tolist() == [0, 17, 39]
 
 
 def test_no_rows(native: NativeOps) -> None:
     head = native.pack_linear([DenseWeight(torch.randn(VOCABULARY, HIDDEN))])
-    assert native.likeliest(torch.empty(0, HIDDEN).to(native.dtype), head).tolist() == []
+    assert native.argmax(torch.empty(0, HIDDEN).to(native.dtype), head).tolist() == []
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -79,10 +79,10 @@ def test_any_number_of_threads_finds_the_same(library: Library, num_threads: int
     ops = NativeOps(library, torch.bfloat16, integer_products=True)
     head = ops.pack_linear(stack([VOCABULARY], HIDDEN))
     x = torch.randn(40, HIDDEN).bfloat16()
-    expected = ops.likeliest(x, head)
+    expected = ops.argmax(x, head)
     own_threads = library.num_threads()
     try:
         library.set_num_threads(num_threads)
-        assert torch.equal(ops.likeliest(x, head), expected)
+        assert torch.equal(ops.argmax(x, head), expected)
     finally:
         library.set_num_threads(own_threads)
