@@ -4,8 +4,8 @@
     python -m bench.divergence MODEL.gguf --llama-python PATH [--tokens 4096] [--prompts 100] [--new-tokens 64]
 
 The reference is Penstock in float32 with the weights of the file, unrounded. All others read the same file. PATH is a
-Python that llama-cpp-python is installed for (`make .peers/llama-python/bin/python`). The script prints, for each: the mean
-Kullback-Leibler divergence of the next token's distribution over a text, the share of its tokens after which the most
+Python that llama-cpp-python is installed for (`make .peers/llama-python/bin/python`). For each, the script prints the
+mean Kullback-Leibler divergence of the next token's distribution over a text, the share of tokens after which the most
 probable next token is the same, and for how many prompts the greedy answer is the same, token by token.
 """
 

