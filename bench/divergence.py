@@ -5,8 +5,8 @@
 
 The reference is Penstock in float32 with the weights of the file, unrounded. All others read the same file. PATH is a
 Python that llama-cpp-python is installed for (`make .peers/llama-python/bin/python`). For each, the script prints the
-mean Kullback-Leibler divergence of the next token's distribution over a text, the share of tokens after which the most
-probable next token is the same, and for how many prompts the greedy answer is the same, token by token.
+mean Kullback-Leibler divergence of the next token over a text, the share of tokens after which the most probable next
+token is the same, and for how many prompts the greedy answer is the same, token by token.
 """
 
 from __future__ import annotations
