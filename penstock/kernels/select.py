@@ -78,8 +78,8 @@ def capabilities() -> Capabilities:
 
 
 def preferred_cpu_dtype() -> torch.dtype:
-    """bfloat16 where the native kernels multiply it in hardware, else float32."""
-    return torch.bfloat16 if capabilities().isa in ("avx512_bf16", "amx") else torch.float32
+    """bfloat16 where tiles multiply it. Elsewhere float32, whose products with quantized weights are in bytes."""
+    return torch.bfloat16 if capabilities().isa == "amx" else torch.float32
 
 
 def set_num_threads(count: int) -> None:

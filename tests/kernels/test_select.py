@@ -33,8 +33,7 @@ def test_capabilities_name_the_best_set(library: Library) -> None:
     assert found.native
     assert found.isa in library_module.ISA_NAMES
     assert found.num_threads == library.num_threads()
-    wide = found.isa in ("avx512_bf16", "amx")
-    assert select.preferred_cpu_dtype() == (torch.bfloat16 if wide else torch.float32)
+    assert select.preferred_cpu_dtype() == (torch.bfloat16 if found.isa == "amx" else torch.float32)
 
 
 def test_an_instruction_set_the_processor_lacks_is_refused(library: Library) -> None:

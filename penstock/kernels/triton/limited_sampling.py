@@ -41,7 +41,7 @@ def _weight(values, highest, heat):
 
 @triton.jit
 def _level(values, highest, heat):
-    """Quarter octaves of weight below the row's likeliest token."""
+    """Quarter octaves of weight below the row's most probable token."""
     distance = (highest - values) / heat * (LOG2_E * LEVELS_PER_OCTAVE)
     return tl.minimum(distance, LEVELS - 1.0).to(tl.int32)
 
@@ -213,7 +213,7 @@ def _kept_weights(
     tie_rank = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) - 1
     weights = _weight(values, highest, heat)
     kept = ((order > bound) | (is_tie & (tie_rank < ties))) & (at < count)
-    # The likeliest always stays, whatever rounding makes of its weight.
+    # The most probable token always stays, whatever rounding makes of its weight.
     kept = kept & ((weights >= least) | (values == highest))
     return tl.where(kept, weights, 0.0).to(tl.float64), tl.sum(is_tie.to(tl.int32), axis=0)
 
