@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.cluster.early import EarlyProcess
 
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
@@ -85,7 +85,7 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
             log_level=level,
             early=early,
         )
-    log.info("stopped")
+    logger.info("stopped")
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bo
     has_other_ways = server.api_key is not None or tenants.oidc is not None
     if has_other_ways or (has_keys if tenants.require_keys is None else tenants.require_keys):
         if not has_keys and not has_other_ways:
-            log.warning(
+            logger.warning(
                 "no key exists yet, so every request is refused; make a key with: penstock keys create"
             )
         return False
@@ -121,7 +121,7 @@ def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bo
                 hint="Make a key with 'penstock keys create', or set PENSTOCK_API_KEY or --api-key; "
                 "or say --allow-open if that is what you want.",
             )
-        log.warning(
+        logger.warning(
             "WARNING: this server listens on %s and asks for no key: anyone who reaches the port can use it, "
             "administer it and read everyone's data",
             server.host,
@@ -136,7 +136,7 @@ def keys_were_made(config: ServeConfig) -> bool:
         """A key that has expired or was revoked counts: a server that once asked for keys never opens by itself."""
         was_made = await directory.has_keys()
         if was_made and not await directory.has_keys(only_live=True):
-            log.warning("every key has expired or was revoked; make one with: penstock keys create")
+            logger.warning("every key has expired or was revoked; make one with: penstock keys create")
         return was_made
 
     database = open_database(config.store)

@@ -33,7 +33,7 @@ from penstock.core.errors import EngineUnavailable, error_from_code
 from penstock.dispatch.waiting import WaitingRoom
 from penstock.router import Router
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
 RECONNECT_S = 1.0
@@ -141,9 +141,9 @@ class ControlLink:
                     self._is_urgent.clear()
                     await self._exchange(reader, writer)
             except OSError as error:
-                log.warning("the control plane does not answer (%s)", error)
+                logger.warning("the control plane does not answer (%s)", error)
             except Exception:  # the next report may succeed
-                log.exception("a report to the control plane failed")
+                logger.exception("a report to the control plane failed")
             finally:
                 writer.close()
             reader, writer = await self._reconnect()

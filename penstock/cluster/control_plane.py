@@ -34,14 +34,14 @@ from penstock.cluster.control_messages import (
 )
 from penstock.cluster.figures import RecentTimes
 from penstock.cluster.release_record import ReleaseStore, serving_spec
-from penstock.cluster.releases import ReleaseDesk, Resolve
+from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.cluster.scaling import PoolScaler, ReplicaManager
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import ClusterView, PoolView, ReplicaView, RoutingView
 from penstock.core.errors import PenstockError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
 HEARD_TIMEOUT_S = 5.0  # for every gateway to follow a new directive; a slower gateway counts as gone
@@ -78,7 +78,7 @@ class ControlPlane:
         self._store = store
         self._look_interval_s = look_interval_s
         self.pools = [PoolScaler(manager, spec, scaling, drain_timeout_s) for spec, scaling in pools]
-        self.releases = ReleaseDesk(
+        self.releases = ReleaseService(
             self.pools, manager, store, resolve_weights, self._announce, interval_s=look_interval_s
         )
         self._directive_number = 0
@@ -99,7 +99,7 @@ class ControlPlane:
         for pool in self.pools:
             spec = serving_spec(pool.spec, records)
             if spec is not pool.spec:
-                log.info("%s: serving the revision %s, which a release promoted", spec.model, spec.revision)
+                logger.info("%s: serving the revision %s, which a release promoted", spec.model, spec.revision)
             pool.spec = spec
         return tuple(pool.spec for pool in self.pools)
 
@@ -202,7 +202,7 @@ class ControlPlane:
                 try:
                     pool.look(loop.time(), time.time())
                 except Exception:  # one failure must not end all scaling
-                    log.exception("the autoscaler stumbled over %s", pool.spec.model)
+                    logger.exception("the autoscaler stumbled over %s", pool.spec.model)
 
     async def _announce(self) -> None:
         """Returns when every gateway follows the present state of releases, or the time for that is over."""
@@ -224,7 +224,7 @@ class ControlPlane:
                 async with self._heard:
                     self._heard.notify_all()
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            log.warning("a gateway's report could not be read: %s", error)
+            logger.warning("a gateway's report could not be read: %s", error)
         finally:
             self._gateways.pop(number, None)
             for pool in self.pools:
@@ -248,5 +248,5 @@ class ControlPlane:
         except PenstockError as error:
             return Refused(error.code, error.message, error.param, error.hint)
         except Exception as error:
-            log.exception("the control plane stumbled over %s", type(message).__name__)
+            logger.exception("the control plane stumbled over %s", type(message).__name__)
             return Refused(PenstockError.code, f"The control plane stumbled: {type(error).__name__}.")

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core.engine_config import EngineConfig
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WORKER = "penstock.cluster.worker"
 
@@ -39,7 +39,7 @@ class EarlyProcess:
             with process.stdin as stdin:
                 stdin.write(msgspec.json.encode(arguments) + b"\n" + msgspec.json.encode(config))
         except BrokenPipeError:
-            log.warning("the engine process that was started early ended with %d", process.wait())
+            logger.warning("the engine process that was started early ended with %d", process.wait())
             return None
         return process
 

@@ -48,7 +48,7 @@ from penstock.dispatch.replicas import ReplicaRecord
 from penstock.dispatch.waiting import WaitingRoom
 from penstock.router import Router
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class FleetObserver(Protocol):
@@ -294,7 +294,7 @@ class Fleet:
 
     def _eject(self, action: Eject) -> None:
         what = "is slow and gets no requests" if action.is_slow else "is back"
-        log.warning("replica %s %s", action.replica_id, what)
+        logger.warning("replica %s %s", action.replica_id, what)
 
     def _arrived(self, action: Arrived) -> None:
         for observer in self.observers:

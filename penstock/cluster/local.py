@@ -22,7 +22,7 @@ from penstock.cluster.early import WORKER, EarlyProcess
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.core.engine_config import EngineConfig
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 
@@ -142,7 +142,7 @@ class _LocalProcess:
         try:
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         except TimeoutError:
-            log.warning(
+            logger.warning(
                 "engine process %d did not leave in %.0f s; killing it", self._process.pid, STOP_TIMEOUT_S
             )
             self.kill()

@@ -21,7 +21,7 @@ from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.installation import install_command
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 2.0  # for an actor to end its engine; then the actor is ended
@@ -121,7 +121,7 @@ class _RayReplica:
         try:
             await asyncio.wait_for(self.wait(), STOP_TIMEOUT_S)
         except TimeoutError:
-            log.warning("an engine on Ray did not leave in %.0f s; killing it", STOP_TIMEOUT_S)
+            logger.warning("an engine on Ray did not leave in %.0f s; killing it", STOP_TIMEOUT_S)
             self.kill()
             await self.wait()
         if self._killing is not None:
@@ -148,7 +148,7 @@ class _RayReplica:
         try:
             return int(await self._actor.wait.remote())
         except self._ray.exceptions.RayError as error:
-            log.error("Ray lost an engine's actor: %s", str(error).partition("\n")[0])
+            logger.error("Ray lost an engine's actor: %s", str(error).partition("\n")[0])
             return -signal.SIGKILL
 
     async def _kill(self) -> None:
@@ -198,7 +198,7 @@ async def _placed(group: Any, replica_id: str, needs: dict[str, float]) -> None:
     try:
         while not (await asyncio.wait((placed,), timeout=NOTICE_AFTER_S))[0]:
             wanted = ", ".join(f"{count:g} {name}" for name, count in needs.items())
-            log.warning("%s waits for a node of the Ray cluster with %s free", replica_id, wanted)
+            logger.warning("%s waits for a node of the Ray cluster with %s free", replica_id, wanted)
         await placed
     finally:
         placed.cancel()

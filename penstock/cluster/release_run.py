@@ -19,7 +19,7 @@ from penstock.core.cluster_view import GateView, ReleaseView
 from penstock.core.errors import PenstockError
 from penstock.router import ReplicaState
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CANDIDATE_LOST_S = 30.0  # without a ready replica of the candidate
 _GATED = (Stage.SHADOW, Stage.CANARY)
@@ -113,10 +113,10 @@ class ReleaseRun:
             try:
                 await stages[self.state.stage]()
             except PenstockError as error:
-                log.error("the release %s tries again: %s", self.record.id, error.message)
+                logger.error("the release %s tries again: %s", self.record.id, error.message)
                 await asyncio.sleep(self._interval_s)
             except Exception:
-                log.exception("the release %s stumbled; it tries again", self.record.id)
+                logger.exception("the release %s stumbled; it tries again", self.record.id)
                 await asyncio.sleep(self._interval_s)
         for pool in self._pools:
             pool.is_releasing = False
@@ -160,7 +160,7 @@ class ReleaseRun:
         try:
             await self._start_missing(self.record.candidate, counts)
         except PenstockError as error:
-            log.warning("the old replicas must make room for the new ones: %s", error.message)
+            logger.warning("the old replicas must make room for the new ones: %s", error.message)
         for pool, spec in zip(self._pools, self.record.candidate, strict=True):
             pool.spec = spec
         await self._announce()
@@ -243,7 +243,7 @@ class ReleaseRun:
         await self._enter(self.rules.happened(self.state, happening, time.time(), reason))
 
     async def _enter(self, state: ReleaseState) -> None:
-        log.info(
+        logger.info(
             "release %s of %s (%s → %s): %s, %s",
             self.record.id,
             self.record.model,
@@ -257,6 +257,6 @@ class ReleaseRun:
             await self._store.save(record)
         except PenstockError as error:
             # A database that is away must not keep a bad candidate in service.
-            log.error("the release's state could not be written down: %s", error.message)
+            logger.error("the release's state could not be written down: %s", error.message)
         self.record = record
         self.collector.begin(state.stage_number)

@@ -23,12 +23,12 @@ from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Awaitable[str]]  # from an operator's name of weights to their path
 
 
-class ReleaseDesk:
+class ReleaseService:
     """All releases of a server. `pools` are those of every model."""
 
     def __init__(
@@ -62,7 +62,7 @@ class ReleaseDesk:
             self._runs[record.model] = self._run(record)
         for run in self._runs.values():
             if not run.state.is_over:
-                log.info("going on with release %s, which is %s", run.record.id, run.state.stage)
+                logger.info("going on with release %s, which is %s", run.record.id, run.state.stage)
                 run.begin()
 
     async def start(self, order: ReleaseOrder) -> ReleaseView:
@@ -101,7 +101,7 @@ class ReleaseDesk:
         )
         await self._store.save(record)
         run = self._runs[model] = self._run(record)
-        log.info("release %s of %s begins: %s → %s", record.id, model, stable, candidate[0].revision)
+        logger.info("release %s of %s begins: %s → %s", record.id, model, stable, candidate[0].revision)
         run.begin()
         return run.view()
 
@@ -144,7 +144,7 @@ class ReleaseDesk:
         return run.view()
 
     async def _abandoned(self, record: ReleaseRecord) -> ReleaseRecord:
-        log.warning("release %s is dropped: the server's own settings have changed since", record.id)
+        logger.warning("release %s is dropped: the server's own settings have changed since", record.id)
         state = msgspec.structs.replace(
             record.state, stage=Stage.ROLLED_BACK, reason="the server was started with other settings"
         )

@@ -29,7 +29,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.router import Replica, ReplicaState
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.2  # for what a process sent before it died to arrive
 STACK_DUMP_S = 0.2  # for a frozen process to write the stacks of its threads before it is killed

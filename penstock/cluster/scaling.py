@@ -36,7 +36,7 @@ from penstock.core.errors import ConfigError, NotFound, PenstockError
 from penstock.core.messages import EngineReady, EngineStats
 from penstock.router import ReplicaState
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_TTFT_WINDOW_S = 20.0
 MAX_ARRIVAL_WINDOW_S = 10.0
@@ -294,7 +294,7 @@ class PoolScaler:
         self._last_decision = decision
         self._last_decision_at = wall_s
         ttft = "unknown" if signals.ttft_p95_s is None else f"{signals.ttft_p95_s * 1e3:.0f} ms"
-        log.info(
+        logger.info(
             "autoscaler, %s: %s (replicas %d, queued prefill tokens %.0f, TTFT p95 %s, held requests %d)",
             self.spec.model,
             decision,
@@ -311,7 +311,7 @@ class PoolScaler:
             self._failures += 1
             pause_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures, 16))
             self._retry_at_s = asyncio.get_running_loop().time() + pause_s
-            log.error("a replica of %s could not be started: %s", self.spec.model, error.message)
+            logger.error("a replica of %s could not be started: %s", self.spec.model, error.message)
         else:
             self._failures = 0
 

@@ -19,7 +19,7 @@ from penstock.core.errors import NotFound, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, LoadProgress
 from penstock.router import ReplicaState
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FIRST_RESTART_DELAY_S = 0.5
 LAST_RESTART_DELAY_S = 30.0
@@ -169,13 +169,13 @@ class Supervisor:
                 if loop.time() - ready_s > LAST_RESTART_DELAY_S:
                     delay_s = FIRST_RESTART_DELAY_S
             if slot.is_leaving:
-                log.warning("replica %s %s while it drained", slot.process.id, how)
+                logger.warning("replica %s %s while it drained", slot.process.id, how)
                 self._slots.remove(slot)
                 await slot.process.end(at_once=True)
                 self._tell()
                 return
             successor = self._new_process(slot.process.spec)
-            log.error("replica %s %s; %s starts in %.1f s", slot.process.id, how, successor.id, delay_s)
+            logger.error("replica %s %s; %s starts in %.1f s", slot.process.id, how, successor.id, delay_s)
             predecessor, slot.process = slot.process, successor
             slot.num_restarts += 1
             await predecessor.end(at_once=True)

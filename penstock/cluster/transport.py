@@ -36,7 +36,7 @@ from penstock.core.messages import (
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ from penstock.engine.transfer.port import Wire
 if TYPE_CHECKING:
     from penstock.engine.transfer.thread import TransferThread
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # An idle engine also looks for expired requests and for its parent as often as it sends its stats.
 IDLE_POLL_S = HEARTBEAT_INTERVAL_S
@@ -137,7 +137,7 @@ class Worker:
             busy = loop.has_work
             self._read_inbox(STUCK_POLL_S if busy and loop.is_stuck else 0.0 if busy else IDLE_POLL_S)
             if os.getppid() != self._parent:
-                log.warning("the gateway process has gone; leaving")
+                logger.warning("the gateway process has gone; leaving")
                 return
             was_busy = busy or loop.has_work
             self._note_events(loop.step())
@@ -177,7 +177,7 @@ class Worker:
             if self._engine is not None:
                 self._engine.loop.scheduler.check_integrity()
         except AssertionError:
-            log.exception("the engine's records contradict each other")
+            logger.exception("the engine's records contradict each other")
             return False
         return True
 
@@ -401,7 +401,7 @@ def main() -> int:
     except Exception as error:
         # The message of a refused start says all that its user needs. Every other end leaves its traceback.
         if is_started or not isinstance(error, PenstockError):
-            log.exception("the engine failed")
+            logger.exception("the engine failed")
         worker.report_failure(error)
         return 1
     else:

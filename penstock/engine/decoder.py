@@ -46,7 +46,7 @@ from penstock.models.identity import weights_identity
 from penstock.models.load import load_model, load_tokenizer
 from penstock.models.model import Model
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 8 << 20
 GPU_TILE_TOKENS = 128  # of cuBLAS's products
@@ -149,7 +149,7 @@ def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None
         max_tokens=limits.max_num_batched_tokens,
     )
     torch.cuda.empty_cache()
-    log.info("kernels are ready after %.1f s", clock.now() - started_s)
+    logger.info("kernels are ready after %.1f s", clock.now() - started_s)
 
 
 def _allocate(config: EngineConfig, model: Model, ops: Ops, num_blocks: int, setup: OneRank) -> _Memory:
@@ -245,7 +245,7 @@ def _fit_context(config: EngineConfig, model_max_len: int, num_kv_blocks: int) -
             hint="Raise --kv-cache-memory or lower --max-model-len.",
         )
     if capacity < model_max_len:
-        log.info(
+        logger.info(
             "context limited to %d of %d tokens by the KV cache (--kv-cache-memory)", capacity, model_max_len
         )
     return min(model_max_len, capacity)

@@ -16,7 +16,7 @@ from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,12 +42,12 @@ def choose_ops(config: EngineConfig) -> Ops:
         attention_backend=backend,
     )
     if isinstance(ops, TorchOps) and device.type == "cpu" and dtype == torch.float16:
-        log.warning(
+        logger.warning(
             "float16 has no fast kernels on a CPU, so this model runs on plain torch, which is slow: use --dtype "
             "bfloat16 or --dtype float32"
         )
     elif isinstance(ops, TorchOps):
-        log.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
+        logger.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
     return ops
 
 

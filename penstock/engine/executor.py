@@ -34,7 +34,7 @@ from penstock.engine.staging import Staging
 from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
 from penstock.models.model import Model
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class ModelExecutor:
     def _compute_in_pieces(
         self, chunks: Sequence[Chunk], embeddings: dict[str, Tensor]
     ) -> tuple[Tensor | None, list[Chunk]]:
-        log.warning("out of memory in a step of %d tokens", sum(chunk.num_tokens for chunk in chunks))
+        logger.warning("out of memory in a step of %d tokens", sum(chunk.num_tokens for chunk in chunks))
         made: list[Tensor] = []
         lost: dict[str, Chunk] = {}  # by request, the first piece of it; what follows that is lost with it
         pieces = [chunks]

@@ -24,7 +24,7 @@ from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
 from penstock.engine.collaborator import Arrival, Collaborator
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Words = NDArray[np.int32]
 _IDLE_WAIT_S = 0.002  # for a grammar, when the engine has nothing else to do
@@ -144,7 +144,7 @@ def build_compiler(card: ModelCard, limits: GrammarLimits | None = None) -> Gram
     try:
         return GrammarCompiler(card, limits)
     except ValueError as error:
-        log.info("no structured output with this model's tokenizer: %s", error)
+        logger.info("no structured output with this model's tokenizer: %s", error)
     return None
 
 

@@ -28,7 +28,7 @@ from penstock.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from penstock.engine.grammar import CompiledGrammar
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -223,7 +223,7 @@ class EngineLoop:
         return self._clock.now() - began_s
 
     def _fail(self, chunk: Chunk) -> None:
-        log.error("request %s ends: %s", chunk.request_id, OUT_OF_MEMORY)
+        logger.error("request %s ends: %s", chunk.request_id, OUT_OF_MEMORY)
         now = self._clock.now()
         self._counters.num_out_of_memory += 1
         for collaborator in self._collaborators:

@@ -24,7 +24,7 @@ from penstock.engine.staging import Staging
 from penstock.kernels.interface import Attend, AttentionBatch, CutsAtAttention, KVStore
 from penstock.models.model import Model
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Parameters × tokens that keep an H200 busy for as long as a host needs to launch the step: 15 ms.
 HOST_BOUND_WORK = 5_200_000_000_000
@@ -82,7 +82,7 @@ class PromptGraphs:
                 recorded = self._recorded[size] = self._record(size)
             except torch.OutOfMemoryError:
                 self._is_full = True
-                log.warning("no memory to record steps of %d tokens: they are launched piece by piece", size)
+                logger.warning("no memory to record steps of %d tokens: they are launched piece by piece", size)
                 return None
         self._fill(step, count, size)
         recorded.replay(self._rows.attention_batch(step))

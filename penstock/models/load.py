@@ -69,7 +69,7 @@ def architecture_for_gguf(file: GGUFFile) -> type[Decoder]:
     raise ModelLoadError(f"The architecture {asked!r} of {file.path.name} is not known; known are {known}.")
 
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "random"]
 
@@ -129,7 +129,7 @@ def load_model(
         source = checkpoint.source()
     loader = WeightLoader(source, ops, quantization=quantization, shard=shard, on_progress=on_progress)
     model = checkpoint.architecture(config, loader, num_positions)
-    log.debug("read %s of weights", format_bytes(source.bytes_read))
+    logger.debug("read %s of weights", format_bytes(source.bytes_read))
     return model
 
 

@@ -24,7 +24,7 @@ from penstock.cluster.replica import Member
 from penstock.core.config import ServeConfig
 from penstock.core.messages import EngineReady
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FIRST_RESTART_DELAY_S = 0.5
 LAST_RESTART_DELAY_S = 30.0
@@ -158,7 +158,7 @@ class ApiWorkers:
         delay_s = FIRST_RESTART_DELAY_S
         while True:
             code = await self._processes[number].wait()
-            log.error("API worker %d ended with code %d; starting it again in %.1f s", number, code, delay_s)
+            logger.error("API worker %d ended with code %d; starting it again in %.1f s", number, code, delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
             with contextlib.suppress(RuntimeError, TimeoutError):

@@ -38,7 +38,7 @@ from penstock.serve.gateway_state import open_gateway_state
 from penstock.serve.stores import data_dir, open_database
 from penstock.serve.telemetry import build_observer, build_request_log
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WEBSOCKET_PING_S = 30.0  # both the time between pings and the time allowed for an answer
 # The time after the drain in which slow clients may receive the last bytes, before their connections are closed.

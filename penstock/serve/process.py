@@ -16,7 +16,7 @@ from penstock.api.http.protocol import ClientNoise
 from penstock.core.config import ServeConfig
 from penstock.core.gateway_config import ServerConfig
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RESERVED_FILES = 200  # files that a server opens besides connections
@@ -41,7 +41,7 @@ def within_file_limit(server: ServerConfig) -> ServerConfig:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed == wanted:
         return server
-    log.info("the system allows %d open files, which bounds the connections", allowed)
+    logger.info("the system allows %d open files, which bounds the connections", allowed)
     return msgspec.structs.replace(server, max_connections=max(1, allowed - RESERVED_FILES))
 
 

@@ -35,7 +35,7 @@ from penstock.serve.environment import bytecode_dir, visible_gpus
 from penstock.serve.process import prepare_process, until
 from penstock.serve.telemetry import configure_server_logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ async def _serve_by_workers(
 
 
 def _announce_drain(server: ServerConfig) -> None:
-    log.info("draining: running answers get %.0f s to finish", server.drain_timeout)
+    logger.info("draining: running answers get %.0f s to finish", server.drain_timeout)
 
 
 def _stop_event() -> asyncio.Event:

@@ -19,7 +19,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.adapter_trial import AdapterTrial
 from penstock.gateway.models.adapters import RegisteredAdapter, register
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,14 +96,14 @@ class AdapterEndpoints:
         self._gateway.catalogue.check_free(entry)
         await AdapterTrial(self._gateway.engine, self._gateway.catalogue).run(entry)
         await self._gateway.catalogue.adapters.add(entry)
-        log.info(
+        logger.info(
             "adapter %s added from %s by %s", wire.lora_name, wire.lora_path, principal_of(request).key_id
         )
         return entry
 
     async def _unload(self, request: Request, name: str) -> None:
         await self._gateway.catalogue.adapters.remove(name)
-        log.info("adapter %s removed by %s", name, principal_of(request).key_id)
+        logger.info("adapter %s removed by %s", name, principal_of(request).key_id)
 
 
 def _shown(entry: RegisteredAdapter) -> AdapterObject:

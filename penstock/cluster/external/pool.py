@@ -26,7 +26,7 @@ from penstock.dispatch.breaker import BreakerConfig, BreakerState, Circuit, Circ
 from penstock.dispatch.retries import Failure, RetryConfig, RetryPolicy
 from penstock.router import Replica, ReplicaState, Router, RoutingRequest, hash_text
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 2.0
 MAX_MISSED_PROBES = 3
@@ -152,7 +152,7 @@ class ExternalPool:
                 failed.add(member.server.name)
                 if not decision.is_retry or not self._others(call, failed):
                     raise refused.error from refused
-                log.info("request %s is sent to another server: %s", call.id, refused)
+                logger.info("request %s is sent to another server: %s", call.id, refused)
             self.num_retries += 1
             await asyncio.sleep(decision.pause_s)
 
@@ -223,10 +223,10 @@ class ExternalPool:
                 member.state is ReplicaState.READY and member.missed_probes >= MAX_MISSED_PROBES
             ):
                 member.state = ReplicaState.UNHEALTHY
-                log.warning("the external server %s is not there: %s", member.server.name, error)
+                logger.warning("the external server %s is not there: %s", member.server.name, error)
             return
         if member.state is not ReplicaState.READY:
-            log.info(
+            logger.info(
                 "the external server %s serves %s",
                 member.server.name,
                 ", ".join(member.server.models) or "nothing",

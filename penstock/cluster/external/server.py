@@ -18,7 +18,7 @@ from penstock.cluster.external.wire import ModelPage, RequestRefused, StreamChun
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import EngineUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0

@@ -37,7 +37,7 @@ from penstock.engine.parallel.messages import (
     encode,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0  # how long after a lost connection the reason may still arrive
 _LEAVE_TIMEOUT_S = 2.0
@@ -180,7 +180,7 @@ class RankProcesses:
         code = child.process.wait()
         ended = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
         sentence = f"Rank {child.rank} of {self._num_ranks} (process {child.process.pid}) ended {ended}."
-        log.error("%s", sentence)
+        logger.error("%s", sentence)
         self._fail(EngineUnavailable(sentence, retry_after_s=5.0))
 
     def _fail(self, error: PenstockError) -> None:

@@ -31,7 +31,7 @@ from penstock.engine.parallel.messages import (
     encode,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -69,7 +69,7 @@ def _run(begin: Begin, connection: Connection) -> Failed | None:
     except PenstockError as error:
         return Failed(error.code, error.message, error.hint)
     except Exception as error:
-        log.exception("the rank failed")
+        logger.exception("the rank failed")
         return Failed("engine_unavailable", f"Rank {begin.rank} stopped: {type(error).__name__}: {error}")
     return None
 

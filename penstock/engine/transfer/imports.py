@@ -20,7 +20,7 @@ from penstock.engine.record import RecordedExchange
 from penstock.engine.transfer.port import CancelFetch, Fetch, Fetched, KVPort, Marker
 from penstock.scheduler.exchange import BlockImport
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class KVImports:
         self._exchange.finish_import(begun, news.num_filled)
         if news.trouble is not None:
             self.counters.num_failed += 1
-            log.warning("KV of %s did not all come from another engine: %s", request_id, news.trouble)
+            logger.warning("KV of %s did not all come from another engine: %s", request_id, news.trouble)
         self.counters.num_tokens += news.num_filled * self._block_size
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.begun is not begun:

@@ -19,7 +19,7 @@ from penstock.engine.transfer.port import CancelFetch, Fetch, News, Order, Wire
 from penstock.engine.transfer.receiver import Receiver
 from penstock.engine.transfer.sender import ALIVE_INTERVAL_S, Sender
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _READING_POLL_MS = 1
 _SENDING_POLL_MS = (
@@ -95,7 +95,7 @@ class TransferThread:
             while not self._stopping:
                 self._turn(socket, receiver, sender, agent)
         except Exception:
-            log.exception("the transfer of KV between engines stopped")
+            logger.exception("the transfer of KV between engines stopped")
         finally:
             receiver.close()
             socket.close(0)

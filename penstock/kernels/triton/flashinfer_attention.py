@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.paged_kv import PagedLayer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 128 << 20
 HEAD_SIZES = (64, 128, 256)
@@ -78,7 +78,7 @@ class FlashInferAttention:
             # The first plan of a kind compiles its kernels, in which all sorts of things are missed.
             if kind in self._planned or self._wherever_possible:
                 raise
-            log.warning("FlashInfer cannot run here, so Triton does all attention: %s", error)
+            logger.warning("FlashInfer cannot run here, so Triton does all attention: %s", error)
             self._given_up = True
             return False
         self._planned[kind] = planned
