@@ -99,7 +99,9 @@ class ControlPlane:
         for pool in self.pools:
             spec = serving_spec(pool.spec, records)
             if spec is not pool.spec:
-                logger.info("%s: serving the revision %s, which a release promoted", spec.model, spec.revision)
+                logger.info(
+                    "%s: serving the revision %s, which a release promoted", spec.model, spec.revision
+                )
             pool.spec = spec
         return tuple(pool.spec for pool in self.pools)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -128,3 +128,20 @@ class ReleaseOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weights: str | None = None  # as `penstock serve MODEL` takes it; None: those of the stable revision
     settings: dict[str, Any] = {}  # engine settings by name, such as {"max_num_seqs": 64}
     policy: dict[str, Any] = {}  # shares, times and thresholds that differ from the defaults
+
+
+class FleetControl(Protocol):
+    """What operators may see and order of the fleet behind a gateway. A server without a fleet has no such object."""
+
+    @property
+    def pools(self) -> tuple[PoolView, ...]:
+        """The pools as the control process last reported them."""
+        ...
+
+    async def cluster(self) -> ClusterView: ...
+
+    async def start_release(self, order: ReleaseOrder) -> ReleaseView: ...
+
+    async def promote_release(self, model: str | None) -> ReleaseView: ...
+
+    async def roll_back_release(self, model: str | None) -> ReleaseView: ...

@@ -47,7 +47,9 @@ def choose_ops(config: EngineConfig) -> Ops:
             "bfloat16 or --dtype float32"
         )
     elif isinstance(ops, TorchOps):
-        logger.warning("running on plain torch, which is slow: `penstock doctor` says which kernels are missing")
+        logger.warning(
+            "running on plain torch, which is slow: `penstock doctor` says which kernels are missing"
+        )
     return ops
 
 

@@ -82,7 +82,9 @@ class PromptGraphs:
                 recorded = self._recorded[size] = self._record(size)
             except torch.OutOfMemoryError:
                 self._is_full = True
-                logger.warning("no memory to record steps of %d tokens: they are launched piece by piece", size)
+                logger.warning(
+                    "no memory to record steps of %d tokens: they are launched piece by piece", size
+                )
                 return None
         self._fill(step, count, size)
         recorded.replay(self._rows.attention_batch(step))

@@ -25,8 +25,8 @@ from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.policies import GuardPolicies
-from penstock.gateway.metrics.exchange import MetricsExchange
 from penstock.gateway.metrics.gateway import GatewayMetrics
+from penstock.gateway.metrics.table import MetricsExchange
 from penstock.gateway.models.auto import AutoModel
 from penstock.gateway.models.catalogue import RETRY_AFTER_S, Catalogue
 from penstock.gateway.models.served_model import ServedModel
@@ -34,7 +34,7 @@ from penstock.gateway.prepared import PreparedRequest, prepare_for_engine, prepa
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.queue_times import QueueTimes
 from penstock.gateway.reuse.reuse import AnswerReuse
-from penstock.gateway.settings.tiers import TierSettings, least_urgent
+from penstock.gateway.settings.settings import TierSettings, least_urgent
 from penstock.gateway.telemetry.record import current_record
 from penstock.gateway.text.caching import PromptCacheSettings
 

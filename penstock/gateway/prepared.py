@@ -19,7 +19,7 @@ from penstock.gateway.answers.choice import Choice
 from penstock.gateway.checks import resolve_max_tokens
 from penstock.gateway.external.calls import calls_for
 from penstock.gateway.external.models import ExternalModel
-from penstock.gateway.guards.reports import Case
+from penstock.gateway.guards.policy import Case
 from penstock.gateway.models.catalogue import AnsweringModel
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, Prompt

@@ -158,7 +158,9 @@ class ApiWorkers:
         delay_s = FIRST_RESTART_DELAY_S
         while True:
             code = await self._processes[number].wait()
-            logger.error("API worker %d ended with code %d; starting it again in %.1f s", number, code, delay_s)
+            logger.error(
+                "API worker %d ended with code %d; starting it again in %.1f s", number, code, delay_s
+            )
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
             with contextlib.suppress(RuntimeError, TimeoutError):

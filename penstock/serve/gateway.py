@@ -22,13 +22,13 @@ from penstock.api.http.protocol import bounded_protocols
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.fleet import Fleet
+from penstock.core.cluster_view import FleetControl
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
-from penstock.gateway.fleet_control import FleetControl
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.metrics.fleet import PoolMetrics, ReplicaMetrics
+from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.models.adapter_trial import try_given
 from penstock.gateway.models.adapters import open_adapters
 from penstock.gateway.responses.database import DatabaseResponses

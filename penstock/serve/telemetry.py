@@ -12,7 +12,7 @@ import threading
 from penstock.api.http.access_log import RequestLog
 from penstock.core.gateway_config import TelemetryConfig
 from penstock.core.log_format import formatter
-from penstock.gateway.telemetry.observer import RequestObserver
+from penstock.gateway.telemetry.record import RequestObserver
 from penstock.serve.environment import otel_sampled_share, otel_service_name, otlp_headers
 from penstock.version import __version__
 

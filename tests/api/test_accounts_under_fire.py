@@ -30,9 +30,9 @@ from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.reuse.cache import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
-from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import usage
 from penstock.gateway.tenants.audit import Actor

@@ -14,7 +14,7 @@ from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, Rele
 from penstock.core.errors import Conflict, InvalidRequest
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
-from penstock.gateway.metrics.fleet import PoolMetrics
+from penstock.gateway.metrics.gateway import PoolMetrics
 from penstock.gateway.metrics.table import METRICS
 from tests.api.tenant_server import TenantServer
 from tests.cluster.views import RELEASE, VIEW

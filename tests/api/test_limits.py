@@ -25,7 +25,7 @@ from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits, Subject
 from penstock.gateway.ratelimits.spend import Spend
-from penstock.gateway.settings.tiers import TierSettings
+from penstock.gateway.settings.settings import TierSettings
 from tests.api.conftest import Serve, Served, direct_client
 from tests.gateway.fake_engine import FakeEngine, script_text
 

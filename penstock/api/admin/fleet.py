@@ -12,10 +12,9 @@ from starlette.routing import Route
 
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, read_body
-from penstock.core.cluster_view import ReleaseOrder, ReleaseView
+from penstock.core.cluster_view import FleetControl, ReleaseOrder, ReleaseView
 from penstock.core.errors import ConfigError, InvalidRequest, NotFound
 from penstock.gateway.external.models import ExternalModels
-from penstock.gateway.fleet_control import FleetControl
 from penstock.gateway.settings.file import SettingsFile
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.audit import Actor, announce, write_entry

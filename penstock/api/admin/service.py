@@ -28,7 +28,7 @@ from penstock.gateway.metrics.gateway import CONTENT_TYPE
 from penstock.gateway.models.catalogue import RETRY_AFTER_S
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatPrompt
-from penstock.gateway.text.plain_text import RenderedChat
+from penstock.gateway.text.template import RenderedChat
 from penstock.version import __version__
 
 

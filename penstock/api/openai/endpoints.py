@@ -18,8 +18,7 @@ from penstock.api.openai.chunks import ChatChunks, CompletionChunks
 from penstock.api.openai.requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.stream import AnswerStream
-from penstock.gateway.answers.wrapped import WrappedAnswer
+from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.catalogue import AnsweringModel
 from penstock.gateway.prompts import GenerationRequest, Prompt, TextPrompt, TokenPrompt, Usage

@@ -1,8 +1,9 @@
-"""The output of one request: its answers, the reader who waits for them, and what happens when either goes.
+"""The output of one request: its answers, their reader, and what happens when either of them goes away.
 
-Whoever makes the answers never waits for a reader. News of an answer is merged until the reader comes for it; a
-reader that falls too far behind loses the request. All of it runs on one event loop, without locks. Who makes them is
-up to `generation` (our engines) and `external.answer` (other people's servers).
+Producers of answers never wait for a reader. News of an answer is merged until the reader takes it; a reader that
+falls too far behind loses the request. Everything runs on one event loop, without locks. The producers are
+`generation` (our engines) and `external.answer` (external servers). Guards, recorders and shared readers of an answer
+derive from `WrappedAnswer`.
 """
 
 from __future__ import annotations
@@ -262,3 +263,50 @@ class MeteredAnswer(Generic[ChoiceT]):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class WrappedAnswer:
+    """An AnswerStream that passes everything on to another one. Subclasses change parts of it."""
+
+    def __init__(self, answer: AnswerStream) -> None:
+        self._answer = answer
+
+    @property
+    def id(self) -> str:
+        return self._answer.id
+
+    @property
+    def model(self) -> str:
+        return self._answer.model
+
+    @property
+    def tier(self) -> Tier:
+        return self._answer.tier
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self._answer.rate_limits
+
+    @property
+    def num_choices(self) -> int:
+        return self._answer.num_choices
+
+    @property
+    def usage(self) -> Usage:
+        return self._answer.usage
+
+    @property
+    def cache_status(self) -> CacheStatus | None:
+        return self._answer.cache_status
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        return await anext(self._answer)
+
+    async def collect(self) -> list[Delta]:
+        return await self._answer.collect()
+
+    def cancel(self) -> None:
+        self._answer.cancel()

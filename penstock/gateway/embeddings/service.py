@@ -1,16 +1,23 @@
-"""The way of a request for embeddings: checked, admitted, looked up, tokenized, reserved, computed, settled.
+"""The steps of a request for embeddings: checked, admitted, looked up, tokenized, reserved, computed, settled.
 
-Accounts, tiers and drains treat it as any other request; only its answers are vectors. Knows no HTTP.
+Accounts, tiers and drains treat the request like any other; only its answers are vectors. Knows no HTTP. The cache
+holds vectors of texts that were embedded before: exact matches only, bounded in bytes, for each workspace separately.
+The workspace's name is a part of every key, so no other workspace can read or time its entries. Keys are digests: no
+text is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, PenstockError
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
@@ -19,13 +26,78 @@ from penstock.core.request import Pooling, Request, SamplingParams, Tier
 from penstock.core.sizes import parse_bytes
 from penstock.gateway.accounts import Account, Claim, Outcome
 from penstock.gateway.checks import check_token_ids
-from penstock.gateway.embeddings.cache import CachedVector, EmbeddingCache, cache_key
 from penstock.gateway.embeddings.run import EmbeddingRun, shortened
 from penstock.gateway.gateway import Gateway, granted_tier
+from penstock.gateway.metrics.table import metric
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
 from penstock.gateway.telemetry.record import current_record
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
+
+_ENTRY_BYTES = 200  # what Python needs for an entry besides its vector
+
+
+class CachedVector(msgspec.Struct, frozen=True):
+    vector: bytes
+    num_tokens: int  # of the text, which need not be tokenized again to be counted
+
+
+class EmbeddingCache(Collector):
+    """Least recently used entries are dropped first. `begin` tells models, and versions of one model, apart."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: OrderedDict[bytes, CachedVector] = OrderedDict()  # least recently used first
+        self._models: dict[str, tuple[object, int]] = {}
+        self._num_generations = 0
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def begin(self, name: str, model: object) -> int:
+        """A number for the keys of a model's vectors. `model` is whatever stands for it; another object, such as
+        after a restart, stands for other weights."""
+        known, generation = self._models.get(name, (None, 0))
+        if known is not model:
+            generation = self._num_generations = self._num_generations + 1
+            self._models[name] = model, generation
+        return generation
+
+    def get(self, key: bytes) -> CachedVector | None:
+        found = self._entries.get(key)
+        if found is None:
+            self.num_misses += 1
+            return None
+        self.num_hits += 1
+        self._entries.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, entry: CachedVector) -> None:
+        size = _size(entry)
+        if size > self._max_bytes or key in self._entries:
+            return
+        self._entries[key] = entry
+        self._num_bytes += size
+        while self._num_bytes > self._max_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self._num_bytes -= _size(dropped)
+
+    def collect(self) -> Iterator[Metric]:
+        yield metric("embedding_cache_hits", self.num_hits)
+        yield metric("embedding_cache_misses", self.num_misses)
+        yield metric("embedding_cache_bytes", self._num_bytes)
+
+
+def cache_key(workspace_id: str, generation: int, pooling: Pooling, text: str | tuple[int, ...]) -> bytes:
+    digest = hashlib.blake2b(digest_size=24)
+    content = msgspec.msgpack.encode((workspace_id, generation, pooling, text))
+    digest.update(content)
+    return digest.digest()
+
+
+def _size(entry: CachedVector) -> int:
+    return len(entry.vector) + _ENTRY_BYTES
+
 
 MAX_INPUTS = 2048
 

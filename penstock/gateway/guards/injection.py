@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from penstock.gateway.guards.detector import Detector
-from penstock.gateway.guards.guard import Asker, Review, Subject
+from penstock.gateway.guards.detector import Asker, Detector, Review, Subject
 
 INLINE_CHARS = 8192
 _ORDERS = r"(?:instructions?|directions?|prompts?|rules|guidelines|orders|commands|constraints)"

@@ -17,8 +17,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
-from penstock.gateway.guards.detector import Detector
-from penstock.gateway.guards.guard import Asker, GuardFailed, Review, Subject
+from penstock.gateway.guards.detector import Asker, Detector, GuardFailed, Review, Subject
 from penstock.gateway.guards.settings import JudgeRule
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, SamplingOptions
 

@@ -1,15 +1,25 @@
-"""A policy that is ready to run: each rule with its guard, sorted by what passes it."""
+"""A compiled policy: each rule with its guard, sorted by the texts that the rule applies to.
+
+`Case` is a policy at work on one request. It reports what guards found and did: a log line with the reason, and
+counters. The log line quotes the prompt only if the policy says so.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from penstock.gateway.guards.detector import Detector
-from penstock.gateway.guards.guard import Guard, PatternGuard
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from penstock.core.identity import Principal
+from penstock.core.request import Tier
+from penstock.gateway.guards.detector import Detector, Guard, PatternGuard
 from penstock.gateway.guards.injection import InjectionGuard
 from penstock.gateway.guards.judge import Ask, JudgeGuard
 from penstock.gateway.guards.pii import pii_detectors
@@ -23,6 +33,7 @@ from penstock.gateway.guards.settings import (
     PolicySettings,
     Rule,
 )
+from penstock.gateway.metrics.table import metric_by
 
 Direction = Literal["input", "output"]
 
@@ -78,12 +89,6 @@ class DirectionRules:
     def scanner(self) -> Scanner:
         hides, stops, notes = self._detectors
         return Scanner(hides, stops, notes)
-
-    @property
-    def max_held_chars(self) -> int:
-        """The most text that a reader can wait for, while no rule reviews whole answers."""
-        hides, stops, _ = self._detectors
-        return max((detector.shape.max_chars or 0 for detector in (*hides, *stops)), default=0)
 
 
 @dataclass(frozen=True)
@@ -187,3 +192,72 @@ def blocklist_detectors(
         check = _Terms(ordered, ignore_case=ignore_case, whole_words=whole_words)
         detectors.append(Detector(label, alternatives, ignore_case=ignore_case, check=check))
     return tuple(detectors)
+
+
+logger = logging.getLogger(__name__)
+
+MAX_QUOTED_CHARS = 200
+
+
+class GuardMetrics(Collector):
+    """Written as things happen, read by a scrape."""
+
+    def __init__(self) -> None:
+        self.findings: Counter[tuple[str, str, str, str]] = Counter()  # policy, rule, direction, action
+        self.failures: Counter[tuple[str, str, str]] = Counter()  # policy, rule, outcome
+        self.checked: Counter[tuple[str, str]] = Counter()  # policy, direction
+
+    def collect(self) -> Iterator[Metric]:
+        yield metric_by("guard_checks", self.checked)
+        yield metric_by("guard_findings", self.findings)
+        yield metric_by("guard_failures", self.failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request under one policy: guards report about it, and judges ask on its behalf."""
+
+    policy: Policy
+    metrics: GuardMetrics
+    request_id: str
+    principal: Principal
+    tier: Tier
+
+    def begins(self, direction: Direction) -> None:
+        self.metrics.checked[self.policy.name, direction] += 1
+
+    def found(self, rule: PolicyRule, direction: Direction, label: str, reason: str, text: str = "") -> None:
+        self.metrics.findings[self.policy.name, rule.name, direction, rule.action.value] += 1
+        if rule.action is Action.ALLOW:
+            return
+        quoted = f" in {text[:MAX_QUOTED_CHARS]!r}" if text and self.policy.log_text else ""
+        logger.info(
+            "guard %s: %s %s because it %s%s",
+            rule.name,
+            rule.action.value,
+            direction,
+            reason,
+            quoted,
+            extra={"fields": self._fields(rule, direction) | {"label": label}},
+        )
+
+    def failed(self, rule: PolicyRule, direction: Direction, reason: str) -> None:
+        outcome = "open" if rule.fails_open else "closed"
+        self.metrics.failures[self.policy.name, rule.name, outcome] += 1
+        logger.warning(
+            "guard %s failed, and its policy is %s: %s",
+            rule.name,
+            outcome,
+            reason,
+            extra={"fields": self._fields(rule, direction)},
+        )
+
+    def _fields(self, rule: PolicyRule, direction: Direction) -> dict[str, str]:
+        return {
+            "request_id": self.request_id,
+            "workspace_id": self.principal.workspace_id,
+            "policy": self.policy.name,
+            "rule": rule.name,
+            "direction": direction,
+            "action": rule.action.value,
+        }

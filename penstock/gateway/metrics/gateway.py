@@ -1,7 +1,8 @@
-"""Counts what passes through a gateway, and writes it out in the Prometheus text format.
+"""Counts what passes through a gateway, and writes the counts in the Prometheus text format.
 
-Counting happens once per request and step, on one thread, in plain integers: a scrape, which is rare, does the
-work of labels and names. Every metric appears under `penstock_` and under the `vllm:` name that dashboards know.
+Counting happens once per request and step, on one thread, in plain integers: a scrape, which is rare, does the work
+of labels and names. Every metric appears under `penstock_` and under the `vllm:` name that dashboards know. The
+metrics of pools and replicas stand here too: the autoscaler's input and decisions, and the figures of each replica.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.cluster.client import EngineClient
+from penstock.cluster.fleet import Fleet
+from penstock.core.cluster_view import FleetControl
 from penstock.core.messages import EngineStats
 from penstock.core.request import FinishReason
-from penstock.gateway.metrics.table import ENGINE_METRICS, MODEL_METRICS, Declared, add
+from penstock.dispatch.replicas import ReplicaRecord
+from penstock.gateway.metrics.table import ENGINE_METRICS, MODEL_METRICS, Declared, add, metric, metric_by
+from penstock.router import ReplicaState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Which attribute of EngineStats or ModelMetrics has the value, where it has another name than the metric.
@@ -202,3 +207,90 @@ class ModelMetrics:
             mean_tokens = (stats.tokens_computed - before.tokens_computed) / num_steps
             self.step_tokens.counts[bisect_left(self.step_tokens.bounds, mean_tokens)] += num_steps
             self.step_tokens.total += mean_tokens * num_steps
+
+
+class PoolMetrics(Collector):
+    def __init__(self, control: FleetControl) -> None:
+        self._control = control
+
+    def collect(self) -> Iterator[Metric]:
+        pools = {(pool.model, pool.role): pool for pool in self._control.pools}
+        yield metric_by(
+            "replicas",
+            {
+                (*labels, state): getattr(pool, f"num_{state}")
+                for labels, pool in pools.items()
+                for state in ("ready", "starting", "draining")
+            },
+        )
+        yield metric_by(
+            "autoscaler_decisions",
+            {
+                (*labels, direction): getattr(pool, f"num_scale_{direction}s")
+                for labels, pool in pools.items()
+                for direction in ("up", "down")
+            },
+        )
+        for name, attribute in _POOL_ATTRIBUTES.items():
+            yield metric_by(name, {labels: getattr(pool, attribute) for labels, pool in pools.items()})
+
+
+_POOL_ATTRIBUTES = {
+    "replicas_wanted": "num_wanted",
+    "pool_queued_prefill_tokens": "queued_prefill_tokens",
+    "pool_drain_seconds": "drain_s",
+    "pool_load": "load",
+    "held_requests": "held_requests",
+}
+
+
+class ReplicaMetrics(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        fleet = self._fleet
+        values: dict[str, dict[tuple[str, ...], float]] = {}
+        for connection in list(fleet.connections.by_id.values()):
+            replica = connection.member.replica
+            labels = (connection.member.spec.model, replica.id, replica.revision, replica.region)
+            record = fleet.replicas.get(replica.id)
+            if record is not None:
+                for name, value in _replica_values(record, connection.client.stats).items():
+                    values.setdefault(name, {})[labels] = value
+        for name in _REPLICA_NAMES:
+            yield metric_by(name, values.get(name, {}))
+        yield metric_by("routing_decisions", fleet.reasons)
+        yield metric_by("failed_attempts", fleet.verdicts)
+        yield metric("replica_ejections", fleet.dispatcher.table.num_ejections)
+        yield metric("routed_prompt_tokens", fleet.routed_tokens)
+        yield metric("matched_prompt_tokens", fleet.matched_tokens)
+
+
+_REPLICA_NAMES = (
+    "replica_ready",
+    "replica_requests_running",
+    "replica_requests_waiting",
+    "replica_kv_cache_usage_perc",
+    "replica_prefix_cache_queries",
+    "replica_prefix_cache_hits",
+    "replica_requests",
+    "replica_failures",
+    "replica_kv_event_resyncs",
+)
+
+
+def _replica_values(record: ReplicaRecord, stats: EngineStats) -> dict[str, float]:
+    return {
+        "replica_ready": float(record.state is ReplicaState.READY),
+        "replica_requests_running": stats.num_running,
+        "replica_requests_waiting": stats.num_waiting,
+        "replica_kv_cache_usage_perc": stats.num_kv_blocks_used / stats.num_kv_blocks
+        if stats.num_kv_blocks
+        else 0.0,
+        "replica_prefix_cache_queries": stats.prefix_cache_queries,
+        "replica_prefix_cache_hits": stats.prefix_cache_hits,
+        "replica_requests": record.num_sent,
+        "replica_failures": record.num_failed,
+        "replica_kv_event_resyncs": record.num_resyncs,
+    }

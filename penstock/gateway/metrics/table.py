@@ -1,16 +1,25 @@
 """Every metric of a gateway process in one table: name, kind, help text and labels. Collectors fill in the values.
 
 Names are written without their prefix. Every metric appears as `penstock_NAME`; those with `vllm` set appear under
-the `vllm:` name too, which dashboards know. `once` marks what all gateway processes of a server repeat from the same
-engines or servers: `exchange` takes it once instead of adding it up.
+the `vllm:` name too, which dashboards know.
+
+`MetricsExchange` joins the metrics of all gateway processes of a server into one page. Each process sends its own
+over a private socket. The counts of a process are added up; metrics with `once`, which all processes repeat from the
+same engines or servers, are taken once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 PREFIX = "penstock_"
 VLLM_PREFIX = "vllm:"
@@ -247,3 +256,86 @@ def is_told_once(family_name: str) -> bool:
     """Whether all processes tell the same of it. `family_name` is with its prefix, as a page has it."""
     name = family_name.removeprefix(PREFIX).removeprefix(VLLM_PREFIX)
     return name in METRICS and METRICS[name].once
+
+
+ANSWER_TIMEOUT_S = 2.0
+MAX_PAGE_BYTES = 1 << 24
+# Ends every page on the wire: one without it was cut off. Whoever parses a page takes it for a comment.
+_PAGE_END = b"# EOF\n"
+
+
+class MetricsExchange:
+    """`sockets` has one path for each process; `number` is our own among them."""
+
+    def __init__(self, sockets: Sequence[str], number: int, render: Callable[[], bytes]) -> None:
+        self._sockets = sockets
+        self._number = number
+        self._render = render
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        server = await asyncio.start_unix_server(self._tell, self._sockets[self._number])
+        async with server:
+            yield
+
+    async def page(self) -> bytes:
+        """The page of all processes that answer in time."""
+        others = [path for index, path in enumerate(self._sockets) if index != self._number]
+        pages = await asyncio.gather(*map(_ask, others))
+        return merge([self._render(), *(page for page in pages if page)])
+
+    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(self._render() + _PAGE_END)
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+
+
+def merge(pages: Sequence[bytes]) -> bytes:
+    """Pages in the Prometheus text format, as one."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], Sample]] = {}
+    for page in pages:
+        for family in text_string_to_metric_families(page.decode()):
+            families.setdefault(family.name, family)
+            samples = values.setdefault(family.name, {})
+            for sample in family.samples:
+                key = sample.name, frozenset(sample.labels.items())
+                samples[key] = _joined(samples.get(key), sample, is_told_once(family.name))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families([_filled(family, values[name]) for name, family in families.items()]))
+    return generate_latest(registry)
+
+
+def _joined(known: Sample | None, sample: Sample, repeats: bool) -> Sample:
+    if known is None:
+        return sample
+    value = max(known.value, sample.value) if repeats else known.value + sample.value
+    return sample._replace(value=value)
+
+
+def _filled(family: Metric, samples: dict[tuple[str, frozenset[tuple[str, str]]], Sample]) -> Metric:
+    whole = Metric(family.name, family.documentation, family.type, family.unit)
+    whole.samples = list(samples.values())
+    return whole
+
+
+class _Families(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+async def _ask(path: str) -> bytes:
+    """One process's page; empty when the process gives no whole answer, because it is starting or has died."""
+    with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_PAGE_BYTES)
+            try:
+                return await reader.readuntil(_PAGE_END)
+            finally:
+                writer.close()
+    return b""

@@ -18,8 +18,7 @@ from prometheus_client.registry import Collector
 from penstock.core.clock import Clock
 from penstock.core.errors import ModelNotFound, PenstockError, PermissionDenied
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.stream import AnswerStream
-from penstock.gateway.answers.wrapped import WrappedAnswer
+from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.metrics.table import metric_by
 from penstock.gateway.models.catalogue import Catalogue
 from penstock.gateway.models.complexity import Assessment, PromptText, assess

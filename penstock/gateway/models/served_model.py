@@ -21,8 +21,7 @@ from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, Text
 from penstock.gateway.text.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
 from penstock.gateway.text.dialect import Dialect, PreparedPrompt
 from penstock.gateway.text.grammars import GrammarChecker
-from penstock.gateway.text.plain_text import RenderedChat
-from penstock.gateway.text.template import ChatTemplate
+from penstock.gateway.text.template import ChatTemplate, RenderedChat
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
 
 

@@ -18,8 +18,7 @@ import msgspec
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreUnavailable
 from penstock.core.identity import Principal
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.stream import AnswerStream, ReaderGone
-from penstock.gateway.answers.wrapped import WrappedAnswer
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone, WrappedAnswer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, Usage
 from penstock.gateway.responses.store import ResponseStore, StoredResponse

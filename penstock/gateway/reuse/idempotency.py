@@ -22,11 +22,9 @@ from penstock.gateway.accounts import Account
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.reuse import idempotency_store as store
-from penstock.gateway.reuse.cache import AnswerCache
+from penstock.gateway.reuse.cache import AnswerCache, IdempotencySettings
 from penstock.gateway.reuse.idempotency_store import Answered, Claimed, KeyClaim
-from penstock.gateway.reuse.recording import decode_answer
-from penstock.gateway.reuse.replay import ReplayedAnswer
-from penstock.gateway.reuse.settings import IdempotencySettings
+from penstock.gateway.reuse.replay import ReplayedAnswer, decode_answer
 from penstock.gateway.reuse.shared import SharedAnswer
 from penstock.gateway.store.database import Database
 

@@ -1,17 +1,65 @@
-"""A recorded answer, read like a live one."""
+"""An answer as data that can be kept, and as an answer stream again. Knows no cache.
+
+`RecordingAnswer` records a live answer while its deltas pass; `ReplayedAnswer` gives a recorded answer to a reader.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from penstock.core.request import Tier
+import msgspec
+
+from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
-from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone
-from penstock.gateway.answers.wrapped import WrappedAnswer
+from penstock.gateway.answers.choice import Delta, merge_deltas
+from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
 from penstock.gateway.prompts import Usage
-from penstock.gateway.reuse.recording import RecordedAnswer, encode_answer, is_repeatable, merged
+
+# A deadline is an accident of the moment; these two would come again.
+_REPEATABLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+
+
+class RecordedAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """A whole answer. `usage` is what the original used; giving it again uses nothing."""
+
+    id: str
+    model: str
+    num_choices: int
+    usage: Usage
+    batches: list[list[Delta]]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RecordedAnswer)
+
+
+def encode_answer(answer: AnswerStream, batches: list[list[Delta]]) -> bytes:
+    return _encoder.encode(RecordedAnswer(answer.id, answer.model, answer.num_choices, answer.usage, batches))
+
+
+def decode_answer(data: bytes) -> RecordedAnswer:
+    return _decoder.decode(data)
+
+
+def is_repeatable(batches: Iterable[Sequence[Delta]]) -> bool:
+    """Whether every answer came to an end of its own."""
+    return all(
+        delta.finish_reason in _REPEATABLE
+        for deltas in batches
+        for delta in deltas
+        if delta.finish_reason is not None
+    )
+
+
+def merged(batches: Iterable[Sequence[Delta]]) -> list[Delta]:
+    """One delta per answer, as `collect` gives them."""
+    by_index: dict[int, list[Delta]] = {}
+    for deltas in batches:
+        for delta in deltas:
+            by_index.setdefault(delta.index, []).append(delta)
+    return [merge_deltas(by_index[index]) for index in sorted(by_index)]
+
 
 NOTHING_USED = Usage(0, 0, 0)
 

@@ -20,11 +20,9 @@ from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.metrics.table import metrics
 from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.reuse.cache import AnswerCache
+from penstock.gateway.reuse.cache import AnswerCache, IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.reuse.idempotency import Generate, IdempotentAnswers, open_replay
-from penstock.gateway.reuse.recording import decode_answer
-from penstock.gateway.reuse.replay import RecordingAnswer, ReplayedAnswer
-from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.reuse.replay import RecordingAnswer, ReplayedAnswer, decode_answer
 
 _encode = msgspec.msgpack.Encoder().encode
 

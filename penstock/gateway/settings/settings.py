@@ -1,7 +1,8 @@
 """Everything that may change while a gateway runs, in one TOML file: limits, prices, safety policies, tiers, caches.
 
-A file is checked as a whole. `parse_settings` gives settings that every part can use, or a ConfigError that names
-the key and the line. Knows nothing of when a file is read: `file.SettingsFile` does that.
+A file is checked as a whole. `parse_settings` gives settings that every part can use, or a ConfigError that names the
+key and the line. `key_lines` finds the lines: a statement is the fewest lines that parse on their own, so that
+strings and arrays over several lines need no care. `file.SettingsFile` decides when a file is read.
 """
 
 from __future__ import annotations
@@ -9,23 +10,126 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 from msgspec import inspect as types
 
 from penstock.core.errors import ConfigError
+from penstock.core.request import Tier
 from penstock.gateway.guards.policies import GuardPolicies
 from penstock.gateway.guards.settings import GuardSettings
 from penstock.gateway.ledger.prices import PriceSettings
 from penstock.gateway.models.settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.ratelimits.settings import LimitSettings
-from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
-from penstock.gateway.settings.tiers import TierSettings
-from penstock.gateway.settings.toml_lines import Path, key_lines, nearest_line
+from penstock.gateway.reuse.cache import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.text.caching import PromptCacheSettings
+
+_URGENCY = {tier: rank for rank, tier in enumerate(Tier)}  # most urgent first
+
+
+def least_urgent(first: Tier, second: Tier) -> Tier:
+    return first if _URGENCY[first] >= _URGENCY[second] else second
+
+
+class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most urgent tier that is granted, whatever a key may claim: to all workspaces, or to one by its id."""
+
+    best: Tier = Tier.PRIORITY
+    workspaces: dict[str, Tier] = {}
+
+    def best_for(self, workspace_id: str) -> Tier:
+        return self.workspaces.get(workspace_id, self.best)
+
+    def capped(self, request: GenerationRequest) -> GenerationRequest:
+        tier = least_urgent(self.best_for(request.principal.workspace_id), request.tier)
+        return request if tier is request.tier else msgspec.structs.replace(request, tier=tier)
+
+
+Path: TypeAlias = tuple[str | int, ...]
+
+
+def key_lines(text: str) -> dict[Path, int]:
+    """The line, from 1, of every key and table in a text that parses. What stands inside a value of several lines
+    has the line on which the value begins."""
+    found: dict[Path, int] = {}
+    table: Path = ()
+    lengths: dict[Path, int] = {}  # of arrays of tables
+    for line, source in _statements(text):
+        statement = tomllib.loads(source)
+        if source.lstrip().startswith("["):
+            table = _table_path(statement, lengths, is_array=source.lstrip().startswith("[["))
+            for depth in range(1, len(table) + 1):
+                found.setdefault(table[:depth], line)
+        else:
+            for path in _paths(statement):
+                found.setdefault(table + path, line)
+    return found
+
+
+def nearest_line(lines: Mapping[Path, int], path: Sequence[str | int]) -> int | None:
+    """Where a key stands, or the closest table around it."""
+    for depth in range(len(path), 0, -1):
+        line = lines.get(tuple(path[:depth]))
+        if line is not None:
+            return line
+    return None
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    lines = text.splitlines()
+    start = 0
+    while start < len(lines):
+        stripped = lines[start].strip()
+        end = start + 1
+        if stripped and not stripped.startswith("#"):
+            while not _parses(source := "\n".join(lines[start:end])) and end < len(lines):
+                end += 1
+            yield start + 1, source
+        start = end
+
+
+def _parses(source: str) -> bool:
+    try:
+        tomllib.loads(source)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
+
+
+def _table_path(statement: dict[str, Any], lengths: dict[Path, int], *, is_array: bool) -> Path:
+    """The path of a header. A step through an array of tables goes to its last element so far."""
+    path: Path = ()
+    inside: Any = statement
+    while inside:
+        if isinstance(inside, list):
+            inside = inside[0]
+            continue
+        ((key, inside),) = inside.items()
+        path += (key,)
+        is_last = inside in ({}, [{}])
+        if is_array and is_last:
+            lengths[path] = lengths.get(path, 0) + 1
+        if path in lengths:
+            path += (lengths[path] - 1,)
+    return path
+
+
+def _paths(value: Any) -> Iterator[Path]:
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return
+    for key, inside in items:
+        yield (key,)
+        for path in _paths(inside):
+            yield (key, *path)
+
 
 _PATH_STEP = re.compile(r"\.([A-Za-z0-9_]+)|\[(\d+)\]|(\[\.\.\.\])")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.+)`$")

@@ -1,16 +1,18 @@
 """What is known about the request that is being served, for its access line and its trace.
 
-The front end makes a record when a request arrives and finds it filled in when the answer is out. It travels in a
-context variable, so that nothing in between has to pass it on.
+The front end makes a record when a request arrives, and reads it when the answer has been sent. The record travels in
+a context variable, so that no code in between has to pass it on. `RequestObserver` follows the accounts of requests
+and fills in the record.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import time_ns
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.gateway.accounts import Claim, Outcome
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, SamplingOptions, TextPrompt
@@ -80,3 +82,57 @@ def _prompt_text(prompt: Prompt) -> str:
             for message in prompt.messages
         )
     return f"({len(prompt.token_ids)} token ids)"
+
+
+class Tracing(Protocol):
+    """Where spans go. Nothing here may block: exporting is another thread's business."""
+
+    def begin(self, record: RequestRecord, name: str, attributes: dict[str, str]) -> None:
+        """Open the span of a whole request, below the caller's own where it sent one."""
+        ...
+
+    def end(self, record: RequestRecord, status: int | None) -> None: ...
+
+    def generated(
+        self, record: RequestRecord | None, claim: Claim, outcome: Outcome, started_ns: int
+    ) -> None:
+        """Write the span of one generation, which has just ended."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left."""
+        ...
+
+
+class NoTracing:
+    def begin(self, record: RequestRecord, name: str, attributes: dict[str, str]) -> None:
+        pass
+
+    def end(self, record: RequestRecord, status: int | None) -> None:
+        pass
+
+    def generated(
+        self, record: RequestRecord | None, claim: Claim, outcome: Outcome, started_ns: int
+    ) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RequestObserver:
+    """An `accounts.Observer`."""
+
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        self.tracing: Tracing = tracing or NoTracing()
+
+    def begin(self, claim: Claim) -> Callable[[Outcome], None]:
+        record = current_record.get()
+        started_ns = time_ns()
+
+        def settled(outcome: Outcome) -> None:
+            if record is not None:
+                record.accounts.append((claim, outcome))
+            self.tracing.generated(record, claim, outcome, started_ns)
+
+        return settled

@@ -48,7 +48,7 @@ def otlp_exporter(config: TracingConfig) -> SpanExporter:
 
 
 class OpenTelemetryTracing:
-    """Implements `observer.Tracing`."""
+    """Implements `record.Tracing`."""
 
     def __init__(self, config: TracingConfig, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource

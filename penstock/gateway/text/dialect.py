@@ -13,11 +13,11 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import ModelCard
 from penstock.core.request import CacheBreakpoint, Grammar
 from penstock.gateway.prompts import ChatPrompt
-from penstock.gateway.text.plain_text import RenderedChat
+from penstock.gateway.text.template import RenderedChat
 from penstock.gateway.text.tokenizer import TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm, answer_form, forces_calls
 from penstock.gateway.tools.formats import reasons, tool_format_of
-from penstock.gateway.tools.reasoning import THINK_END, THINK_START
+from penstock.gateway.tools.parser import THINK_END, THINK_START
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):

@@ -1,23 +1,122 @@
-"""Text to token ids and back, for one served model.
+"""Text to token ids and back, for one served model. Wraps a `tokenizers.Tokenizer`; knows nothing of requests.
 
-Wraps a `tokenizers.Tokenizer`; knows nothing of requests or streams. Streaming text comes from `detokenizer`.
+Detokenizers turn a stream of tokens into text. The joined pieces are the text that decoding all tokens at once gives,
+and no piece ends inside a character.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from codecs import utf_8_decode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from tokenizers import Encoding, Tokenizer
 
 from penstock.core.errors import ModelLoadError
 from penstock.core.messages import ModelCard
-from penstock.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+REPLACEMENT_CHARACTER = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; empty while a character is still in pieces."""
+        ...
+
+    def finish(self) -> str:
+        """What is left of a character that never became whole, as replacement characters."""
+        ...
+
+
+class ByteDetokenizer:
+    """For vocabularies whose tokens are byte strings: one table look-up and one UTF-8 decode per push."""
+
+    __slots__ = ("_bytes_of", "_strip_first_space", "_tail")
+
+    def __init__(self, bytes_of: Mapping[int, bytes], *, strip_first_space: bool) -> None:
+        self._bytes_of = bytes_of
+        self._strip_first_space = strip_first_space
+        self._tail = b""  # the first bytes of an unfinished character: at most three
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        bytes_of = self._bytes_of
+        if len(token_ids) == 1:
+            data = bytes_of[token_ids[0]]
+        else:
+            data = b"".join([bytes_of[token_id] for token_id in token_ids])
+        if self._strip_first_space and data:
+            data = data.removeprefix(b" ")
+            self._strip_first_space = False
+        if self._tail:
+            data = self._tail + data
+        text, num_decoded = utf_8_decode(data, "replace", False)
+        self._tail = data[num_decoded:]
+        return text
+
+    def finish(self) -> str:
+        text, _ = utf_8_decode(self._tail, "replace", True)
+        self._tail = b""
+        return text
+
+
+class WindowDetokenizer:
+    """For any other decoder: decode a short window of tokens twice, and emit what the newest ones added.
+
+    The window begins with the tokens emitted last, so that rules about spaces see what stands before. New tokens
+    stay in it while the text ends in a replacement character, which may be the beginning of a character; after
+    `MAX_HELD_TOKENS` it cannot be any more. The work per token is therefore bounded.
+    """
+
+    __slots__ = ("_num_context", "_special_ids", "_tokenizer", "_window")
+
+    MAX_PROMPT_CONTEXT = 8
+    MAX_HELD_TOKENS = 8  # the broken rest of a character, three bytes at most, and a whole one of four
+
+    def __init__(
+        self, tokenizer: Tokenizer, special_ids: frozenset[int], prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._window = [
+            token_id
+            for token_id in prompt_token_ids[-self.MAX_PROMPT_CONTEXT :]
+            if token_id not in special_ids
+        ]
+        while self._window and tokenizer.decode(self._window).startswith(REPLACEMENT_CHARACTER):
+            del self._window[0]  # the context must not begin inside a character
+        self._num_context = len(self._window)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces = [self._push_one(token_id) for token_id in token_ids if token_id not in self._special_ids]
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        return self._emit(self._new_text())
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._new_text()
+        num_held = len(self._window) - self._num_context
+        if text.endswith(REPLACEMENT_CHARACTER) and num_held < self.MAX_HELD_TOKENS:
+            return ""
+        return self._emit(text)
+
+    def _new_text(self) -> str:
+        # Those in the window are to be shown, special or not.
+        context: str = self._tokenizer.decode(self._window[: self._num_context], skip_special_tokens=False)
+        whole: str = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        return whole[len(context) :]
+
+    def _emit(self, text: str) -> str:
+        del self._window[: self._num_context]
+        self._num_context = len(self._window)
+        return text
+
 
 # Below this a hop to another thread costs more than the encoding that it would take off the event loop.
 DIRECT_ENCODE_CHARS = 4096

@@ -1,17 +1,111 @@
-"""What the answers to one prompt consist of, decided once per prompt: how to parse them, and which grammar forces a
-tool call."""
+"""The form of the answers to one prompt, decided once per prompt: how to parse them, and which grammar forces calls.
+
+`required` and named tool choices allow nothing but calls. The arguments of strict tools follow their schema in every
+call.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from penstock.core.errors import InvalidRequest
+from penstock.core.grammar_text import StructuralTags, TaggedText, lenient
 from penstock.core.request import Grammar
-from penstock.gateway.prompts import ChatPrompt
+from penstock.gateway.prompts import ChatPrompt, Tool
 from penstock.gateway.tools.call_parser import CallParser
 from penstock.gateway.tools.formats import ToolFormat
-from penstock.gateway.tools.parser import AnswerSink, OutputParser, PlainText
-from penstock.gateway.tools.reasoning import ReasoningSplitter
-from penstock.gateway.tools.tool_grammar import leaves_room_for_calls, tool_grammar
+from penstock.gateway.tools.parser import AnswerSink, OutputParser, PlainText, ReasoningSplitter
+
+# A model that must call, and may call again, would otherwise go on until its tokens run out.
+MAX_FORCED_CALLS = 16
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def tool_grammar(
+    prompt: ChatPrompt, tool_format: ToolFormat, answer: Grammar | None = None
+) -> Grammar | None:
+    """None leaves the model free: it may call, and write what it likes as arguments. `answer` binds what it says when
+    it does not call; see `leaves_room_for_calls`."""
+    mode, parallel = prompt.tool_choice.mode, prompt.tool_choice.parallel
+    if mode == "required":
+        return _only_calls(prompt.tools, tool_format, parallel=parallel)
+    if mode == "named":
+        return _only_calls((_named(prompt),), tool_format, parallel=False)
+    if answer is not None:
+        schema = _ANY_OBJECT if answer.kind == "json" else msgspec.json.decode(answer.text)
+        return _only_calls(prompt.tools, tool_format, parallel=parallel, otherwise=schema)
+    if tool_format.trigger is not None and any(tool.strict for tool in prompt.tools):
+        return _strict_when_called(prompt.tools, tool_format, tool_format.trigger)
+    return None
+
+
+def leaves_room_for_calls(answer: Grammar, tool_format: ToolFormat) -> bool:
+    """JSON, or a call instead of it, can be said in one grammar if the first character tells them apart. Grammars of
+    other kinds are the client's own."""
+    is_json = answer.kind == "json" or (answer.kind == "json_schema" and answer.text.startswith("{"))
+    return is_json and not (tool_format.list_start + tool_format.head).startswith("{")
+
+
+def _named(prompt: ChatPrompt) -> Tool:
+    for tool in prompt.tools:
+        if tool.name == prompt.tool_choice.name:
+            return tool
+    raise InvalidRequest(
+        f"tool_choice names {prompt.tool_choice.name!r}, which is not among the tools.", param="tool_choice"
+    )
+
+
+def _only_calls(
+    tools: tuple[Tool, ...],
+    tool_format: ToolFormat,
+    *,
+    parallel: bool,
+    otherwise: dict[str, Any] | None = None,
+) -> Grammar:
+    return _grammar(
+        StructuralTags(
+            structures=_structures(tools, tool_format),
+            triggers=(),
+            at_least_one=True,
+            stop_after_first=not parallel,
+            max_structures=MAX_FORCED_CALLS,
+            prefix=tool_format.list_start,
+            separator=tool_format.separator,
+            suffix=tool_format.list_end,
+            otherwise=otherwise,
+        )
+    )
+
+
+def _strict_when_called(tools: tuple[Tool, ...], tool_format: ToolFormat, trigger: str) -> Grammar:
+    structures = tuple(
+        structure if tool.strict else msgspec.structs.replace(structure, schema=_ANY_OBJECT)
+        for tool, structure in zip(tools, _structures(tools, tool_format), strict=True)
+    )
+    return _grammar(StructuralTags(structures=structures, triggers=(trigger,)))
+
+
+def _structures(tools: tuple[Tool, ...], tool_format: ToolFormat) -> tuple[TaggedText, ...]:
+    return tuple(
+        TaggedText(
+            begin=tool_format.call_head(tool.name),
+            schema=_schema(tool),
+            end=tool_format.call_tail,
+        )
+        for tool in tools
+    )
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """Of a tool that is not strict, keywords that cannot be enforced are passed over."""
+    schema = tool.parameters or _ANY_OBJECT
+    return schema if tool.strict else lenient(schema)
+
+
+def _grammar(tags: StructuralTags) -> Grammar:
+    return Grammar("structural_tag", msgspec.json.encode(tags).decode())
 
 
 class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,19 +1,25 @@
-"""The ways in which families of models write tool calls and reasoning, and which of them a model uses.
+"""The formats in which families of models write tool calls and reasoning, and which format a model uses.
 
-A model's chat template tells its family, because it shows the model's own calls to it again. A new family is an
-entry in `FORMATS`, and in `_SIGNS` if its template has a sign of its own.
+A model's chat template tells the family of the model, because the template repeats the model's own calls. A new
+family is an entry in `FORMATS`, and in `_SIGNS` if its template has a sign of its own.
+
+`described_in_words` rewrites a chat for templates that know nothing of tools: the tools are described at the end of
+the system prompt, earlier calls stand in the model's turns as the model would write them, and results come back as a
+user's turn. `with_single_calls` gives each call a turn of its own, for templates that take one call in a turn.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from penstock.core.messages import ModelCard
-from penstock.gateway.prompts import Tool, ToolCall
+from penstock.gateway.prompts import ChatMessage, TextPart, Tool, ToolCall
 from penstock.gateway.tools.call_parser import CallMarkers
-from penstock.gateway.tools.reasoning import THINK_START
+from penstock.gateway.tools.parser import THINK_START
 
 AUTO = "auto"
 NO_PARSER = "none"
@@ -141,3 +147,74 @@ def reasons(card: ModelCard, setting: str = AUTO) -> bool:
     if setting == AUTO:
         return THINK_START in (card.chat_template or "")
     return setting != NO_PARSER
+
+
+def described_in_words(
+    messages: Sequence[ChatMessage], tools: tuple[Tool, ...], tool_format: ToolFormat
+) -> tuple[ChatMessage, ...]:
+    told: list[ChatMessage] = []
+    for message in messages:
+        if message.role == "tool":
+            _add_result(told, message)
+        elif message.tool_calls:
+            told.append(_with_written_calls(message, tool_format))
+        else:
+            told.append(message)
+    if tools:
+        _instruct(told, tool_format.instructions(tools))
+    return tuple(told)
+
+
+def with_single_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Calls that were made in parallel, as if each had waited for the result of the one before."""
+    told: list[ChatMessage] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        if len(message.tool_calls) < 2:
+            told.append(message)
+            continue
+        results = []
+        while rest and rest[0].role == "tool":
+            results.append(rest.popleft())
+        content = message.content
+        for call in message.tool_calls:
+            told.append(msgspec.structs.replace(message, content=content, tool_calls=(call,)))
+            told += [result for result in results if result.tool_call_id == call.id]
+            content = ""
+        ids = {call.id for call in message.tool_calls}
+        told += [result for result in results if result.tool_call_id not in ids]
+    return tuple(told)
+
+
+def _instruct(told: list[ChatMessage], instructions: str) -> None:
+    if told and told[0].role == "system":
+        system = told[0]
+        told[0] = msgspec.structs.replace(
+            system, content=(*_parts(system), TextPart("\n" + instructions)), cache=None
+        )
+    else:
+        told.insert(0, ChatMessage("system", instructions))
+
+
+def _with_written_calls(message: ChatMessage, tool_format: ToolFormat) -> ChatMessage:
+    written = TextPart(tool_format.written(message.tool_calls))
+    parts = (*_parts(message), written)
+    return msgspec.structs.replace(message, content=parts, tool_calls=())
+
+
+def _add_result(told: list[ChatMessage], message: ChatMessage) -> None:
+    """Results of parallel calls share a turn, because many templates want turns to alternate."""
+    body = "\n".join(part.text for part in _parts(message))
+    result = TextPart(f"<tool_response>\n{body}\n</tool_response>", message.cache)
+    last = told[-1] if told else None
+    if last is not None and last.role == "user" and last.tool_call_id is not None:
+        told[-1] = msgspec.structs.replace(last, content=(*_parts(last), result))
+    else:
+        told.append(ChatMessage("user", (result,), tool_call_id=message.tool_call_id or ""))
+
+
+def _parts(message: ChatMessage) -> tuple[TextPart, ...]:
+    if isinstance(message.content, str):
+        return (TextPart(message.content),) if message.content else ()
+    return message.content

@@ -9,7 +9,7 @@ import msgspec
 from penstock.cluster.external.wire import StreamChunk
 from penstock.core.request import FinishReason
 from penstock.gateway.answers.choice import Delta, TokenAlternative
-from penstock.gateway.external.choice import ExternalChoice
+from penstock.gateway.external.answer import ExternalChoice
 
 
 def chunk(delta: dict[str, Any] | None = None, **fields: Any) -> StreamChunk:

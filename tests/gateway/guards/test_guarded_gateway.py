@@ -18,9 +18,8 @@ from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.request import FinishReason, Request, Tier
 from penstock.gateway.answers.choice import Delta, ToolCallDelta
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.guards.answer import GuardedChoice
-from penstock.gateway.guards.policy import compile_policy
-from penstock.gateway.guards.reports import Case, GuardMetrics
+from penstock.gateway.guards.policies import GuardedChoice
+from penstock.gateway.guards.policy import Case, GuardMetrics, compile_policy
 from penstock.gateway.guards.settings import GuardSettings, PolicySettings, guard_settings
 from penstock.gateway.prompts import (
     ChatMessage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from penstock.gateway.metrics.exchange import MetricsExchange
+from penstock.gateway.metrics.table import MetricsExchange
 
 
 def page(value: int, num_lines: int = 1) -> bytes:

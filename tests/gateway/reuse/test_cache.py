@@ -28,10 +28,9 @@ from penstock.gateway.prompts import (
     TextPrompt,
     Tool,
 )
-from penstock.gateway.reuse.cache import AnswerCache
-from penstock.gateway.reuse.recording import merged
+from penstock.gateway.reuse.cache import AnswerCache, IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.reuse.replay import merged
 from penstock.gateway.reuse.reuse import request_fingerprint
-from penstock.gateway.reuse.settings import IdempotencySettings, ResponseCacheSettings
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 

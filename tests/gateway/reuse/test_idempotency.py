@@ -19,6 +19,7 @@ from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.reuse import idempotency
+from penstock.gateway.reuse.cache import IdempotencySettings
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.idempotency_store import (
     Answered,
@@ -32,7 +33,6 @@ from penstock.gateway.reuse.idempotency_store import (
     renew_leases,
 )
 from penstock.gateway.reuse.reuse import AnswerReuse
-from penstock.gateway.reuse.settings import IdempotencySettings
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.fake_engine import FakeEngine, script_text
 from tests.gateway.ledger.books import WallClock

@@ -15,9 +15,14 @@ from penstock.core.errors import ConfigError
 from penstock.core.request import Tier
 from penstock.gateway.settings import file as settings_file
 from penstock.gateway.settings.file import SettingsFile
-from penstock.gateway.settings.settings import Settings, changed_settings, parse_settings
-from penstock.gateway.settings.tiers import TierSettings
-from penstock.gateway.settings.toml_lines import key_lines, nearest_line
+from penstock.gateway.settings.settings import (
+    Settings,
+    TierSettings,
+    changed_settings,
+    key_lines,
+    nearest_line,
+    parse_settings,
+)
 
 GOOD = """\
 [limits.key]

@@ -9,7 +9,7 @@ from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
-from penstock.gateway.settings.tiers import TierSettings
+from penstock.gateway.settings.settings import TierSettings
 from tests.gateway.fake_engine import FakeEngine
 
 

@@ -22,8 +22,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.settings import guard_settings
-from penstock.gateway.telemetry.observer import RequestObserver
-from penstock.gateway.telemetry.record import parse_traceparent
+from penstock.gateway.telemetry.record import RequestObserver, parse_traceparent
 from penstock.gateway.telemetry.tracing import OpenTelemetryTracing, TracingConfig, otlp_exporter
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, Tool, ToolCall
-from penstock.gateway.text.plain_text import PlainTextMarks, RenderedChat
-from penstock.gateway.text.template import ChatTemplate
+from penstock.gateway.text.template import ChatTemplate, PlainTextMarks, RenderedChat
 from penstock.gateway.text.tokenizer import TextTokenizer
 from tests.gateway.fake_engine import model_card
 

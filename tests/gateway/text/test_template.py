@@ -6,8 +6,7 @@ import pytest
 
 from penstock.core.errors import InvalidRequest, ModelLoadError
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart
-from penstock.gateway.text.plain_text import RenderedChat
-from penstock.gateway.text.template import DIRECT_RENDER_MESSAGES, ChatTemplate
+from penstock.gateway.text.template import DIRECT_RENDER_MESSAGES, ChatTemplate, RenderedChat
 from tests.gateway.fake_engine import model_card
 
 HELLO = (ChatMessage("user", "hello"),)

@@ -14,7 +14,7 @@ from penstock.core.request import Grammar
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart, Tool, ToolCall, ToolChoice
 from penstock.gateway.text.template import ChatTemplate
-from penstock.gateway.tools.described import described_in_words, with_single_calls
+from penstock.gateway.tools.answer_form import MAX_FORCED_CALLS, leaves_room_for_calls, tool_grammar
 from penstock.gateway.tools.formats import (
     FORMATS,
     GEMMA,
@@ -23,10 +23,11 @@ from penstock.gateway.tools.formats import (
     MISTRAL,
     MISTRAL_ARGS,
     ToolFormat,
+    described_in_words,
     reasons,
     tool_format_of,
+    with_single_calls,
 )
-from penstock.gateway.tools.tool_grammar import MAX_FORCED_CALLS, leaves_room_for_calls, tool_grammar
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer, engine_ready, model_card
 
 WEATHER = Tool(

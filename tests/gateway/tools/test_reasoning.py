@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.tools.call_parser import CallParser
 from penstock.gateway.tools.formats import HERMES
-from penstock.gateway.tools.parser import PlainText
-from penstock.gateway.tools.reasoning import ReasoningSplitter
+from penstock.gateway.tools.parser import PlainText, ReasoningSplitter
 from tests.gateway.tools.recorder import TOOLS, Recorder, feed
 from tests.gateway.tools.test_call_parser import cut
 
