@@ -14,9 +14,8 @@ from penstock.control.autoscaler import AutoscalerConfig
 from penstock.dispatch import DispatchConfig
 from penstock.dispatch.outliers import OutlierConfig
 from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
-from penstock.simulator.faults import Kill, LoseKVEvents, SlowDown
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
-from penstock.simulator.workload import shared_prefix_workload
+from penstock.simulator.workload import Kill, LoseKVEvents, SlowDown, shared_prefix_workload
 
 L40S = Accelerator(memory_bytes_per_s=864e9, flops_per_s=362e12)  # bfloat16, dense
 

@@ -14,8 +14,7 @@ import time
 import tracemalloc
 from dataclasses import dataclass
 
-from penstock.core.kv_events import KVStored
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVStored
 from penstock.router import POLICIES, Replica, Router, RouterConfig, RoutingRequest, hash_tokens, policy_named
 from penstock.router.index import PrefixIndex
 

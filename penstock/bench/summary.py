@@ -16,7 +16,7 @@ import msgspec
 from penstock.bench.load import LoadResult, Target
 from penstock.bench.workload import Workload
 from penstock.core.errors import UsageError
-from penstock.core.percentile import percentile
+from penstock.core.figures import percentile
 
 
 class Distribution(msgspec.Struct, frozen=True):

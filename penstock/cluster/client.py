@@ -10,9 +10,8 @@ from typing import Protocol
 
 from penstock.cluster.replica import Member
 from penstock.core.errors import PenstockError
-from penstock.core.kv_events import KVEvent
 from penstock.core.kv_transfer import KVSource
-from penstock.core.messages import EngineReady, EngineStats
+from penstock.core.messages import EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 

@@ -14,8 +14,7 @@ import zmq
 from penstock.cluster.client import Connector, ReplicaClient
 from penstock.cluster.replica import Member
 from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineReady, EngineStats
+from penstock.core.messages import EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.router import ReplicaState

@@ -30,7 +30,7 @@ from penstock.cluster.control_messages import (
 from penstock.cluster.release_traffic import ReleaseTraffic, TrafficFleet
 from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
 from penstock.core.errors import EngineUnavailable, error_from_code
-from penstock.dispatch.waiting import WaitingRoom
+from penstock.dispatch.requests import WaitingRoom
 from penstock.router import Router
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from penstock.cluster.control_messages import ModelReport, Sample
 from penstock.control.gates import Evidence, Figures
-from penstock.core.percentile import percentile
+from penstock.core.figures import percentile
 
 MAX_TIMES = 20_000  # of each kind, for percentiles; older ones are dropped
 

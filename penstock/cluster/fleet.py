@@ -21,8 +21,7 @@ from penstock.cluster.connections import Connections
 from penstock.cluster.replica import Member
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineReady, EngineStats
+from penstock.core.messages import EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 from penstock.dispatch import (
@@ -45,7 +44,7 @@ from penstock.dispatch import (
 )
 from penstock.dispatch.log import RecordingDispatcher
 from penstock.dispatch.replicas import ReplicaRecord
-from penstock.dispatch.waiting import WaitingRoom
+from penstock.dispatch.requests import WaitingRoom
 from penstock.router import Router
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import zmq
 
 from penstock.cluster.endpoints import connect
 from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
-from penstock.core.kv_events import KVEvent
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import (
     AbortRequests,
@@ -26,6 +25,7 @@ from penstock.core.messages import (
     EngineStats,
     FromEngine,
     Hello,
+    KVEvent,
     LoadProgress,
     RequestRejected,
     RestartKVEvents,

@@ -28,7 +28,6 @@ import zmq
 from penstock.cluster.endpoints import KeyPair, bind, connect, with_key
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.core.kv_events import KVEvent
 from penstock.core.log_format import formatter
 from penstock.core.messages import (
     HEARTBEAT_INTERVAL_S,
@@ -39,6 +38,7 @@ from penstock.core.messages import (
     EngineStats,
     FromEngine,
     Hello,
+    KVEvent,
     LoadProgress,
     RequestRejected,
     RestartKVEvents,

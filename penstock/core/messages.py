@@ -1,6 +1,9 @@
-"""Every message between a gateway process and an engine process, and nothing else.
+"""Every message between a gateway process and an engine process, and the KV events that these messages carry.
 
-Encoded with msgspec as tagged MessagePack; one engine→gateway message carries the news of a whole step.
+Applying the KV events of one replica in order to an empty set gives exactly the hashes that replica can reuse.
+`sequence` starts at 0 and rises by one per event: a reader that sees a gap has missed news and must ask again.
+
+Messages are encoded with msgspec as tagged MessagePack; one engine→gateway message carries the news of a whole step.
 Times never cross as absolute values, because two processes need not share a clock.
 """
 
@@ -10,10 +13,35 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.core.kv_events import KVEvent
 from penstock.core.kv_transfer import KVSource
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Pooling, Request
+
+
+class KVStored(msgspec.Struct, frozen=True, tag="stored"):
+    """A run of one chain became reusable: `block_hashes[0]` follows `parent`, every other one the one before
+    it."""
+
+    sequence: int
+    block_hashes: tuple[bytes, ...]
+    parent: bytes
+
+
+class KVRemoved(msgspec.Struct, frozen=True, tag="removed"):
+    """These hashes can no longer be reused. Tails come before the blocks they hang on."""
+
+    sequence: int
+    block_hashes: tuple[bytes, ...]
+
+
+class KVCleared(msgspec.Struct, frozen=True, tag="cleared"):
+    """Nothing of this replica can be reused any more; what follows starts afresh."""
+
+    sequence: int
+
+
+KVEvent: TypeAlias = KVStored | KVRemoved | KVCleared
+
 
 HEARTBEAT_INTERVAL_S = 0.25
 

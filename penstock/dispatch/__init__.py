@@ -20,7 +20,7 @@ from penstock.dispatch.actions import (
 from penstock.dispatch.config import DispatchConfig
 from penstock.dispatch.dispatcher import Dispatcher
 from penstock.dispatch.replicas import FleetStatus, ReplicaStatus, Role
-from penstock.dispatch.waiting import WaitingConfig
+from penstock.dispatch.requests import WaitingConfig
 
 __all__ = [
     "Action",

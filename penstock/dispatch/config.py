@@ -7,8 +7,8 @@ import msgspec
 from penstock.core.config import RoutingPolicy
 from penstock.dispatch.breaker import BreakerConfig
 from penstock.dispatch.outliers import OutlierConfig
+from penstock.dispatch.requests import WaitingConfig
 from penstock.dispatch.retries import RetryConfig
-from penstock.dispatch.waiting import WaitingConfig
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,8 +30,7 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
 )
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch.actions import (
@@ -53,9 +52,8 @@ from penstock.dispatch.breaker import CircuitBreaker
 from penstock.dispatch.config import DispatchConfig
 from penstock.dispatch.kv_sources import KVSources
 from penstock.dispatch.replicas import FleetStatus, ReplicaRecord, ReplicaTable
-from penstock.dispatch.request_record import RequestPhase, RequestRecord
+from penstock.dispatch.requests import RequestPhase, RequestRecord, WaitingRoom
 from penstock.dispatch.retries import Failure, RetryPolicy
-from penstock.dispatch.waiting import WaitingRoom
 from penstock.router import (
     Decision,
     RandomSource,

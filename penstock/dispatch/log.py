@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from penstock.core.errors import PenstockError, UsageError, error_from_code
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 from penstock.dispatch.actions import Action, Deliver

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.core.messages import EngineStats
-from penstock.router.rates import LinearFit
+from penstock.router.load import LinearFit
 
 LOOK_INTERVAL_S = 2.0
 _GUESSED_STEP_TOKENS = 64

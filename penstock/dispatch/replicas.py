@@ -18,8 +18,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVEvent
 from penstock.dispatch.breaker import BreakerState, Circuit, CircuitBreaker
 from penstock.dispatch.outliers import OutlierConfig, SlowReplicas
 from penstock.router import Replica, ReplicaState, Router

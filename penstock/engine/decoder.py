@@ -17,8 +17,8 @@ import torch
 from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
+from penstock.core.figures import format_bytes
 from penstock.core.messages import ModelCard
-from penstock.core.sizes import format_bytes
 from penstock.engine.adapters import AdapterQueue, LoRAModel
 from penstock.engine.batch import BatchRows
 from penstock.engine.device import choose_ops, leave_cores_to

@@ -9,7 +9,7 @@ import torch
 from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
-from penstock.core.sizes import format_bytes, parse_bytes
+from penstock.core.figures import format_bytes, parse_bytes
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.tensor_kv import kv_head_bytes
 from penstock.models.model import Model

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from penstock.core.hashing import BlockHash
-from penstock.core.kv_events import KVEvent
+from penstock.core.messages import KVEvent
 from penstock.core.plan import KVCopy
 from penstock.kvcache.pool import BlockPool
 from penstock.kvcache.retention import Retention
-from penstock.kvcache.table import BlockTable, num_blocks_to_grow
-from penstock.kvcache.tails import TailHalves
+from penstock.kvcache.table import BlockTable, TailHalves, num_blocks_to_grow
 
 
 class KVCache:

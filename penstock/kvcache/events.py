@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.core.hashing import BlockHash
-from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
+from penstock.core.messages import KVCleared, KVEvent, KVRemoved, KVStored
 
 
 class EventLog:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from penstock.core.hashing import BlockHash
 from penstock.kvcache.block import Block, IntegrityError
-from penstock.kvcache.pins import PinHeap
+from penstock.kvcache.eviction import PinHeap
 
 
 class HostTier:

@@ -30,9 +30,8 @@ from penstock.core.hashing import BlockHash
 from penstock.core.plan import BlockCopy, HalfCopy, KVCopy
 from penstock.kvcache.block import Block, BlockState, IntegrityError
 from penstock.kvcache.events import EventLog
-from penstock.kvcache.eviction import EvictionOrder
+from penstock.kvcache.eviction import EvictionOrder, PinHeap
 from penstock.kvcache.host import HostTier
-from penstock.kvcache.pins import PinHeap
 
 
 class BlockPool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from penstock.core.engine_config import Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
-from penstock.core.sizes import format_bytes
+from penstock.core.figures import format_bytes
 from penstock.kernels.interface import Ops
 from penstock.models import bert
 from penstock.models.config import ArchitectureConfig, Fields

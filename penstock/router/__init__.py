@@ -1,9 +1,8 @@
 """Which replica serves a request: `Router.choose`. Imports core only."""
 
+from penstock.router.index import hash_text, hash_tokens
 from penstock.router.policies import POLICIES, Policy, policy_named
-from penstock.router.prompt import hash_text, hash_tokens
-from penstock.router.replica import Replica, ReplicaState
-from penstock.router.request import Decision, RandomSource, Reason, RoutingRequest
+from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 from penstock.router.router import Router, RouterConfig
 
 __all__ = [

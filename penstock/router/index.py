@@ -1,16 +1,58 @@
-"""Which replicas hold which prefixes: one table from block hash to a set of replicas. Knows no load and no clock.
+"""The prefix index: which replicas hold which prefixes, by block hash, and everything that fills the index. Knows no
+load and no clock.
 
-The set is a bit mask, so that one lookup per block of a prompt answers for all replicas at once. A replica that
-forgets everything gets a new bit, and its old one is ignored until enough old bits have gathered to be worth a sweep.
+For our own replicas the hashes are those of their KV blocks, computed by the same function. External
+engines report no hashes: for them, chunks of the text are hashed, which is enough to remember what was sent where.
+
+A set of replicas is a bit mask, so that one lookup per block of a prompt answers for all replicas at once. A replica
+that forgets everything gets a new bit, and its old one is ignored until enough old bits have gathered to be worth a
+sweep.
 
 Memory is bounded by `max_entries` whatever the replicas hold. Entries live in two generations. When the younger is
 full, the older is dropped, a few entries at a time, and the younger takes its place. Whatever is matched or stored
 moves to the younger: an entry is forgotten only after half of `max_entries` others were used since.
+
+Between a decision and the replica's own KV events pass a queue, a prefill and a heartbeat. A burst of requests with
+one prefix falls into that gap, and would scatter if the index did not already know where the first one went. An
+expectation is removed unless the replica confirms it in time. For replicas that send no KV events, expectations are
+all that is known, and last longer: an approximate index.
+
+The sequence numbers of KV events rise by one. A gap means that events were lost: everything known of the replica is
+dropped, and the replica must send everything again. It does so in the same stream, as `cleared` and then `stored` for
+all blocks that it holds, so the new start needs no message of its own and cannot overtake other events.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from math import inf
+
+from penstock.core.hashing import BlockHash, chain_hashes, root_hash
+from penstock.core.messages import KVCleared, KVEvent, KVStored
+
+_TEXT_CHUNK_BYTES = 64  # about 16 tokens of English: chunks and blocks are of one size
+_DIGEST_BYTES = 16
+
+
+def hash_tokens(salt: str, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """The hashes that a replica gives to the blocks of this prompt. The last token never counts: a replica always
+    computes it. `salt` is the tenant, as in the replica."""
+    return chain_hashes(root_hash(salt), token_ids[: max(0, len(token_ids) - 1)], block_size)
+
+
+def hash_text(salt: str, text: str, chunk_bytes: int = _TEXT_CHUNK_BYTES) -> list[BlockHash]:
+    """The hashes of text whose tokens are unknown; an unfilled last chunk has no hash."""
+    data = text.encode()
+    parent = root_hash(salt)
+    hashes = []
+    for start in range(0, len(data) - chunk_bytes + 1, chunk_bytes):
+        chunk = data[start : start + chunk_bytes]
+        parent = blake2b(parent + chunk, digest_size=_DIGEST_BYTES, person=b"text chunk").digest()
+        hashes.append(parent)
+    return hashes
+
 
 _MAX_RETIRED_BITS = 64
 _DROPPED_PER_INSERT = 2  # so that the generation dropped last is gone before the next one follows
@@ -131,3 +173,112 @@ def _set_each(depths: dict[int, int], bits: int, depth: int) -> None:
         lowest = bits & -bits
         depths[lowest] = depth
         bits ^= lowest
+
+
+class Expectations:
+    """Bounded: past `max_blocks`, the oldest expectations end early."""
+
+    def __init__(self, index: PrefixIndex, max_blocks: int = 200_000) -> None:
+        self._index = index
+        self._max_blocks = max_blocks
+        self._until: dict[int, dict[bytes, float]] = {}  # by bit; when each expected block expires
+        self._queues: dict[
+            float, deque[tuple[float, int, Sequence[bytes]]]
+        ] = {}  # by time to live, oldest first
+        self._num_queued = 0
+
+    def __len__(self) -> int:
+        """How many blocks are expected and not confirmed."""
+        return sum(len(blocks) for blocks in self._until.values())
+
+    def expect(self, bit: int, hashes: Sequence[bytes], now: float, ttl_s: float) -> None:
+        if not hashes:
+            return
+        until_s = now + ttl_s
+        self._until.setdefault(bit, {}).update(dict.fromkeys(hashes, until_s))
+        self._index.store(bit, hashes)
+        self._queues.setdefault(ttl_s, deque()).append((until_s, bit, hashes))
+        self._num_queued += len(hashes)
+        while self._num_queued > self._max_blocks:
+            self._end_first(
+                min((queue for queue in self._queues.values() if queue), key=lambda queue: queue[0][0])
+            )
+
+    def is_expected(self, bit: int, block_hash: bytes) -> bool:
+        return block_hash in self._until.get(bit, ())
+
+    def settle(self, bit: int, hashes: Sequence[bytes]) -> None:
+        """The replica itself reported these blocks as stored or removed."""
+        expected = self._until.get(bit)
+        if expected:
+            for block_hash in hashes:
+                expected.pop(block_hash, None)
+
+    def forget(self, bit: int) -> None:
+        """Forget all expectations of a replica. The caller updates the index."""
+        self._until.pop(bit, None)
+
+    def expire(self, now: float) -> None:
+        for queue in self._queues.values():
+            while queue and queue[0][0] <= now:
+                self._end_first(queue)
+
+    def _end_first(self, queue: deque[tuple[float, int, Sequence[bytes]]]) -> None:
+        until_s, bit, hashes = queue.popleft()
+        self._num_queued -= len(hashes)
+        expected = self._until.get(bit)
+        if expected is None:
+            return
+        # A later request may have renewed an expectation, which then expires later.
+        overdue = [block_hash for block_hash in hashes if expected.get(block_hash, inf) <= until_s]
+        for block_hash in overdue:
+            del expected[block_hash]
+        self._index.remove(bit, overdue)
+
+
+class KVFeed:
+    def __init__(self, index: PrefixIndex, expectations: Expectations) -> None:
+        self._index = index
+        self._expectations = expectations
+        self._next_sequence = 0
+        self.bit = index.open()  # changes whenever the replica's entries are dropped
+        self.num_blocks = 0  # that the replica holds, by its events
+        self.needs_resync = False
+        self.num_gaps = 0
+
+    def receive(self, events: Iterable[KVEvent]) -> None:
+        for event in events:
+            if event.sequence < self._next_sequence:
+                continue  # received before
+            if isinstance(event, KVCleared):
+                self.drop()
+                self.needs_resync = False
+            elif event.sequence > self._next_sequence and not self.needs_resync:
+                self.num_gaps += 1
+                self.drop()
+                self.needs_resync = True
+            self._next_sequence = event.sequence + 1
+            if not self.needs_resync:
+                self._apply(event)
+
+    def drop(self) -> None:
+        """Forget everything that was known of this replica."""
+        self._index.close(self.bit)
+        self._expectations.forget(self.bit)
+        self.bit = self._index.open()
+        self.num_blocks = 0
+
+    def close(self) -> None:
+        self._index.close(self.bit)
+        self._expectations.forget(self.bit)
+
+    def _apply(self, event: KVEvent) -> None:
+        if isinstance(event, KVCleared):
+            return
+        self._expectations.settle(self.bit, event.block_hashes)
+        if isinstance(event, KVStored):
+            self._index.store(self.bit, event.block_hashes)
+            self.num_blocks += len(event.block_hashes)
+        else:
+            self._index.remove(self.bit, event.block_hashes)
+            self.num_blocks -= len(event.block_hashes)

@@ -1,19 +1,75 @@
-"""The load of one replica, as this gateway knows it, in predicted seconds. Knows no other replica and no prefix
-index.
+"""The load of one replica, as this gateway knows it, in predicted seconds; and the number that ties a session key to
+a replica. Knows no other replica and no prefix index.
 
-Three sources are combined: the unanswered requests of this router, which are known exactly and at once; requests of
-other gateways, which are the difference to the heartbeat; and the speed of the replica, fitted from heartbeats.
+The speed is a line, seconds = base + tokens × rate, fitted by least squares in which old pairs fade. Two imaginary
+pairs, which do not fade, hold the line in place while little is known and when all pairs are alike.
+
+Session keys lead to replicas by the highest random weight: each pair of key and replica has a score, and the highest
+wins. When a replica comes or goes, only the keys that lead to it move.
+
+The load combines three sources: the unanswered requests of this router, which are known exactly and at once; requests
+of other gateways, which are the difference to the heartbeat; and the speed of the replica, fitted from heartbeats.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 from math import inf
 
 from penstock.core.messages import EngineStats
-from penstock.router.affinity import number_of
-from penstock.router.rates import LinearFit
-from penstock.router.replica import Replica
+from penstock.router.request import Replica
+
+_PAIR_FADING = 0.97  # weight left of each pair after the next: 33 pairs count, about 3 s of heartbeats
+_PRIOR_WEIGHT = 0.05
+_MIN_RATE_S = 1e-9
+
+
+class LinearFit:
+    def __init__(self, base_s: float, token_s: float, typical_tokens: int) -> None:
+        """A guess to start from, and how many tokens the larger pairs will have."""
+        low, high = 0.0, float(typical_tokens)
+        self._prior = (
+            2.0 * _PRIOR_WEIGHT,
+            _PRIOR_WEIGHT * (low + high),
+            _PRIOR_WEIGHT * (low * low + high * high),
+            _PRIOR_WEIGHT * (2.0 * base_s + token_s * (low + high)),
+            _PRIOR_WEIGHT * (base_s * (low + high) + token_s * (low * low + high * high)),
+        )
+        self._sums = [0.0] * 5  # of weights: 1, x, xx, y, xy
+        self.base_s = base_s
+        self.token_s = token_s
+        self.num_observed = 0
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        new = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
+        self._sums = [_PAIR_FADING * total + value for total, value in zip(self._sums, new, strict=True)]
+        self.num_observed += 1
+        count, x, xx, y, xy = (total + prior for total, prior in zip(self._sums, self._prior, strict=True))
+        slope = (count * xy - x * y) / (count * xx - x * x)
+        base = (y - slope * x) / count
+        if base < 0.0:  # the best line through the origin
+            base, slope = 0.0, xy / xx
+        elif slope < _MIN_RATE_S:
+            base, slope = y / count, _MIN_RATE_S
+        self.base_s, self.token_s = base, slope
+
+
+_MASK = (1 << 64) - 1
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd: multiplying by it loses nothing, and spreads low bits upwards
+
+
+@lru_cache(maxsize=65_536)
+def number_of(key: str) -> int:
+    """64 bits that look random. Python's own hash would differ between processes."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
+
+
+def score(key_number: int, replica_number: int) -> int:
+    mixed = ((key_number ^ replica_number) * _MULTIPLIER) & _MASK
+    return ((mixed ^ (mixed >> 29)) * _MULTIPLIER) & _MASK
+
 
 _FULL_SHARE = 0.97  # of KV blocks; beyond, requests wait for others to end
 _FADING = 0.95

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from penstock.core.errors import ConfigError
-from penstock.router.affinity import number_of, score
-from penstock.router.load import ReplicaLoad
+from penstock.router.load import ReplicaLoad, number_of, score
 from penstock.router.request import RandomSource, Reason, RoutingRequest
 
 

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from math import exp
 
 from penstock.core.errors import EngineUnavailable, ModelNotFound
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineStats
-from penstock.router.expectations import Expectations
-from penstock.router.feed import KVFeed
-from penstock.router.index import PrefixIndex
+from penstock.core.messages import EngineStats, KVEvent
+from penstock.router.index import Expectations, KVFeed, PrefixIndex
 from penstock.router.load import ReplicaLoad, Ticket
 from penstock.router.policies import Policy, PrefixAware
-from penstock.router.replica import Replica, ReplicaState
-from penstock.router.request import Decision, RandomSource, Reason, RoutingRequest
+from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
 _FREE_REQUESTS = 8.0  # beyond its share, that a replica may have: a few requests are no load
 _LARGEST_EXPONENT = 500.0

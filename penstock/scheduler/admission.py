@@ -1,5 +1,9 @@
-"""Admission: whether the next waiting request can start now, and its block table if so. Knows no token budget and no
-queue.
+"""Admission decides whether the next waiting request can start now, by a forecast of the blocks that running requests
+will still need. Knows no token budget and no order of the waiting requests.
+
+For the forecast, running requests are binned by predicted remaining growth, in blocks, with edges that double. By the
+time a bin's requests end, those of longer bins have grown as much as they did, and those of shorter bins have given
+back what they held. The worst such moment is the headroom to keep. Where the forecast fails, preemption repairs it.
 
 A request gets blocks for all known tokens at once: the prompt, and after a preemption the answer so far. While it
 runs it needs at most one more block at a time, for its next sampled token. Its last tokens may get half a block;
@@ -9,11 +13,99 @@ admission counts that as a whole one, so that a request starts only if it could 
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 from penstock.kvcache.cache import KVCache
-from penstock.scheduler.headroom import Headroom
 from penstock.scheduler.prefix import PrefixSharing
-from penstock.scheduler.sequence import Sequence
+from penstock.scheduler.sequence import BATCH_RANK, Sequence
+
+_NUM_BINS = 16
+
+
+class _Group:
+    """Sums over requests, by bin."""
+
+    __slots__ = ("counts", "growth_blocks", "own_blocks")
+
+    def __init__(self) -> None:
+        self.counts = [0] * _NUM_BINS
+        self.growth_blocks = [0] * _NUM_BINS
+        self.own_blocks = [0] * _NUM_BINS  # what comes free when the bin's requests end
+
+    def add(self, growth_blocks: int, own_blocks: int, count: int = 1) -> None:
+        index = min((growth_blocks - 1).bit_length(), _NUM_BINS - 1)
+        self.counts[index] += count
+        self.growth_blocks[index] += growth_blocks * count
+        self.own_blocks[index] += own_blocks * count
+
+    def needed(self) -> int:
+        """Blocks that must be free now, so that no request lacks one at the worst moment to come."""
+        num_alive = sum(self.counts)
+        worst = given_back = 0
+        for count, growth_blocks, own_blocks in zip(
+            self.counts, self.growth_blocks, self.own_blocks, strict=True
+        ):
+            if count:
+                worst = max(worst, -(-num_alive * growth_blocks // count) - given_back)
+                num_alive -= count
+                given_back += own_blocks
+        return worst
+
+    def plus(self, other: _Group) -> _Group:
+        total = _Group()
+        for name in _Group.__slots__:
+            setattr(
+                total, name, [a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)]
+            )
+        return total
+
+
+class Headroom:
+    """Batch requests are counted apart, since they yield their blocks to more urgent requests."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._urgent = _Group()
+        self._batch = _Group()
+
+    def enter(self, sequence: Sequence) -> None:
+        """A request starts to run, with its table as of now."""
+        sequence.growth_blocks = self._growth(sequence, len(sequence.blocks.block_ids))
+        self._group(sequence).add(sequence.growth_blocks, sequence.blocks.num_own_blocks)
+
+    def leave(self, sequence: Sequence) -> None:
+        """It stops running; its table is still as when it entered."""
+        self._group(sequence).add(sequence.growth_blocks, sequence.blocks.num_own_blocks, count=-1)
+
+    def allows(self, candidate: Sequence, num_blocks: int, num_spare: int) -> bool:
+        """Whether a request may start with a table of `num_blocks`, after which `num_spare` blocks are left."""
+        if candidate.rank == BATCH_RANK:
+            others = self._urgent.plus(self._batch)
+        else:
+            others = self._urgent.plus(_Group())
+            num_spare += sum(self._batch.own_blocks)
+        others.add(self._growth(candidate, num_blocks), 0)
+        return num_spare >= others.needed()
+
+    def needed(self) -> int:
+        """Blocks to keep free for those that run."""
+        return self._urgent.plus(self._batch).needed()
+
+    def check_integrity(self, running: Collection[Sequence]) -> None:
+        for group in (self._urgent, self._batch):
+            expected = _Group()
+            for sequence in running:
+                if self._group(sequence) is group:
+                    expected.add(sequence.growth_blocks, sequence.blocks.num_own_blocks)
+            assert all(getattr(group, name) == getattr(expected, name) for name in _Group.__slots__)
+
+    def _group(self, sequence: Sequence) -> _Group:
+        return self._batch if sequence.rank == BATCH_RANK else self._urgent
+
+    def _growth(self, sequence: Sequence, num_blocks: int) -> int:
+        """Predicted, from a table of `num_blocks`; at least one, since the end is never certain."""
+        return max(1, -(-sequence.predicted_length // self._block_size) - num_blocks)
+
 
 _RETRY_AFTER_PLANS = 8
 

@@ -14,7 +14,7 @@ from penstock.core.hashing import BlockHash, chain_hashes, root_hash
 from penstock.core.request import Request
 from penstock.kvcache.cache import KVCache
 from penstock.kvcache.table import BlockTable
-from penstock.scheduler.headroom import Headroom
+from penstock.scheduler.admission import Headroom
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission
-from penstock.scheduler.predictor import StepLoad, StepTimePredictor
 from penstock.scheduler.running import RunningSet
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, seniority
+from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
 
 # Preempted requests are the first of their queue: they resume when a few others have ended.
 _RETAINED_FOR_S = 120.0

@@ -12,10 +12,9 @@ from math import exp
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import Overloaded
-from penstock.scheduler.fairness import TenantAccount, least_served
 from penstock.scheduler.keyed_heap import KeyedHeap
-from penstock.scheduler.lengths import NUM_LENGTH_BINS, length_bin
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State
+from penstock.scheduler.tenants import NUM_LENGTH_BINS, TenantAccount, least_served, length_bin
 
 _DRAIN_WINDOW_S = 30.0
 _MIN_RETRY_S = 1.0

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from penstock.kvcache.cache import KVCache
-from penstock.scheduler.headroom import Headroom
-from penstock.scheduler.lengths import OutputLengthEstimator
+from penstock.scheduler.admission import Headroom
 from penstock.scheduler.sequence import Sequence, seniority
+from penstock.scheduler.tenants import OutputLengthEstimator
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,26 +17,26 @@ from dataclasses import dataclass
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import InvalidRequest
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
-from penstock.scheduler.admission import Admission, Outcome
-from penstock.scheduler.breakpoints import Breakpoints
+from penstock.scheduler.admission import Admission, Headroom, Outcome
 from penstock.scheduler.checks import check_records, check_request
 from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
 from penstock.scheduler.exchange import BlockExchange
-from penstock.scheduler.fairness import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT, TenantAccounts
-from penstock.scheduler.headroom import Headroom
-from penstock.scheduler.lengths import OutputLengthEstimator
-from penstock.scheduler.predictor import StepLoad, StepTimePredictor
 from penstock.scheduler.preemption import Preemption, Swapping
-from penstock.scheduler.prefix import PrefixSharing
+from penstock.scheduler.prefix import Breakpoints, PrefixSharing
 from penstock.scheduler.queue import WaitingQueue
 from penstock.scheduler.running import RunningSet
 from penstock.scheduler.sequence import BATCH_RANK, Sequence, State
-from penstock.scheduler.step_builder import StepBuilder, share_of_room
+from penstock.scheduler.step_builder import StepBuilder, StepLoad, StepTimePredictor, share_of_room
+from penstock.scheduler.tenants import (
+    OUTPUT_TOKEN_WEIGHT,
+    PROMPT_TOKEN_WEIGHT,
+    OutputLengthEstimator,
+    TenantAccounts,
+)
 
 _NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from penstock.core.hashing import BlockHash, chain_hashes, root_hash
 from penstock.core.request import Request, Tier
 from penstock.kvcache.table import BlockTable
-from penstock.scheduler.fairness import TenantAccount
-from penstock.scheduler.lengths import OutputLengthEstimator
+from penstock.scheduler.tenants import OutputLengthEstimator, TenantAccount
 
 if TYPE_CHECKING:
-    from penstock.scheduler.breakpoints import Marks
+    from penstock.scheduler.prefix import Marks
 
 TIER_RANK: dict[Tier, int] = {Tier.PRIORITY: 0, Tier.DEFAULT: 1, Tier.BATCH: 2}
 BATCH_RANK = TIER_RANK[Tier.BATCH]

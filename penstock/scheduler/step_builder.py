@@ -1,4 +1,13 @@
-"""Builds one step: its chunks, and what is left of its budgets. Knows no queue and no free blocks.
+"""Builds one step within its budgets, with a model that predicts how long a step takes. Knows no clock, queue or free
+blocks.
+
+The model of step times is fitted by recursive least squares with forgetting, on relative errors: each observation is
+divided by the larger of the observed and the predicted time, so that a step of 5 ms counts as much as one of 2 s and
+an outlier in either direction has a bounded error. Errors far beyond the usual one are cut as well.
+
+Only the diagonal of the covariance is kept. In exchange for some speed of convergence, a weight whose feature is
+absent from a step is left exactly alone: hours of decoding neither unlearn what a prefill token costs nor inflate the
+doubt about it, which makes a full covariance drift away.
 
 Two budgets bound a step: tokens, and, while any request is decoding, predicted time. The second limits prefill
 only; the first prefill of a step always gets a minimum chunk, so that a long prompt advances whatever the target.
@@ -6,9 +15,98 @@ only; the first prefill of a step always gets a minimum chunk, so that a long pr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import sqrt
+
 from penstock.core.plan import Chunk
-from penstock.scheduler.predictor import StepLoad, StepTimePredictor
 from penstock.scheduler.sequence import Sequence
+
+_FORGETTING = 0.98  # of each weight, per step that tells something about it: old steps fade
+_NOISE_VARIANCE = 0.01  # of relative errors: about a tenth either way
+_CUT_AT_USUAL_ERRORS = 3.0
+_MIN_CUT = 0.1  # relative errors below this are never cut
+_USUAL_ERROR_DECAY = 0.9
+_NO_LIMIT_TOKENS = 1 << 30
+
+# Seconds per unit before anything was observed, between those of a CPU and of a fast GPU; the spread covers both.
+_PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8)
+_PRIOR_SPREAD = 30.0
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """What a step has to do: the features of the model, next to a constant."""
+
+    prefill_tokens: int = 0
+    decode_sequences: int = 0
+    decode_context_tokens: int = 0  # KV entries that decodes read
+    prefill_pairs: int = 0  # of query and key, in the attention of prefills
+
+    def add_prefill(self, start: int, num_tokens: int) -> None:
+        self.prefill_tokens += num_tokens
+        self.prefill_pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+class StepTimePredictor:
+    def __init__(self) -> None:
+        self._weights = list(_PRIOR)  # seconds per unit of each feature; never negative
+        self._max_variances = [(weight * _PRIOR_SPREAD) ** 2 for weight in _PRIOR]
+        self._variances = list(self._max_variances)
+        self._usual_error = 1.0
+
+    def predict(self, load: StepLoad) -> float:
+        """Seconds."""
+        base, per_prefill, per_decode, per_context, per_pair = self._weights
+        return (
+            base
+            + per_prefill * load.prefill_tokens
+            + per_decode * load.decode_sequences
+            + per_context * load.decode_context_tokens
+            + per_pair * load.prefill_pairs
+        )
+
+    def prefill_tokens_within(self, target_s: float, load: StepLoad, start: int) -> int:
+        """How many tokens of a prompt, beginning at `start`, fit on top of `load` in a step of `target_s`."""
+        room_s = target_s - self.predict(load)
+        if room_s <= 0.0:
+            return 0
+        per_pair = self._weights[4]
+        per_token = self._weights[1] + per_pair * (start + 0.5)
+        if per_token <= 0.0:
+            return _NO_LIMIT_TOKENS
+        # The positive root of per_pair / 2 · n² + per_token · n = room_s, in the form that survives per_pair = 0.
+        return int(2.0 * room_s / (per_token + sqrt(per_token * per_token + 2.0 * per_pair * room_s)))
+
+    def observe(self, load: StepLoad, elapsed_s: float) -> None:
+        if elapsed_s <= 0.0:
+            return
+        predicted_s = self.predict(load)
+        scale = 1.0 / max(elapsed_s, predicted_s)
+        error = self._cut((elapsed_s - predicted_s) * scale)
+        features = (
+            scale,
+            load.prefill_tokens * scale,
+            load.decode_sequences * scale,
+            load.decode_context_tokens * scale,
+            load.prefill_pairs * scale,
+        )
+        weights, variances = self._weights, self._variances
+        spread = [variance * feature for variance, feature in zip(variances, features, strict=True)]
+        total = _NOISE_VARIANCE + sum(
+            [value * feature for value, feature in zip(spread, features, strict=True)]
+        )
+        for index, feature in enumerate(features):
+            if feature:
+                gain = spread[index] / total
+                weights[index] = max(0.0, weights[index] + gain * error)
+                variance = (variances[index] - gain * spread[index]) / _FORGETTING
+                variances[index] = min(variance, self._max_variances[index])
+
+    def _cut(self, error: float) -> float:
+        limit = max(_MIN_CUT, _CUT_AT_USUAL_ERRORS * self._usual_error)
+        self._usual_error = _USUAL_ERROR_DECAY * self._usual_error + (1.0 - _USUAL_ERROR_DECAY) * abs(error)
+        return max(-limit, min(limit, error))
+
 
 MIN_PREFILL_TOKENS = 16
 WORTHWHILE_TILES = 4  # below this, what is left out to end with a whole one weighs more

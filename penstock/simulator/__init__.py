@@ -2,12 +2,14 @@
 for real. Never imports torch."""
 
 from penstock.simulator.control import ControlTimes
-from penstock.simulator.faults import Kill, LoseKVEvents, SlowDown
 from penstock.simulator.report import Report
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import (
     Fixed,
+    Kill,
     LogNormal,
+    LoseKVEvents,
+    SlowDown,
     Tenant,
     Uniform,
     Workload,

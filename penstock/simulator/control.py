@@ -22,14 +22,12 @@ from penstock.control.autoscaler import (
     Start,
     Stop,
 )
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVEvent
 from penstock.router import ReplicaState
-from penstock.simulator.driver import Driver
-from penstock.simulator.events import Rank
-from penstock.simulator.faults import Fault, Kill, LoseKVEvents, SlowDown
+from penstock.simulator.driver import Driver, Rank
 from penstock.simulator.fleet import Member
 from penstock.simulator.report import Tally
+from penstock.simulator.workload import Fault, Kill, LoseKVEvents, SlowDown
 
 _PHASES = {
     ReplicaState.STARTING: Phase.STARTING,

@@ -1,4 +1,5 @@
-"""The simulator's driver of `dispatch`, and of the scheduler in every replica: both run in virtual time.
+"""The simulator's driver of `dispatch`, and of the scheduler in every replica: both run in virtual time, ordered by a
+heap of events.
 
 Requests arrive at gateways, each gateway has a dispatcher, replicas plan, steps take as long as the cost model says,
 and events go back to the dispatcher of the request. Knows no workload and no report; `control` tells it of faults and
@@ -7,9 +8,12 @@ of replicas that start and stop.
 
 from __future__ import annotations
 
+import enum
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import PenstockError
@@ -28,10 +32,43 @@ from penstock.dispatch import (
     Waits,
     WakeAt,
 )
-from penstock.simulator.events import EventHeap, Rank
 from penstock.simulator.fleet import Member, SimulatedFleet
 from penstock.simulator.report import Outcome
 from penstock.simulator.workload import Arrival
+
+_EventAction: TypeAlias = Callable[[float], None]
+
+
+class Rank(enum.IntEnum):
+    """The order of events at the same instant. Planning is last, so that a plan knows of
+    everything that happened up to now, as it does in the engine, which empties its inbox before it plans."""
+
+    COMMIT = 0
+    FAULT = 1
+    DEPART = 2
+    REPORT = 3
+    ARRIVE = 4
+    CONTROL = 5
+    PLAN = 6
+
+
+class EventHeap:
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._heap: list[tuple[float, Rank, int, _EventAction]] = []
+        self._next_sequence = 0
+
+    def at(self, time_s: float, rank: Rank, action: _EventAction) -> None:
+        """Call `action(time_s)` when that time has come."""
+        heapq.heappush(self._heap, (time_s, rank, self._next_sequence, action))
+        self._next_sequence += 1
+
+    def run(self) -> None:
+        """Run until no event is left."""
+        while self._heap:
+            time_s, _, _, action = heapq.heappop(self._heap)
+            self._clock.advance_to(time_s)
+            action(time_s)
 
 
 class Driver:

@@ -1,16 +1,117 @@
-"""The replicas of a simulation and the state of each, as a supervisor would report them. Decides nothing."""
+"""The replicas of a simulation, and the state of each as a supervisor would report it. A replica is the real
+scheduler and block cache, with a cost model in the executor's place.
+
+A replica knows no other replica and no event heap: its caller passes the time, and learns when each step will be
+done.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from penstock.core.messages import EngineStats
+from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.request import Request
 from penstock.dispatch import FleetStatus, ReplicaStatus
+from penstock.kvcache import KVCache
 from penstock.router import Replica, ReplicaState
-from penstock.simulator.replica import SimulatedReplica
+from penstock.scheduler.scheduler import Scheduler
+from penstock.simulator.cost import LinearCost, StepWork
+from penstock.simulator.workload import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    plan: StepPlan
+    result: StepResult
+
+
+class SimulatedReplica:
+    """`depth` is how many steps may be planned and not committed: 2 plans one ahead, as an engine does whose
+    executor runs beside it. Steps run one after the other either way."""
+
+    def __init__(self, scheduler: Scheduler, cache: KVCache, cost: LinearCost, *, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self.cache = cache
+        self._cost = cost
+        self._depth = depth
+        self._arrivals: dict[str, Arrival] = {}
+        self._in_flight: deque[_Step] = deque()
+        self._executor_free_s = 0.0
+        self.num_steps = 0
+        self.num_tokens_computed = 0
+        self.busy_s = 0.0
+        self.slowdown = 1.0  # times the cost model's; a fault may raise it
+        self.last_step: tuple[int, float] = (0, 0.0)  # tokens and seconds of the step committed last
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._arrivals)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being computed; the next plan decides whether anything can be."""
+        return not self._in_flight
+
+    def add(self, arrival: Arrival, request: Request, now: float) -> None:
+        """`request` is the arrival's, with the tokens that its client already has. Raises what the scheduler raises;
+        a refused request leaves no trace."""
+        self.scheduler.add(request, now)
+        self._arrivals[arrival.request.id] = arrival
+
+    def abort(self, request_id: str, now: float) -> None:
+        self.scheduler.abort(request_id, now)
+        self._forget(request_id)
+
+    def submit(self, now: float) -> list[float]:
+        """Plan as far ahead as `depth` allows. Returns when each new step will be done, in order."""
+        done_s = []
+        while len(self._in_flight) < self._depth:
+            plan = self.scheduler.plan(now)
+            if plan is None:
+                break
+            result = self._execute(plan)
+            self._in_flight.append(_Step(plan, result))
+            self._executor_free_s = max(now, self._executor_free_s) + result.elapsed_s
+            done_s.append(self._executor_free_s)
+        return done_s
+
+    def commit(self, now: float) -> list[TokenEvent]:
+        """The oldest step is done."""
+        step = self._in_flight.popleft()
+        self.num_steps += 1
+        self.num_tokens_computed += step.plan.num_tokens
+        self.busy_s += step.result.elapsed_s
+        self.last_step = step.plan.num_tokens, step.result.elapsed_s
+        return self._told(self.scheduler.commit(step.plan, step.result, now))
+
+    def take_events(self) -> list[TokenEvent]:
+        """Events of requests that ended without a step."""
+        return self._told(self.scheduler.take_events())
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        sampled = []
+        for chunk in plan.chunks:
+            if chunk.samples:
+                arrival = self._arrivals[chunk.request_id]
+                index = chunk.start + chunk.num_tokens - len(arrival.request.prompt_token_ids)
+                sampled.append(SampledToken(chunk.request_id, arrival.output_token(index)))
+        return StepResult(plan.step_id, tuple(sampled), self.slowdown * self._cost.step_s(StepWork.of(plan)))
+
+    def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        for event in events:
+            if event.finish_reason is not None:
+                self._forget(event.request_id)
+        return events
+
+    def _forget(self, request_id: str) -> None:
+        self._arrivals.pop(request_id, None)
+
 
 MODEL = "model"
 

@@ -1,10 +1,12 @@
-"""Feeds a recorded run to a fresh scheduler and compares plans: the proof that a scheduler depends on its calls
-alone. Knows the log's format from `core.plan_log`; runs nothing."""
+"""Feeds recorded calls to a fresh scheduler or a fresh dispatcher and compares the results: the proof that both
+depend on their calls alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from random import Random
 
 from penstock.core.errors import UsageError
 from penstock.core.plan import StepPlan
@@ -22,6 +24,8 @@ from penstock.core.plan_log import (
     SchedulerCall,
     read_plan_log,
 )
+from penstock.dispatch import Dispatcher
+from penstock.dispatch.log import LogRecord, encode_actions, make_call, read_dispatch_log
 from penstock.kvcache import KVCache
 from penstock.scheduler.exchange import BlockExchange
 from penstock.scheduler.scheduler import Scheduler
@@ -115,3 +119,35 @@ def _replay_exchange(exchange: BlockExchange, call: ExchangeCall) -> None:
                 exchange.begin_export(call.block_ids)
         case _:
             exchange.finish_export(call.number)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchMismatch:
+    """The fresh dispatcher returned other actions than the recorded one."""
+
+    record: LogRecord
+    replayed: bytes  # actions, as `dispatch.log.encode_actions` writes them
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchReplay:
+    """How far the two agree: up to the first difference, if there is one."""
+
+    num_calls: int
+    num_actions: int
+    mismatch: DispatchMismatch | None
+
+
+def replay_dispatch(lines: Iterable[bytes]) -> DispatchReplay:
+    """`lines` may be a log file opened in binary mode."""
+    header, records = read_dispatch_log(lines)
+    dispatcher = Dispatcher(header.config, Random(header.seed), header.now)
+    num_calls = num_actions = 0
+    for record in records:
+        actions = make_call(dispatcher, record)
+        replayed = encode_actions(actions)
+        if replayed != bytes(record.actions):
+            return DispatchReplay(num_calls, num_actions, DispatchMismatch(record, replayed))
+        num_calls += 1
+        num_actions += len(actions)
+    return DispatchReplay(num_calls, num_actions, None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from penstock.core.percentile import percentile
+from penstock.core.figures import percentile
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason
 from penstock.simulator.workload import Arrival

@@ -16,11 +16,9 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.control import ControlTimes, FleetControl
 from penstock.simulator.cost import LLAMA_8B_ON_H200, LinearCost
 from penstock.simulator.driver import Driver
-from penstock.simulator.faults import Fault
-from penstock.simulator.fleet import SimulatedFleet
-from penstock.simulator.replica import SimulatedReplica
+from penstock.simulator.fleet import SimulatedFleet, SimulatedReplica
 from penstock.simulator.report import Outcome, ReplicaReport, Report, Tally
-from penstock.simulator.workload import END_TOKEN_ID, Workload, generate
+from penstock.simulator.workload import END_TOKEN_ID, Fault, Workload, generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

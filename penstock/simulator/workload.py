@@ -1,4 +1,5 @@
-"""The workload of a simulation: when requests come, how long they are, and who sends them. Knows no replica or clock.
+"""The input of a simulation: when requests arrive, how long they are, which tenants send them, and which faults
+happen. Knows no replica or clock.
 
 Tenants share prefixes (system prompts, documents, tools), hold conversations and send bursts. All chance comes from
 the generator passed in, so a seed is a workload. Tokens have no meaning here: a prompt is a shared prefix, if any,
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 from math import log
 from random import Random
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.request import Request, SamplingParams, Tier
@@ -243,3 +244,35 @@ class _Generator:
     def _tokens(self, count: int) -> tuple[int, ...]:
         start = self._rng.randrange(_FIRST_TOKEN_ID, _NUM_START_IDS)
         return tuple(range(start, start + count))
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A replica's process dies. The supervisor notices after a while, and starts another one."""
+
+    at_s: float
+    replica: int
+    noticed_after_s: float = 0.5
+    restarts_after_s: float | None = 10.0  # None: never
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDown:
+    """A replica takes longer for everything: a hot accelerator, a noisy neighbour."""
+
+    at_s: float
+    replica: int
+    factor: float
+    until_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoseKVEvents:
+    """Batches of KV events are lost, each with this chance, for a while."""
+
+    at_s: float
+    until_s: float
+    share: float
+
+
+Fault: TypeAlias = Kill | SlowDown | LoseKVEvents

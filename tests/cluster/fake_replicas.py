@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import EngineUnavailable, PenstockError
-from penstock.core.kv_events import KVEvent
-from penstock.core.messages import EngineReady, EngineStats
+from penstock.core.messages import EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.router import Replica, ReplicaState

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.cluster.control_messages import ModelReport, Sample
 from penstock.cluster.figures import EvidenceCollector, RecentRate, RecentTimes
-from penstock.core.percentile import percentile
+from penstock.core.figures import percentile
 
 
 @given(

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from penstock.cluster.fleet import Fleet
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
-from penstock.core.kv_events import KVCleared, KVStored
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVCleared, KVStored
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch import Attempt, DispatchConfig, WaitingConfig

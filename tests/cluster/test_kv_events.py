@@ -12,8 +12,7 @@ from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.hashing import chain_hashes, root_hash
-from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
-from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineStats
+from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineStats, KVCleared, KVEvent, KVRemoved, KVStored
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
 from tests.cluster.engines import EngineProcess, engine_process

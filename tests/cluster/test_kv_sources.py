@@ -10,9 +10,8 @@ import pytest
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.replica import Member
 from penstock.core.hashing import chain_hashes, root_hash
-from penstock.core.kv_events import KVStored
 from penstock.core.kv_transfer import KVSource
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVStored
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 from penstock.dispatch import Role

@@ -22,9 +22,9 @@ from penstock.core.request import FinishReason
 from penstock.dispatch import DispatchConfig
 from penstock.dispatch.log import LogHeader, RecordingDispatcher, read_dispatch_log
 from penstock.router import ReplicaState
-from penstock.simulator.dispatch_replay import replay_dispatch
 from penstock.simulator.driver import Driver
 from penstock.simulator.fleet import SimulatedFleet
+from penstock.simulator.replay import replay_dispatch
 from penstock.simulator.simulation import ReplicaConfig
 from penstock.simulator.workload import Fixed, Uniform, Workload, generate
 from tests.cluster.engines import echo_spec, make_request, send, until

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.errors import Overloaded
 from penstock.core.request import Request, SamplingParams
-from penstock.dispatch.waiting import WaitingConfig, WaitingRoom
+from penstock.dispatch.requests import WaitingConfig, WaitingRoom
 
 
 def request(request_id: str, model: str = "m", num_tokens: int = 3) -> Request:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
+from penstock.core.messages import KVCleared, KVEvent, KVRemoved, KVStored
 from penstock.kvcache import BlockHash, KVCache, chain_hash, root_hash
 
 

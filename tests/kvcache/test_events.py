@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
+from penstock.core.messages import KVCleared, KVEvent, KVRemoved, KVStored
 from penstock.kvcache import KVCache, root_hash
 from tests.kvcache.chains import Mirror, compute, hashes, matched, remember
 

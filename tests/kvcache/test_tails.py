@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.core.plan import HalfCopy
 from penstock.kvcache import IntegrityError, KVCache
-from penstock.kvcache.tails import TailHalves
+from penstock.kvcache.table import TailHalves
 
 HALF = 8
 

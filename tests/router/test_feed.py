@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.hashing import chain_hash, root_hash
-from penstock.core.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
+from penstock.core.messages import KVCleared, KVEvent, KVRemoved, KVStored
 from penstock.kvcache import KVCache
-from penstock.router.expectations import Expectations
-from penstock.router.feed import KVFeed
-from penstock.router.index import PrefixIndex
+from penstock.router.index import Expectations, KVFeed, PrefixIndex
 
 ROOT = root_hash("tenant")
 

@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.router.expectations import Expectations
-from penstock.router.index import PrefixIndex
+from penstock.router.index import Expectations, PrefixIndex
 
 
 def block(number: int) -> bytes:

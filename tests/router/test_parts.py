@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.router import hash_text, hash_tokens
-from penstock.router.affinity import number_of, score
-from penstock.router.rates import LinearFit
+from penstock.router.load import LinearFit, number_of, score
 
 
 @given(base=st.floats(1e-3, 0.1), rate=st.floats(1e-6, 1e-3))

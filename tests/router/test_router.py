@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError, EngineUnavailable, ModelNotFound
-from penstock.core.kv_events import KVStored
-from penstock.core.messages import EngineStats
+from penstock.core.messages import EngineStats, KVStored
 from penstock.router import POLICIES, Reason, ReplicaState, Router, RouterConfig, policy_named
 from tests.router.fleet import MODEL, Harness, chain, fleet
 

@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 
 from penstock.core.request import Tier
 from penstock.kvcache import KVCache
-from penstock.scheduler.fairness import TenantAccounts
-from penstock.scheduler.headroom import Headroom
+from penstock.scheduler.admission import Headroom
 from penstock.scheduler.keyed_heap import KeyedHeap
-from penstock.scheduler.lengths import NUM_LENGTH_BINS, OutputLengthEstimator, length_bin
-from penstock.scheduler.predictor import StepLoad, StepTimePredictor
 from penstock.scheduler.sequence import Sequence
-from penstock.scheduler.step_builder import MIN_PREFILL_TOKENS, StepBuilder
+from penstock.scheduler.step_builder import MIN_PREFILL_TOKENS, StepBuilder, StepLoad, StepTimePredictor
+from penstock.scheduler.tenants import NUM_LENGTH_BINS, OutputLengthEstimator, TenantAccounts, length_bin
 from tests.scheduler.strict import make_request
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.scheduler.predictor import StepLoad, StepTimePredictor
+from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
 from tests.scheduler.strict import Driver, make_request
 
 BASE_S, PREFILL_S, DECODE_S, CONTEXT_S, PAIR_S = 0.012, 6e-4, 9e-4, 3e-6, 2e-7

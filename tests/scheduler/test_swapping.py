@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.messages import EngineStats
-from penstock.scheduler.predictor import StepLoad, StepTimePredictor
 from penstock.scheduler.preemption import swap_is_cheaper
+from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
 from tests.scheduler.strict import Driver, make_request
 
 

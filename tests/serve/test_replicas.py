@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
-from penstock.core.sizes import parse_bytes
+from penstock.core.figures import parse_bytes
 from penstock.serve.config import resolve
 from penstock.serve.environment import visible_gpus
 from penstock.serve.replicas import planned_replicas, shared_engine

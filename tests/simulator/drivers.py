@@ -9,8 +9,7 @@ from penstock.core.config import RoutingPolicy
 from penstock.dispatch import DispatchConfig, Dispatcher
 from penstock.router import ReplicaState
 from penstock.simulator.driver import Driver
-from penstock.simulator.fleet import SimulatedFleet
-from penstock.simulator.replica import SimulatedReplica
+from penstock.simulator.fleet import SimulatedFleet, SimulatedReplica
 from penstock.simulator.report import Outcome
 
 

@@ -14,7 +14,7 @@ from penstock.kvcache import KVCache
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.cost import LinearCost
 from penstock.simulator.driver import Driver
-from penstock.simulator.replica import SimulatedReplica
+from penstock.simulator.fleet import SimulatedReplica
 from penstock.simulator.report import Outcome
 from penstock.simulator.simulation import ReplicaConfig
 from penstock.simulator.workload import END_TOKEN_ID, Fixed, LogNormal, Tenant, Uniform, Workload, generate

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.clock import VirtualClock
-from penstock.simulator.events import EventHeap, Rank
+from penstock.simulator.driver import EventHeap, Rank
 
 
 def test_events_happen_by_time_then_rank_then_order_of_arrival() -> None:

@@ -23,8 +23,8 @@ from penstock.core.request import Request, Tier
 from penstock.kvcache import KVCache
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.cost import LinearCost, fit, observations
+from penstock.simulator.fleet import SimulatedReplica
 from penstock.simulator.replay import replay
-from penstock.simulator.replica import SimulatedReplica
 from penstock.simulator.workload import END_TOKEN_ID, Fixed, Tenant, Uniform, Workload, generate
 from tests.simulator.drivers import make_driver
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.percentile import percentile
+from penstock.core.figures import percentile
 from penstock.core.request import Tier
 from penstock.simulator import Fixed, LogNormal, ReplicaConfig, SimulationConfig, Tenant, Workload, simulate
 from penstock.simulator.report import Summary

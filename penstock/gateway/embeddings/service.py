@@ -20,10 +20,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, PenstockError
+from penstock.core.figures import parse_bytes
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.limits import RateLimits
 from penstock.core.request import Pooling, Request, SamplingParams, Tier
-from penstock.core.sizes import parse_bytes
 from penstock.gateway.accounts import Account, Claim, Outcome
 from penstock.gateway.checks import check_token_ids
 from penstock.gateway.embeddings.run import EmbeddingRun, shortened

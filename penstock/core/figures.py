@@ -1,10 +1,19 @@
-"""Reads and writes sizes in bytes as users write them."""
+"""Figures as reports and users write them: percentiles, and sizes in bytes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from math import ceil
 
 from penstock.core.errors import ConfigError
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The smallest value that at least this share does not exceed: always one that was observed. Raises IndexError
+    when there are no values."""
+    return ordered[max(0, ceil(len(ordered) * percent / 100.0) - 1)]
+
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
     "ki": 1 << 10,
