@@ -18,8 +18,8 @@ from penstock.api.http.errors import is_anthropic
 from penstock.api.http.multipart import UploadReader
 from penstock.api.http.parsing import choice_of, integer_of, text_of
 from penstock.core.errors import InvalidRequest, NotFound
-from penstock.gateway.files.files import FileStore, StoredFile
-from penstock.gateway.store.paging import Order
+from penstock.gateway.files import FileStore, StoredFile
+from penstock.gateway.store.database import Order
 
 UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600

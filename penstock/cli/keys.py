@@ -91,7 +91,7 @@ def create(
     config: StoreConfig,
 ) -> None:
     """Make a key. The key is printed once and cannot be read again: only its hash is stored."""
-    from penstock.gateway.tenants.audit import Actor
+    from penstock.gateway.tenants.directory import Actor
     from penstock.gateway.tenants.records import NewKey
 
     new_key = NewKey(
@@ -168,7 +168,7 @@ def show(key_id: str, as_json: bool, config: StoreConfig) -> None:
 @config_options(StoreConfig)
 def update(key_id: str, as_json: bool, config: StoreConfig, **given: Any) -> None:
     """Change a key. Properties without a flag stay as they are; scopes and models are replaced as a whole."""
-    from penstock.gateway.tenants.audit import Actor
+    from penstock.gateway.tenants.directory import Actor
     from penstock.gateway.tenants.records import KeyChanges
 
     changes = KeyChanges(**_changes(**given))
@@ -187,7 +187,7 @@ def update(key_id: str, as_json: bool, config: StoreConfig, **given: Any) -> Non
 @config_options(StoreConfig)
 def revoke(key_id: str, as_json: bool, config: StoreConfig) -> None:
     """Revoke a key for good. Running servers refuse the key within seconds."""
-    from penstock.gateway.tenants.audit import Actor
+    from penstock.gateway.tenants.directory import Actor
 
     key = in_directory(config, lambda directory: directory.revoke_key(Actor(actor_name()), key_id))
     if as_json:

@@ -21,8 +21,7 @@ from penstock.core.gateway_config import StoreConfig
 from penstock.serve.stores import open_database
 
 if TYPE_CHECKING:
-    from penstock.gateway.tenants.audit import Actor
-    from penstock.gateway.tenants.directory import Directory
+    from penstock.gateway.tenants.directory import Actor, Directory
     from penstock.gateway.tenants.records import Organization, Workspace
 
 
@@ -238,7 +237,7 @@ def audit(target: str | None, limit: int, after: int | None, as_json: bool, conf
 
 
 def _actor() -> Actor:
-    from penstock.gateway.tenants.audit import Actor
+    from penstock.gateway.tenants.directory import Actor
 
     return Actor(actor_name())
 

@@ -21,10 +21,9 @@ from penstock.gateway.external.calls import calls_for
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.policy import Case
 from penstock.gateway.models.catalogue import AnsweringModel
-from penstock.gateway.models.served_model import ServedModel
+from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, Prompt
 from penstock.gateway.text.caching import PromptCacheSettings
-from penstock.gateway.text.dialect import PreparedPrompt
 
 # What is reserved for an external server's answer when the request names no limit.
 ASSUMED_MAX_TOKENS = 1024

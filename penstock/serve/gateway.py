@@ -31,8 +31,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.models.adapter_trial import try_given
 from penstock.gateway.models.adapters import open_adapters
-from penstock.gateway.responses.database import DatabaseResponses
-from penstock.gateway.responses.store import MemoryResponses
+from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
 from penstock.gateway.tenants.authenticator import Tenants
 from penstock.serve.gateway_state import open_gateway_state
 from penstock.serve.stores import data_dir, open_database

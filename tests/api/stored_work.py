@@ -21,7 +21,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.batches.runner import BatchesConfig, StoredWork
-from penstock.gateway.files.files import FilesConfig
+from penstock.gateway.files import FilesConfig
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Authenticator

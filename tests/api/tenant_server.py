@@ -12,8 +12,8 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database, sqlite_url
-from penstock.gateway.tenants.audit import Actor
 from penstock.gateway.tenants.authenticator import Tenants
+from penstock.gateway.tenants.directory import Actor
 from penstock.gateway.tenants.records import IssuedKey, NewKey
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.store.ready_made import ready_made_database

@@ -29,14 +29,14 @@ from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings
-from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.responses.store import DatabaseResponses
 from penstock.gateway.reuse.cache import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import usage
-from penstock.gateway.tenants.audit import Actor
 from penstock.gateway.tenants.authenticator import Tenants
+from penstock.gateway.tenants.directory import Actor
 from penstock.gateway.tenants.records import NewKey
 from tests.api.fire import FickleClient, UnreliableEngine
 from tests.gateway.store.ready_made import ready_made_database

@@ -16,7 +16,7 @@ from penstock.api.app import create_app
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses import service as responses_service
-from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.responses.store import DatabaseResponses
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.fake_engine import FakeEngine, script_text
 

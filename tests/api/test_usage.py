@@ -18,8 +18,8 @@ from penstock.core.config import ServeConfig
 from penstock.core.gateway_config import GatewayConfig, LedgerConfig, ServerConfig, StoreConfig
 from penstock.core.identity import Scope
 from penstock.gateway.store.database import Database, sqlite_url
-from penstock.gateway.tenants.audit import Actor
 from penstock.gateway.tenants.authenticator import Tenants
+from penstock.gateway.tenants.directory import Actor
 from penstock.gateway.tenants.records import NewKey
 from penstock.serve.gateway_state import GatewayState, open_gateway_state
 from tests.gateway.fake_engine import FakeEngine, script_text

@@ -13,8 +13,7 @@ from penstock.cli.serve import check_exposure, keys_were_made
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import OidcConfig, ServerConfig, StoreConfig, TenantsConfig
-from penstock.gateway.tenants.audit import Actor
-from penstock.gateway.tenants.directory import Directory
+from penstock.gateway.tenants.directory import Actor, Directory
 from penstock.gateway.tenants.records import NewKey
 from penstock.serve.stores import open_database
 

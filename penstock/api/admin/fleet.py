@@ -17,7 +17,7 @@ from penstock.core.errors import ConfigError, InvalidRequest, NotFound
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.settings.file import SettingsFile
 from penstock.gateway.store.database import Database
-from penstock.gateway.tenants.audit import Actor, announce, write_entry
+from penstock.gateway.tenants.directory import Actor, announce, write_entry
 
 
 class WhichModel(msgspec.Struct, forbid_unknown_fields=True):

@@ -16,8 +16,7 @@ from starlette.routing import Route
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.tenants.audit import Actor, AuditEntry
-from penstock.gateway.tenants.directory import DEFAULT_PAGE, Directory
+from penstock.gateway.tenants.directory import DEFAULT_PAGE, Actor, AuditEntry, Directory
 from penstock.gateway.tenants.records import (
     DEFAULT_ID,
     IssuedKey,

@@ -25,7 +25,7 @@ from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
 from penstock.gateway.batches.runner import StoredWork
-from penstock.gateway.files.folder import FileFolder
+from penstock.gateway.files import FileFolder
 
 KIND = "anthropic"
 MESSAGES_PATH = "/v1/messages"

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from penstock.core.errors import InvalidRequest, RequestTooLarge
 from penstock.gateway.answers.stream import ReaderGone
-from penstock.gateway.files.files import Upload
+from penstock.gateway.files import Upload
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchLine, Counts, LineError, LineResult
-from penstock.gateway.files.folder import FileFolder
+from penstock.gateway.files import FileFolder
 
 MAX_LINE_BYTES = 16 << 20
 MAX_ERRORS_SHOWN = 100

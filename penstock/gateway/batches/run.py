@@ -41,8 +41,7 @@ from penstock.gateway.batches.batch import (
 )
 from penstock.gateway.batches.lines import OutputWriter, lines_of, validate
 from penstock.gateway.batches.store import BatchStore, ResultWriter
-from penstock.gateway.files.files import StoredFile
-from penstock.gateway.files.folder import FileFolder
+from penstock.gateway.files import FileFolder, StoredFile
 from penstock.gateway.metrics.table import metric, metric_by
 
 _COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")

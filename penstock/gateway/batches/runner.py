@@ -21,7 +21,7 @@ from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus
 from penstock.gateway.batches.lease import LeaseLost, new_holder
 from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
 from penstock.gateway.batches.store import BatchStore, ResultWriter
-from penstock.gateway.files.files import FilesConfig, FileStore
+from penstock.gateway.files import FilesConfig, FileStore
 from penstock.gateway.store.database import Database
 
 logger = logging.getLogger(__name__)

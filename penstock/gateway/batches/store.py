@@ -27,11 +27,9 @@ from penstock.gateway.batches.batch import (
     batch_values,
 )
 from penstock.gateway.batches.lease import check_lease, insert_once, release_lease, take_lease
-from penstock.gateway.files.files import StoredFile, insert_file
-from penstock.gateway.files.folder import is_file_id
+from penstock.gateway.files import StoredFile, insert_file, is_file_id
 from penstock.gateway.store import tables
-from penstock.gateway.store.database import Database
-from penstock.gateway.store.paging import read_page
+from penstock.gateway.store.database import Database, read_page
 
 _RESULTS_AT_ONCE = 256
 _MAX_GROUP = 256

@@ -9,7 +9,7 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.installation import install_command
 from penstock.gateway.accounts import Limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
-from penstock.gateway.ratelimits.metrics import LimiterMetrics
+from penstock.gateway.ratelimits.refusals import LimiterMetrics
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.ratelimits.spend import SpendTracker
 

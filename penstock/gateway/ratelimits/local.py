@@ -15,8 +15,7 @@ from penstock.core.identity import Principal
 from penstock.core.limits import RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
 from penstock.gateway.ratelimits.meters import CallerMeters, Meters
-from penstock.gateway.ratelimits.metrics import LimiterMetrics
-from penstock.gateway.ratelimits.refusals import Figure, Refusal, SlotTimes, error_for
+from penstock.gateway.ratelimits.refusals import Figure, LimiterMetrics, Refusal, SlotTimes, error_for
 from penstock.gateway.ratelimits.settings import CallerLimits, LimitSettings, Subject
 from penstock.gateway.ratelimits.spend import (
     NOTHING,

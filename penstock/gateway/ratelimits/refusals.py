@@ -1,13 +1,22 @@
-"""Why a request was refused, as the error its client gets. Knows neither buckets nor Redis."""
+"""The reasons why limiters refuse requests, as errors for clients and as metrics. Knows neither buckets nor Redis.
+
+`LimiterMetrics` also says whether a shared limiter can reach Redis.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
+from collections.abc import Iterator, Sized
 from typing import NamedTuple
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from penstock.core.errors import QuotaExceeded, RateLimited, RequestExceedsLimit
 from penstock.core.limits import RateLimits
+from penstock.gateway.metrics.table import metric, metric_by, metrics
 from penstock.gateway.ratelimits.settings import LimitScope, Subject
 
 # Bounds for the wait that a full concurrency limit suggests, which is only an estimate.
@@ -107,3 +116,37 @@ class SlotTimes:
         """Until the first of `num_running`, begun at random moments, may be expected to end."""
         mean_s = 1.0 if self._mean_s is None else self._mean_s
         return min(MAX_SLOT_WAIT_S, max(MIN_SLOT_WAIT_S, mean_s / max(1, num_running)))
+
+
+class LimiterMetrics(Collector):
+    """Written by limiters on the event loop, read by a scrape. `redis_is_up` stays None without Redis."""
+
+    def __init__(self) -> None:
+        self.admitted = 0
+        self.refusals: Counter[tuple[str, str]] = Counter()  # by scope and figure
+        self.subjects: Sized = ()
+        self.redis_is_up: bool | None = None
+        self.redis_errors = 0
+        self.local_decisions = 0
+        self.closed_refusals = 0
+        self.settlements_pending = 0
+        self.settlements_lost = 0
+
+    def count_refusal(self, refusal: Refusal) -> None:
+        self.refusals[refusal.subject.scope.value, refusal.figure.value] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        yield metric("limits_admitted", self.admitted)
+        yield metric_by("limits_refused", self.refusals)
+        yield metric("limits_subjects", len(self.subjects))
+        if self.redis_is_up is not None:
+            yield from metrics(
+                (
+                    ("limits_redis_up", self.redis_is_up),
+                    ("limits_settlements_pending", self.settlements_pending),
+                    ("limits_redis_errors", self.redis_errors),
+                    ("limits_local_decisions", self.local_decisions),
+                    ("limits_closed_refusals", self.closed_refusals),
+                    ("limits_settlements_lost", self.settlements_lost),
+                )
+            )

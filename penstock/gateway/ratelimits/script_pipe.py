@@ -25,7 +25,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from penstock.gateway.ratelimits.metrics import LimiterMetrics
+from penstock.gateway.ratelimits.refusals import LimiterMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +76,6 @@ class ScriptPipe:
         self._task: asyncio.Task[None] | None = None
         self._is_up = False
         metrics.redis_is_up = False
-
-    @property
-    def is_up(self) -> bool:
-        return self._is_up
 
     async def start(self) -> None:
         """Try to reach Redis once, then keep at it in the background."""

@@ -24,8 +24,8 @@ from penstock.core.gateway_config import RedisPolicy
 from penstock.core.identity import Principal
 from penstock.core.limits import LimitState, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
-from penstock.gateway.ratelimits.buckets import SECONDS_PER_LIMIT, TOLERANCE
 from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, TOLERANCE
 from penstock.gateway.ratelimits.refusals import Figure, Refusal, error_for
 from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe
 from penstock.gateway.ratelimits.settings import CallerLimits, LimitResolver, LimitSettings, ResolvedLimits

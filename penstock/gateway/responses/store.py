@@ -1,15 +1,22 @@
-"""Stored responses: the record, the protocol of stores, and a bounded store in memory."""
+"""Stored responses: the record, the protocol of stores, and two stores.
+
+`MemoryResponses` is bounded and belongs to one process. `DatabaseResponses` is shared by all processes of a gateway.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+from sqlalchemy import Connection, func, select
+from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.core.errors import InvalidRequest
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import responses
 
 MAX_HISTORY = 1000  # responses in one conversation
 MAX_HISTORY_BYTES = 32 << 20  # of one conversation, as stored
@@ -153,3 +160,158 @@ class MemoryResponses:
         response = self._responses.pop(key, None)
         if response is not None:
             self._num_bytes -= response.num_bytes
+
+
+_SWEEP_EVERY_S = 600.0
+_MAX_WORKSPACE_BYTES = 1 << 30
+_CHECKED_SHARE = 1 / 64  # a workspace is measured again after it has added so much of what it may keep
+_DELETED_AT_ONCE = 100
+
+
+class DatabaseResponses:
+    """Deletes the oldest responses of a workspace that stores more than `max_workspace_bytes`."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        max_workspace_bytes: int = _MAX_WORKSPACE_BYTES,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = database
+        self._max_workspace_bytes = max_workspace_bytes
+        self._now = now
+        self._swept_at = 0.0
+        self._num_added: dict[str, int] = {}  # bytes per workspace since it was last measured
+
+    async def add(self, response: StoredResponse) -> None:
+        await self._database.run(lambda connection: self._add(connection, response))
+
+    async def replace(self, response: StoredResponse) -> bool:
+        return await self._database.run(lambda connection: self._replace(connection, response))
+
+    async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
+        await self._database.run(lambda connection: self._renew(connection, response_ids, lease_until))
+
+    async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None:
+        if not self._could_exist(response_id):
+            return None
+        return await self._database.run(
+            lambda connection: self._find(connection, workspace_id, response_id), reads_only=True
+        )
+
+    async def history(
+        self, workspace_id: str, response_id: str, *, keep_until: float
+    ) -> list[StoredResponse] | None:
+        if not self._could_exist(response_id):
+            return None
+        return await self._database.run(
+            lambda connection: self._history(connection, workspace_id, response_id, keep_until)
+        )
+
+    async def delete(self, workspace_id: str, response_id: str) -> bool:
+        if not self._could_exist(response_id):
+            return False
+        return await self._database.run(
+            lambda connection: self._delete(connection, workspace_id, response_id)
+        )
+
+    def _could_exist(self, response_id: str) -> bool:
+        """Not every database can even look for a NUL."""
+        return self._database.exists and "\0" not in response_id
+
+    def _add(self, connection: Connection, response: StoredResponse) -> None:
+        now = self._now()
+        if now - self._swept_at > _SWEEP_EVERY_S:
+            self._swept_at = now
+            connection.execute(responses.delete().where(responses.c.expires_at <= now))
+        insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+        connection.execute(insert(responses).values(_row(response)).on_conflict_do_nothing())
+        self._bound_workspace(connection, response)
+
+    def _replace(self, connection: Connection, response: StoredResponse) -> bool:
+        replaced = connection.execute(
+            responses.update()
+            .where(
+                responses.c.id == response.id,
+                responses.c.workspace_id == response.workspace_id,
+                responses.c.is_final.is_(False),
+            )
+            .values(_row(response))
+        )
+        self._bound_workspace(connection, response)
+        return replaced.rowcount == 1
+
+    def _bound_workspace(self, connection: Connection, added: StoredResponse) -> None:
+        """The newest response stays, whatever its size. Measuring a workspace reads its index and is not done for
+        each response."""
+        workspace_id = added.workspace_id
+        is_known = workspace_id in self._num_added
+        num_added = self._num_added.get(workspace_id, 0) + added.num_bytes
+        self._num_added[workspace_id] = num_added
+        if is_known and num_added < self._max_workspace_bytes * _CHECKED_SHARE:
+            return
+        self._num_added[workspace_id] = 0
+        size = func.length(responses.c.body) + func.length(responses.c.input_items)
+        in_workspace = responses.c.workspace_id == workspace_id
+        total = connection.execute(select(func.coalesce(func.sum(size), 0)).where(in_workspace)).scalar_one()
+        oldest = (
+            select(responses.c.id, size)
+            .where(in_workspace, responses.c.is_final, responses.c.id != added.id)
+            .order_by(responses.c.created_at)
+            .limit(_DELETED_AT_ONCE)
+        )
+        while total > self._max_workspace_bytes and (rows := connection.execute(oldest).all()):
+            ids = []
+            for response_id, num_bytes in rows:
+                if total <= self._max_workspace_bytes:
+                    break
+                ids.append(response_id)
+                total -= num_bytes
+            connection.execute(responses.delete().where(responses.c.id.in_(ids)))
+
+    def _renew(self, connection: Connection, response_ids: Collection[str], lease_until: float) -> None:
+        is_running = responses.c.id.in_(response_ids), responses.c.is_final.is_(False)
+        connection.execute(responses.update().where(*is_running).values(lease_until=lease_until))
+
+    def _find(self, connection: Connection, workspace_id: str, response_id: str) -> StoredResponse | None:
+        row = connection.execute(
+            responses.select().where(
+                responses.c.id == response_id,
+                responses.c.workspace_id == workspace_id,
+                responses.c.expires_at > self._now(),
+            )
+        ).first()
+        return None if row is None else StoredResponse(**row._mapping)
+
+    def _history(
+        self, connection: Connection, workspace_id: str, response_id: str, keep_until: float
+    ) -> list[StoredResponse] | None:
+        found: list[StoredResponse] = []
+        bound = HistoryBound()
+        next_id: str | None = response_id
+        while next_id is not None:
+            response = self._find(connection, workspace_id, next_id)
+            if response is None:
+                return None
+            found.append(response)
+            bound.add(response.num_bytes)
+            next_id = response.previous_id
+        connection.execute(
+            responses.update()
+            .where(
+                responses.c.id.in_([response.id for response in found]), responses.c.expires_at < keep_until
+            )
+            .values(expires_at=keep_until)
+        )
+        return found[::-1]
+
+    def _delete(self, connection: Connection, workspace_id: str, response_id: str) -> bool:
+        exists = self._find(connection, workspace_id, response_id) is not None
+        if exists:
+            connection.execute(responses.delete().where(responses.c.id == response_id))
+        return exists
+
+
+def _row(response: StoredResponse) -> dict[str, Any]:
+    return {name: getattr(response, name) for name in response.__struct_fields__}

@@ -3,6 +3,10 @@
 A repeat of a running request reads along; a repeat of a finished one gets its answer again, for a day. A request that
 fails frees its key. Keys belong to a workspace. With a database, all of this holds across restarts and gateways;
 while the database is away, it holds within this process.
+
+The process that starts a request claims the row of its key and leases it; the lease is renewed while the request
+runs, so that the claim of a process that died lapses. The functions of the table are plain functions of a database
+connection. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -12,21 +16,110 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import Connection
+from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.core.errors import Conflict, InvalidRequest, StoreUnavailable
 from penstock.gateway.accounts import Account
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prepared import PreparedRequest
-from penstock.gateway.reuse import idempotency_store as store
 from penstock.gateway.reuse.cache import AnswerCache, IdempotencySettings
-from penstock.gateway.reuse.idempotency_store import Answered, Claimed, KeyClaim
 from penstock.gateway.reuse.replay import ReplayedAnswer, decode_answer
 from penstock.gateway.reuse.shared import SharedAnswer
 from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import idempotent_answers
+
+_columns = idempotent_answers.c
+
+
+class KeyClaim(msgspec.Struct, frozen=True, kw_only=True):
+    workspace_id: str
+    idempotency_key: str
+    fingerprint: bytes
+    owner: str  # unique to this attempt
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """The request is the claimant's to run."""
+
+
+class RunsElsewhere(msgspec.Struct, frozen=True):
+    fingerprint: bytes
+
+
+class Answered(msgspec.Struct, frozen=True):
+    fingerprint: bytes
+    answer: bytes
+
+
+ClaimResult: TypeAlias = Claimed | RunsElsewhere | Answered
+
+
+def claim_key(
+    connection: Connection, claim: KeyClaim, now: float, lease_until: float, expires_at: float
+) -> ClaimResult:
+    values = msgspec.structs.asdict(claim) | {"lease_until": lease_until, "expires_at": expires_at}
+    insert: Any = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(
+        idempotent_answers
+    )
+    statement = insert.on_conflict_do_nothing().returning(_columns.owner)
+    if connection.execute(statement, values).first() is not None:
+        return Claimed()
+    # The row is too old, or the process that ran the request has died. The condition makes taking it over atomic.
+    has_lapsed = sa.or_(
+        _columns.expires_at <= now, sa.and_(_columns.answer.is_(None), _columns.lease_until <= now)
+    )
+    taken = connection.execute(
+        sa.update(idempotent_answers).where(_same_key(claim), has_lapsed).values(**values, answer=None)
+    )
+    if taken.rowcount:
+        return Claimed()
+    row = connection.execute(sa.select(_columns.fingerprint, _columns.answer).where(_same_key(claim))).first()
+    if row is None:  # released meanwhile; the caller asks again
+        return RunsElsewhere(claim.fingerprint)
+    return RunsElsewhere(row.fingerprint) if row.answer is None else Answered(row.fingerprint, row.answer)
+
+
+def keep_answer(connection: Connection, claim: KeyClaim, answer: bytes, expires_at: float) -> None:
+    connection.execute(
+        sa.update(idempotent_answers).where(_own(claim)).values(answer=answer, expires_at=expires_at)
+    )
+
+
+def release_key(connection: Connection, claim: KeyClaim) -> None:
+    """The request came to nothing, so that the next with the same key may run."""
+    connection.execute(sa.delete(idempotent_answers).where(_own(claim), _columns.answer.is_(None)))
+
+
+def renew_leases(connection: Connection, claims: Sequence[KeyClaim], lease_until: float) -> None:
+    owners = [claim.owner for claim in claims]
+    connection.execute(
+        sa.update(idempotent_answers)
+        .where(_columns.owner.in_(owners), _columns.answer.is_(None))
+        .values(lease_until=lease_until)
+    )
+
+
+def delete_expired(connection: Connection, now: float) -> int:
+    return connection.execute(sa.delete(idempotent_answers).where(_columns.expires_at <= now)).rowcount
+
+
+def _same_key(claim: KeyClaim) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        _columns.workspace_id == claim.workspace_id, _columns.idempotency_key == claim.idempotency_key
+    )
+
+
+def _own(claim: KeyClaim) -> sa.ColumnElement[bool]:
+    return sa.and_(_same_key(claim), _columns.owner == claim.owner)
+
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +201,9 @@ class IdempotentAnswers:
             with contextlib.suppress(StoreUnavailable):
                 if self._claims:
                     claims = list(self._claims.values())
-                    await self._database.run(
-                        partial(store.renew_leases, claims=claims, lease_until=now + LEASE_S)
-                    )
+                    await self._database.run(partial(renew_leases, claims=claims, lease_until=now + LEASE_S))
                 if now >= sweep_at and self._database.exists:
-                    await self._database.run(partial(store.delete_expired, now=now))
+                    await self._database.run(partial(delete_expired, now=now))
                     sweep_at = now + SWEEP_S
             await asyncio.sleep(RENEWAL_S)
 
@@ -168,7 +259,7 @@ class IdempotentAnswers:
         deadline = self._wall_clock() + MAX_WAIT_S
         while (now := self._wall_clock()) < deadline:
             attempt = partial(
-                store.claim_key,
+                claim_key,
                 claim=claim,
                 now=now,
                 lease_until=now + LEASE_S,
@@ -191,10 +282,10 @@ class IdempotentAnswers:
         if self._database is not None:
             with contextlib.suppress(StoreUnavailable):  # it is in memory, and the lease lapses
                 await self._database.run(
-                    partial(store.keep_answer, claim=claim, answer=answer, expires_at=expires_at)
+                    partial(keep_answer, claim=claim, answer=answer, expires_at=expires_at)
                 )
 
     async def _release(self, claim: KeyClaim) -> None:
         if self._database is not None:
             with contextlib.suppress(StoreUnavailable):  # the lease lapses by itself
-                await self._database.run(partial(store.release_key, claim=claim))
+                await self._database.run(partial(release_key, claim=claim))

@@ -2,7 +2,8 @@
 
 Work is a plain function of a SQLAlchemy connection. It runs in one transaction, in a thread of a small pool, so that
 the event loop never waits for a disk: `await database.run(work)`. Commands without a loop use `run_now`. Nothing is
-touched before the first work: a server that stores nothing leaves no file behind. Knows no table.
+touched before the first work: a server that stores nothing leaves no file behind. `migrate` brings the tables to what
+this release needs, and `read_page` reads lists page by page. This module knows no table.
 """
 
 from __future__ import annotations
@@ -14,20 +15,60 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
 from sqlalchemy.pool import StaticPool
 
-from penstock.core.errors import ConfigError, StoreUnavailable
+from penstock.core.errors import ConfigError, InvalidRequest, StoreUnavailable
 from penstock.core.installation import install_command
-from penstock.gateway.store.migrate import migrate
+from penstock.version import __version__
+
+if TYPE_CHECKING:
+    from alembic.script import ScriptDirectory
 
 logger = logging.getLogger(__name__)
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_LOCK_NUMBER = 0x70656E73746F636B  # "penstock": any number that all our processes agree on
+
+
+def migrate(connection: Connection) -> None:
+    """Runs inside a transaction that locks out other migrations, so that several starting gateways take turns."""
+    # Alembic is slow to import, and most commands touch no database.
+    from alembic import command
+    from alembic.config import Config
+    from alembic.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
+    if connection.dialect.name == "postgresql":
+        connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    script = ScriptDirectory.from_config(config)
+    current = MigrationContext.configure(connection).get_current_heads()
+    if current == tuple(script.get_heads()):
+        return
+    _refuse_newer(current, script)
+    command.upgrade(config, "head")
+    logger.info("database tables are now at %s", ", ".join(script.get_heads()))
+
+
+def _refuse_newer(current: tuple[str, ...], script: ScriptDirectory) -> None:
+    known = {revision.revision for revision in script.walk_revisions()}
+    unknown = [revision for revision in current if revision not in known]
+    if unknown:
+        raise ConfigError(
+            f"The database was written by a newer Penstock than this one ({__version__}): its tables are at "
+            f"'{unknown[0]}', which this release does not know.",
+            hint="Upgrade Penstock, or choose another database.",
+        )
+
 
 T = TypeVar("T")
 Work = Callable[[Connection], T]
@@ -219,3 +260,41 @@ def _cause(error: Exception) -> str:
     """The first line of what the driver said. The statement's parameters, which may be private, are left out."""
     original = getattr(error, "orig", None) or error
     return str(original).strip().partition("\n")[0].rstrip(".") or type(original).__name__
+
+
+Order = Literal["asc", "desc"]
+
+
+def read_page(
+    connection: Connection,
+    query: Select[Any],
+    table: Table,
+    *,
+    limit: int,
+    order: Order = "desc",
+    after: str | None = None,
+    before: str | None = None,
+) -> tuple[Sequence[Row[Any]], bool]:
+    """The rows of `query` that come after the cursor, or just before it, and whether there are more that way.
+
+    `table` has the columns `id` and `created_at`. The cursor must be among the rows of the query."""
+    ascends = (order == "asc") == (before is None)
+    cursor = after if before is None else before
+    if cursor is not None:
+        seen = connection.execute(query.where(table.c.id == cursor)).one_or_none()
+        if seen is None:
+            raise InvalidRequest(f"The list has no {cursor[:64]!r} to go on from.", param="after")
+        query = query.where(_beyond(table, seen, ascends=ascends))
+    columns = (table.c.created_at, table.c.id)
+    ordered = query.order_by(*(column if ascends else column.desc() for column in columns))
+    rows = connection.execute(ordered.limit(limit + 1)).all()
+    page = rows[:limit]
+    return (page if before is None else page[::-1]), len(rows) > limit
+
+
+def _beyond(table: Table, seen: Row[Any], *, ascends: bool) -> ColumnElement[bool]:
+    time, row_id = table.c.created_at, table.c.id
+    at, name = seen._mapping["created_at"], seen._mapping["id"]
+    if ascends:
+        return or_(time > at, and_(time == at, row_id > name))
+    return or_(time < at, and_(time == at, row_id < name))

@@ -1,8 +1,8 @@
-"""Knows keys by their secrets, quickly: what the database says is remembered, and checked for changes every second.
+"""Finds keys by their secrets, quickly: rows of the database are cached, and checked for changes every second.
 
 A gateway asks only for the number of the last change, so that a revoked key is refused by every process within
-seconds while a busy one reads the database about once a second, however many keys it serves. When the database does
-not answer, known keys stay valid for a minute; after that every key is refused.
+seconds while a busy gateway reads the database about once a second, however many keys it serves. When the database
+does not answer, known keys stay valid for a minute; after that every key is refused.
 """
 
 from __future__ import annotations
@@ -11,25 +11,43 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import AuthenticationFailed, PenstockError, StoreUnavailable
 from penstock.core.identity import Principal
+from penstock.gateway.metrics.table import metric, metric_by
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.key_secret import PREFIX_LENGTH, is_secret_of, prefix_of
-from penstock.gateway.tenants.lookup_cache import Loaded, LookupCache
 from penstock.gateway.tenants.lookups import (
     Changes,
     KnownKey,
     KnownWorkspace,
+    Loaded,
+    LookupCache,
     read_changes,
     read_key,
     read_workspace,
     write_uses,
 )
-from penstock.gateway.tenants.metrics import AuthenticationMetrics
 from penstock.gateway.tenants.records import DEFAULT_ID, could_be_id
+
+
+class AuthenticationMetrics(Collector):
+    def __init__(self) -> None:
+        self.refusals: Counter[str] = Counter()  # by the code of the error
+        self.failed_checks = 0
+        self.remembered_keys = 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield metric_by("authentication_refusals", self.refusals)
+        yield metric("key_check_failures", self.failed_checks)
+        yield metric("remembered_keys", self.remembered_keys)
+
 
 logger = logging.getLogger(__name__)
 

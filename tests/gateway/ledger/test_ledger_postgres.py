@@ -15,7 +15,7 @@ from penstock.gateway.ledger.usage_store import UsageQuery
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.settings import LimitScope, Subject
 from penstock.gateway.ratelimits.spend import Spend
-from penstock.gateway.reuse.idempotency_store import (
+from penstock.gateway.reuse.idempotency import (
     Answered,
     Claimed,
     KeyClaim,

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from penstock.gateway.ledger.throughput import TokenMeter, TokensPerHour
+from penstock.gateway.ledger.metrics import TokenMeter, TokensPerHour
 from tests.gateway.ledger.books import WallClock
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.ratelimits.buckets import TOLERANCE, TokenBucket
+from penstock.gateway.ratelimits.meters import TOLERANCE, TokenBucket
 
 
 def test_a_new_bucket_holds_a_minute() -> None:

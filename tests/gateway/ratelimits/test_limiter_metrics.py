@@ -8,7 +8,7 @@ from penstock.core.errors import RateLimited
 from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.ratelimits.build import build_limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
-from penstock.gateway.ratelimits.metrics import LimiterMetrics
+from penstock.gateway.ratelimits.refusals import LimiterMetrics
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
 from tests.gateway.ratelimits.claims import claim, reserve
 

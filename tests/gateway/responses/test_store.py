@@ -9,8 +9,7 @@ import pytest
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses import store as store_module
-from penstock.gateway.responses.database import DatabaseResponses
-from penstock.gateway.responses.store import MemoryResponses, ResponseStore, StoredResponse
+from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses, ResponseStore, StoredResponse
 from penstock.gateway.store.database import Database, sqlite_url
 
 

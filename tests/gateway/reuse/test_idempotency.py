@@ -20,10 +20,10 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.reuse import idempotency
 from penstock.gateway.reuse.cache import IdempotencySettings
-from penstock.gateway.reuse.idempotency import IdempotentAnswers
-from penstock.gateway.reuse.idempotency_store import (
+from penstock.gateway.reuse.idempotency import (
     Answered,
     Claimed,
+    IdempotentAnswers,
     KeyClaim,
     RunsElsewhere,
     claim_key,

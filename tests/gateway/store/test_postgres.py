@@ -12,7 +12,7 @@ from sqlalchemy import Connection, func, select, text
 
 from penstock.core.errors import AuthenticationFailed, NotFound, PenstockError, StoreUnavailable
 from penstock.core.identity import Scope
-from penstock.gateway.responses.database import DatabaseResponses
+from penstock.gateway.responses.store import DatabaseResponses
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import keys, metadata, tenant_revision, workspaces
 from penstock.gateway.tenants.keyring import TRUST_S

@@ -8,8 +8,7 @@ import pytest
 
 from penstock.core.clock import VirtualClock
 from penstock.gateway.store.database import Database
-from penstock.gateway.tenants.audit import Actor
-from penstock.gateway.tenants.directory import Directory
+from penstock.gateway.tenants.directory import Actor, Directory
 from penstock.gateway.tenants.keyring import KeyRing
 from tests.gateway.store.ready_made import ready_made_database
 

@@ -13,8 +13,7 @@ from penstock.core.errors import Conflict, InvalidRequest, NotFound, PenstockErr
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
 from penstock.gateway.store.tables import audit_log, keys
-from penstock.gateway.tenants.audit import Actor
-from penstock.gateway.tenants.directory import Directory
+from penstock.gateway.tenants.directory import Actor, Directory
 from penstock.gateway.tenants.records import KeyChanges, NewKey
 from tests.gateway.tenants.conftest import ACTOR, World
 

@@ -21,9 +21,14 @@ from penstock.core.errors import AuthenticationFailed, ConfigError, PermissionDe
 from penstock.core.gateway_config import OidcConfig
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
-from penstock.gateway.tenants.jwks import LOOK_AGAIN_AFTER_S, REFRESH_EVERY_S, RETRY_AFTER_S, PublicKeys
 from penstock.gateway.tenants.keyring import TRUST_S
-from penstock.gateway.tenants.tokens import TokenVerifier
+from penstock.gateway.tenants.tokens import (
+    LOOK_AGAIN_AFTER_S,
+    REFRESH_EVERY_S,
+    RETRY_AFTER_S,
+    PublicKeys,
+    TokenVerifier,
+)
 from tests.gateway.tenants.conftest import ACTOR, World
 from tests.gateway.tenants.identity_provider import IdentityProvider, running_provider
 

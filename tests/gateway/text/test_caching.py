@@ -14,7 +14,7 @@ from penstock.core.messages import EngineStats
 from penstock.core.plan import CacheUse, TokenEvent
 from penstock.core.request import CacheBreakpoint, FinishReason, Request
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.models.served_model import ServedModel
+from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import (
     CacheMark,
     ChatMessage,
@@ -32,7 +32,6 @@ from penstock.gateway.text.caching import (
     locate,
     marked_pieces,
 )
-from penstock.gateway.text.dialect import PreparedPrompt
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card
 
 SHORT, LONG = CacheMark(300.0), CacheMark(3600.0)

@@ -1,4 +1,4 @@
-"""Run by Alembic for each upgrade, on the connection that `penstock.gateway.store.migrate` passes in."""
+"""Run by Alembic for each upgrade, on the connection that `penstock.gateway.store.database` passes in."""
 
 from __future__ import annotations
 

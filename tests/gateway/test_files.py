@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import InvalidRequest, NotFound, RequestTooLarge
-from penstock.gateway.files.files import FilesConfig, FileStore, StoredFile
+from penstock.gateway.files import FilesConfig, FileStore, StoredFile
 from penstock.gateway.store.database import Database
 
 

@@ -1,1 +1,0 @@
-"""Files that workspaces keep: metadata in the database, bytes in the data folder."""
