@@ -27,9 +27,8 @@ from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.kernels.select import capabilities, preferred_cpu_dtype, select_ops
 from penstock.models.load import load_model, open_checkpoint
 from penstock.models.model import Model
-from penstock.models.quantization.evaluation import WindowRunner
+from penstock.models.quantization.evaluation import WindowRunner, default_texts
 from penstock.models.quantization.job import text_pieces
-from penstock.models.quantization.text import default_texts
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 24

@@ -19,9 +19,9 @@ import torch
 
 from penstock.core.engine_config import EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.request import SamplingParams
-from penstock.engine import prompt_graphs
+from penstock.engine import graphs
+from penstock.engine.graphs import PromptGraphs, padded_sizes
 from penstock.engine.offline import OfflineEngine
-from penstock.engine.prompt_graphs import PromptGraphs, padded_sizes
 
 NUM_TOKENS = (16, 64, 128, 200, 256, 384, 512, 600, 768, 1024, 1400, 2048)
 TURNS, PROMPTS_PER_TURN = 2, 7
@@ -34,7 +34,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("There is no GPU here to launch anything on.")
     all_sizes = padded_sizes(1)
-    prompt_graphs.padded_sizes = lambda num_parameters: all_sizes
+    graphs.padded_sizes = lambda num_parameters: all_sizes
     config = EngineConfig(
         model=ModelConfig(model=str(folder), device="cuda", load_format="random", max_model_len=4096),
         scheduler=SchedulerConfig(itl_target_ms=None),

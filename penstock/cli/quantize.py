@@ -72,8 +72,8 @@ def quantize(
     """
     path = fetch_model(model)
     with _stages() as on_stage:
+        from penstock.models.quantization.evaluation import default_texts, read_text
         from penstock.models.quantization.job import QuantizeJob, quantize_model
-        from penstock.models.quantization.text import default_texts, read_text
 
         texts = default_texts() if calibration is None or evaluation is None else ("", "")
         report = quantize_model(

@@ -1,7 +1,8 @@
 """Engines as actors of a Ray cluster, each in a placement group of its own. Restarts nothing: `supervisor` does.
-Ray finds room for them, and its autoscaler adds nodes while a placement group waits.
 
-Imports Ray when the first replica is launched. Never imports the engine.
+The actor, `EngineHost`, runs on a node of the cluster, where Penstock must be installed, and starts one engine
+process. The worker is the same as on one machine, and leaves when the actor ends. Ray is imported when the first
+replica is launched; the engine is never imported.
 """
 
 from __future__ import annotations
@@ -9,17 +10,68 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
 import signal
+import socket
+import sys
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.cluster.ray_host import EngineHost
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
+from penstock.cluster.transport import KeyPair, with_key
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.installation import install_command
+
+
+class EngineHost:
+    """The body of the actor. Ray runs its methods on one event loop."""
+
+    def __init__(self, node_address: str) -> None:
+        self._node_address = node_address
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, engine: bytes, model_path: str, log_level: str, log_format: str) -> str:
+        """Start the engine process; returns its endpoint, with the key to it. `engine` is its config as JSON."""
+        keys = KeyPair.make()
+        key_file = self._folder / "key"
+        key_file.touch(mode=0o600)
+        key_file.write_text(keys.secret)
+        address = f"tcp://{self._node_address}:{_free_port(self._node_address)}"
+        command = [sys.executable, "-m", "penstock.cluster.worker", "--endpoint", address]
+        command += ["--key-file", str(key_file), "--model-path", model_path, "--parent-pid", str(os.getpid())]
+        command += ["--log-level", log_level, "--log-format", log_format]
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+        assert self._process.stdin is not None
+        self._process.stdin.write(engine)
+        self._process.stdin.close()
+        return with_key(address, keys.public)
+
+    async def wait(self) -> int:
+        """The exit code of the engine process."""
+        assert self._process is not None, "start() comes first"
+        code = await self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return code
+
+    async def kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+
+def _free_port(node_address: str) -> int:
+    """A free port. Another process could take it first; then the engine fails and is started again."""
+    with socket.socket() as probe:
+        probe.bind((node_address, 0))
+        return int(probe.getsockname()[1])
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,22 @@
-"""The stored record of a release, which survives a restart of the server."""
+"""Releases as data: the revisions of a model, and the stored record of a release, which survives a restart of the
+server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import difflib
+import hashlib
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
 from penstock.cluster.replica import ReplicaSpec
 from penstock.control.release import ReleaseConfig, ReleaseState, Stage
+from penstock.core.engine_config import EngineConfig
+from penstock.core.errors import InvalidRequest
 
 
 class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,3 +72,73 @@ def serving_spec(spec: ReplicaSpec, records: Iterable[ReleaseRecord]) -> Replica
                 if candidate.role == spec.role:
                     serving = replace(candidate, region=spec.region, launcher=spec.launcher)
     return serving
+
+
+# A release changes how a model is served, not its name; its weights are a parameter of their own.
+_FIXED = frozenset({"model", "served_model_name"})
+
+
+def revision_of(engine: EngineConfig, model_path: str) -> str:
+    """A name that is the same for the same weights and settings."""
+    content = msgspec.json.encode((engine, model_path), order="deterministic")
+    return hashlib.sha256(content).hexdigest()[:10]
+
+
+def changed(
+    spec: ReplicaSpec, *, weights: tuple[str, str] | None, settings: Mapping[str, Any], revision: str | None
+) -> ReplicaSpec:
+    """`spec` with other weights (what the operator called them, and where they are), settings, or both."""
+    engine = with_settings(spec.engine, settings)
+    model_path = spec.model_path
+    if weights is not None:
+        name, model_path = weights
+        # Clients go on using the name that they know.
+        model = replace(engine.model, model=name, served_model_name=spec.model)
+        engine = replace(engine, model=model)
+    revision = revision or revision_of(engine, model_path)
+    return replace(spec, engine=engine, model_path=model_path, revision=revision)
+
+
+def with_settings(engine: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
+    """Engine settings by the names that flags have. Raises InvalidRequest for an unknown setting or an
+    invalid value."""
+    places = _places(engine)
+    for name, value in changes.items():
+        if name not in places:
+            near = difflib.get_close_matches(name, places, n=1)
+            raise InvalidRequest(
+                f"There is no engine setting {name!r}.",
+                param="settings",
+                hint=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        section = places[name]
+        if section is None:
+            engine = _with(engine, name, value)
+        else:
+            engine = replace(engine, **{section: _with(getattr(engine, section), name, value)})
+    return engine
+
+
+def _places(engine: EngineConfig) -> dict[str, str | None]:
+    """The section of every setting; None for settings of the engine itself."""
+    places: dict[str, str | None] = {}
+    for field in engine.__struct_fields__:
+        value = getattr(engine, field)
+        if isinstance(value, msgspec.Struct):
+            places |= dict.fromkeys(value.__struct_fields__, field)
+        else:
+            places[field] = None
+    return {name: section for name, section in places.items() if name not in _FIXED}
+
+
+_Struct = typing.TypeVar("_Struct", bound=msgspec.Struct)
+
+
+def _with(struct: _Struct, name: str, value: Any) -> _Struct:
+    declared = typing.get_type_hints(type(struct), include_extras=True)[name]
+    try:
+        # Values of a command line are strings, and values of JSON have types: both are accepted.
+        checked = msgspec.convert(value, declared, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"The setting {name} cannot be {value!r}: {error}.", param="settings") from None
+    return replace(struct, **{name: checked})

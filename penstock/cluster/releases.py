@@ -15,9 +15,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import msgspec
 
 from penstock.cluster.control_messages import ActiveRelease, Report
-from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
+from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, changed
 from penstock.cluster.release_run import ReleaseRun
-from penstock.cluster.revisions import changed
 from penstock.cluster.scaling import PoolScaler, ReplicaManager
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView

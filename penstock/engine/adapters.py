@@ -25,8 +25,8 @@ from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, P
 from penstock.core.hashing import adapter_digest
 from penstock.core.plan import Chunk
 from penstock.core.request import Adapter, Request
+from penstock.engine.batch import Staging
 from penstock.engine.collaborator import Arrival, Collaborator
-from penstock.engine.staging import Staging
 from penstock.kernels.adapted import AdaptedOps, AdaptedRows, PackedDelta
 from penstock.kernels.interface import AttentionBatch, DenseWeight, KVStore, Ops
 from penstock.models.lora import LoRAWeights, adaptable_products, read_lora

@@ -78,7 +78,7 @@ def build_engine(
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)
     elif config.parallel.num_ranks > 1:
-        from penstock.engine.parallel.launch import load_ranks
+        from penstock.engine.parallel.processes import load_ranks
 
         loaded = load_ranks(config, model_path, clock, on_progress)
     elif _is_encoder(model_path):
@@ -174,9 +174,8 @@ def _load_encoder(
     config: EngineConfig, model_path: Path, clock: Clock, on_progress: Progress | None
 ) -> Loaded:
     from penstock.engine.device import choose_ops
-    from penstock.engine.encoder import EncoderExecutor
-    from penstock.models.identity import weights_identity
-    from penstock.models.load import load_encoder, load_tokenizer
+    from penstock.engine.pooling import EncoderExecutor
+    from penstock.models.load import load_encoder, load_tokenizer, weights_identity
 
     settings = config.model
     # Encoders are small, and their vectors are compared with those of other servers: no precision to give away.

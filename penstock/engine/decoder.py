@@ -20,12 +20,12 @@ from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
 from penstock.core.messages import ModelCard
 from penstock.engine.adapters import AdapterQueue, LoRAModel
-from penstock.engine.batch import BatchRows
+from penstock.engine.batch import BatchRows, Staging
 from penstock.engine.device import choose_ops, leave_cores_to
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compiler
 from penstock.engine.grammar_masks import GrammarMasks
-from penstock.engine.graphs import DecodeGraphs
+from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.memory import (
     block_copy_s,
@@ -37,13 +37,10 @@ from penstock.engine.memory import (
 from penstock.engine.parallel.local_rank import LocalRank
 from penstock.engine.parallel.setup import OneRank
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json
-from penstock.engine.prompt_graphs import PromptGraphs
-from penstock.engine.staging import Staging
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, Ops
-from penstock.models.identity import weights_identity
-from penstock.models.load import load_model, load_tokenizer
+from penstock.models.load import load_model, load_tokenizer, weights_identity
 from penstock.models.model import Model
 
 logger = logging.getLogger(__name__)

@@ -22,15 +22,13 @@ from penstock.core.clock import Clock
 from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
-from penstock.engine.batch import BatchRows, HostStep
+from penstock.engine.batch import BatchRows, HostStep, Staging
 from penstock.engine.faults import halves
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.grammar_masks import GrammarMasks, StepMasks
-from penstock.engine.graphs import DecodeGraphs
+from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.pooling import HiddenPooler, sampled_vector
-from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.sampler import Sampler
-from penstock.engine.staging import Staging
 from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
 from penstock.models.model import Model
 

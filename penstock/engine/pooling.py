@@ -1,20 +1,32 @@
-"""Makes embeddings from hidden states: sums while a prompt is computed in chunks, and the vector at its end.
+"""Embeddings: vectors made from hidden states, in a decoder's steps or by an encoder's executor. Knows no queue,
+client or text.
 
-Knows no scheduler and no wire. Sums are kept in double precision, so that how a prompt was cut into chunks does not
+Sums over a prompt's chunks are kept in double precision, so that how a prompt was cut into chunks does not
 show in the single-precision result.
+
+The scheduler treats a text like any prompt, and may cut it into chunks. An encoder cannot: every token sees all
+others. An encoder therefore computes a text whole, in the step that has its last chunk. An encoder's blocks are
+numbers with no memory behind them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Chunk, SampledToken
+from penstock.core.clock import Clock
+from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Pooling, Request
 from penstock.engine.batch import HostStep
 from penstock.engine.faults import NOT_A_NUMBER
+from penstock.models.bert import BertEncoder
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar import CompiledGrammar
 
 
 class HiddenPooler:
@@ -82,3 +94,36 @@ def sampled_vector(request_id: str, vector: Tensor) -> SampledToken:
     if not bool(torch.isfinite(host).all()):
         return SampledToken(request_id, 0, error=NOT_A_NUMBER)
     return SampledToken(request_id, 0, embedding=host.numpy().astype("<f4").tobytes())
+
+
+class EncoderExecutor:
+    def __init__(self, model: BertEncoder, clock: Clock) -> None:
+        self._model = model
+        self._clock = clock
+        self._texts: dict[str, tuple[int, ...]] = {}
+        self._submitted: deque[StepResult] = deque()
+
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        self._texts[request.id] = request.prompt_token_ids
+
+    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+        """There are no tokens to follow a text."""
+
+    def remove(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+
+    def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
+        started_s = self._clock.now()
+        request_ids = [chunk.request_id for chunk in plan.chunks if chunk.samples]
+        sampled = []
+        if request_ids:
+            with torch.inference_mode():
+                texts = [self._texts[request_id] for request_id in request_ids]
+                for request_id, states in zip(request_ids, self._model.hidden_states(texts), strict=True):
+                    pooled = pool_states(states, self._model.config.pooling)
+                    sampled.append(sampled_vector(request_id, unit_vector(pooled)))
+        self._submitted.append(StepResult(plan.step_id, tuple(sampled), self._clock.now() - started_s))
+        return ()
+
+    def collect(self) -> StepResult:
+        return self._submitted.popleft()

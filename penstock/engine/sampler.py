@@ -19,9 +19,9 @@ from torch import Tensor
 
 from penstock.core.plan import SampledToken, TokenLogprobs
 from penstock.core.request import Request, SamplingParams
+from penstock.engine.batch import Staging
 from penstock.engine.faults import NOT_A_NUMBER
 from penstock.engine.grammar_masks import StepMasks
-from penstock.engine.staging import Staging
 from penstock.kernels.bitmask import forbid
 from penstock.kernels.interface import Ops, SamplingBatch
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.cluster.external.call import ExternalCall
+from penstock.cluster.external.wire import ExternalCall
 from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim

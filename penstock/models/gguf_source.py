@@ -1,9 +1,19 @@
-"""Reads weights from a GGUF file, under Hugging Face names. Knows no architecture beyond a table of names."""
+"""Reads weights from a GGUF file, under Hugging Face names, and decodes GGUF's block formats exactly. Knows no
+architecture beyond a table of names.
+
+A block of 32 or 256 neighbours holds packed codes and packed scales. Each decoder takes raw blocks `uint8 [n, block
+bytes]` and fills codes `uint8 [n, block size]` (two's complement where codes are signed), scales and offsets `float32
+[n, groups]`.
+
+The arithmetic of decoders is numpy's, on one thread: the pieces are so small that handing them to torch's threads
+costs more than it saves, and much more when another process wants the cores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,10 +21,184 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
-from penstock.kernels.interface import DenseWeight, WeightData
-from penstock.models.gguf_blocks import decode_matrix
-from penstock.models.gguf_file import GGUFFile, TensorInfo
-from penstock.models.weight_parts import Part, take_columns
+from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
+from penstock.models.gguf_file import BlockFormat, GGUFFile, TensorInfo
+from penstock.models.weights import Part, take_columns
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+# Elements decoded at a time: temporaries then stay in the cache, and small beside the result.
+_SLICE_ELEMENTS = 1 << 18
+
+_BIT_SHIFTS = np.arange(8, dtype=np.uint8)
+_PAIR_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDecoder:
+    """`decode(blocks, codes, scales, offsets)`; a format without offsets leaves those alone."""
+
+    decode: Callable[[Bytes, Bytes, Floats, Floats], None]
+    group: int
+    bits: Literal[4, 8]
+    has_offsets: bool
+
+
+def decode_matrix(raw: Bytes, format: BlockFormat) -> GroupQuantWeight:
+    """`raw` is uint8 [rows, bytes of a row], contiguous."""
+    decoder = DECODERS[format.name]
+    blocks = raw.reshape(-1, format.block_bytes)
+    groups = format.block_size // decoder.group
+    codes = np.empty((len(blocks), format.block_size), dtype=np.uint8)
+    scales = np.empty((len(blocks), groups), dtype=np.float32)
+    offsets = np.empty((len(blocks), groups if decoder.has_offsets else 0), dtype=np.float32)
+    step = _SLICE_ELEMENTS // format.block_size
+    # A damaged file may hold infinite scales; the sampler reports what comes of them.
+    with np.errstate(invalid="ignore"):
+        for start in range(0, len(blocks), step):
+            part = slice(start, start + step)
+            decoder.decode(blocks[part], codes[part], scales[part], offsets[part])
+    rows = raw.shape[0]
+    return GroupQuantWeight(
+        codes=torch.from_numpy(codes if decoder.bits == 4 else codes.view(np.int8)).view(rows, -1),
+        scales=torch.from_numpy(scales).view(rows, -1),
+        offsets=torch.from_numpy(offsets).view(rows, -1) if decoder.has_offsets else None,
+        group=decoder.group,
+        bits=decoder.bits,
+    )
+
+
+def _half(blocks: Bytes, start: int) -> Floats:
+    """The float16 at byte `start` of every block, as float32 [n, 1]."""
+    return blocks[:, start : start + 2].view(np.float16).astype(np.float32)
+
+
+def _unpack_nibbles(packed: Bytes, codes: Bytes) -> None:
+    """[n, w] → [n, 2w]: all low halves, then all high halves."""
+    width = packed.shape[1]
+    np.bitwise_and(packed, 0xF, out=codes[:, :width])
+    np.right_shift(packed, 4, out=codes[:, width:])
+
+
+def _unpack_crumbs(packed: Bytes, codes: Bytes) -> None:
+    """[n, 64] of four 2-bit codes each → [n, 256]. A half block's 32 bytes hold its 4 × 32 codes, lowest bits
+    first."""
+    halves, by_shift = packed.reshape(-1, 2, 32), codes.reshape(-1, 2, 4, 32)
+    for index in range(4):
+        np.bitwise_and(halves >> (2 * index), 3, out=by_shift[:, :, index])
+
+
+def _or_bits(packed: Bytes, codes: Bytes, place: int) -> None:
+    """[n, 32] holds bit `place` of [n, 256] codes: bit i of byte j belongs to code 32 i + j."""
+    by_bit = codes.reshape(-1, 8, 32)
+    for index in range(8):
+        by_bit[:, index] |= ((packed >> index) & 1) << place
+
+
+def _or_fifth_bits(packed: Bytes, codes: Bytes) -> None:
+    """uint8 [n, 4] is a little-endian number whose bit i belongs to code i."""
+    codes |= (((packed[:, :, None] >> _BIT_SHIFTS) & 1) << 4).reshape(codes.shape)
+
+
+def _q4_0(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_nibbles(blocks[:, 2:], codes)
+    scales[:] = _half(blocks, 0)
+    offsets[:] = scales * -8
+
+
+def _q4_1(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_nibbles(blocks[:, 4:], codes)
+    scales[:] = _half(blocks, 0)
+    offsets[:] = _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_nibbles(blocks[:, 6:], codes)
+    _or_fifth_bits(blocks[:, 2:6], codes)
+    codes -= 16
+    scales[:] = _half(blocks, 0)
+
+
+def _q5_1(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_nibbles(blocks[:, 8:], codes)
+    _or_fifth_bits(blocks[:, 4:8], codes)
+    scales[:] = _half(blocks, 0)
+    offsets[:] = _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    codes[:] = blocks[:, 2:]
+    scales[:] = _half(blocks, 0)
+
+
+def _q2_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_crumbs(blocks[:, 16:80], codes)
+    np.multiply(blocks[:, :16] & 0xF, _half(blocks, 80), out=scales)
+    np.multiply(blocks[:, :16] >> 4, -_half(blocks, 82), out=offsets)
+
+
+def _q3_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_crumbs(blocks[:, 32:96], codes)
+    _or_bits(blocks[:, :32], codes, 2)
+    six_bits = np.empty((len(blocks), 16), dtype=np.uint8)
+    _unpack_nibbles(blocks[:, 96:104], six_bits)
+    six_bits |= (((blocks[:, None, 104:108] >> _PAIR_SHIFTS[:, None]) & 3) << 4).reshape(-1, 16)
+    np.multiply(six_bits.view(np.int8) - 32, _half(blocks, 108), out=scales)
+    offsets[:] = scales * -4
+
+
+def _k_scales(blocks: Bytes, scales: Floats, offsets: Floats) -> None:
+    """Two float16 and twelve bytes: eight 6-bit scales and eight 6-bit minimums."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    factor, minimum_factor = _half(blocks, 0), -_half(blocks, 2)
+    np.multiply(first & 0x3F, factor, out=scales[:, :4])
+    np.multiply((third & 0xF) | (first >> 6 << 4), factor, out=scales[:, 4:])
+    np.multiply(second & 0x3F, minimum_factor, out=offsets[:, :4])
+    np.multiply((third >> 4) | (second >> 6 << 4), minimum_factor, out=offsets[:, 4:])
+
+
+def _unpack_k_nibbles(packed: Bytes, codes: Bytes) -> None:
+    """[n, 128] → [n, 256]: each 32 bytes hold 32 codes in their low halves and the next 32 in their high ones."""
+    quarters, by_half = packed.reshape(-1, 4, 32), codes.reshape(-1, 4, 2, 32)
+    np.bitwise_and(quarters, 0xF, out=by_half[:, :, 0])
+    np.right_shift(quarters, 4, out=by_half[:, :, 1])
+
+
+def _q4_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_k_nibbles(blocks[:, 16:], codes)
+    _k_scales(blocks, scales, offsets)
+
+
+def _q5_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_k_nibbles(blocks[:, 48:], codes)
+    _or_bits(blocks[:, 16:48], codes, 4)
+    _k_scales(blocks, scales, offsets)
+
+
+def _q6_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
+    _unpack_crumbs(blocks[:, 128:192], codes)
+    codes <<= 4
+    halves, by_half = blocks[:, :128].reshape(-1, 2, 64), codes.reshape(-1, 2, 2, 64)
+    by_half[:, :, 0] |= halves & 0xF
+    by_half[:, :, 1] |= halves >> 4
+    codes -= 32
+    np.multiply(blocks[:, 192:208].view(np.int8), _half(blocks, 208), out=scales)
+
+
+DECODERS = {
+    "Q4_0": BlockDecoder(_q4_0, 32, 4, True),
+    "Q4_1": BlockDecoder(_q4_1, 32, 4, True),
+    "Q5_0": BlockDecoder(_q5_0, 32, 8, False),
+    "Q5_1": BlockDecoder(_q5_1, 32, 8, True),
+    "Q8_0": BlockDecoder(_q8_0, 32, 8, False),
+    "Q2_K": BlockDecoder(_q2_k, 16, 4, True),
+    "Q3_K": BlockDecoder(_q3_k, 16, 4, True),
+    "Q4_K": BlockDecoder(_q4_k, 32, 4, True),
+    "Q5_K": BlockDecoder(_q5_k, 32, 8, True),
+    "Q6_K": BlockDecoder(_q6_k, 16, 8, False),
+}
+
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

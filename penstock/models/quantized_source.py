@@ -21,7 +21,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
 from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.stored_quantization import AWQ, GPTQ, Compressed, Scaled, StoredQuantization
-from penstock.models.weight_parts import Part, take_part
+from penstock.models.weights import Part, take_part
 
 # Nibble i of a word holds the output AWQ_ORDER[i] of its eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

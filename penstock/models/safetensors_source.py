@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight
-from penstock.models.weight_parts import Part
+from penstock.models.weights import Part
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -1,4 +1,5 @@
-"""Where weights come from, and how a model loads them. Knows no file formats and no architectures.
+"""Where weights come from, how a model loads them, and how rows and columns of a stored matrix are cut out. Knows no
+file formats and no architectures.
 
 Names are those of Hugging Face checkpoints of text models (`model.layers.0.self_attn.q_proj.weight`); a source
 that stores others translates.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,7 +28,73 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.models.sharding import WHOLE, Shard
-from penstock.models.weight_parts import Part
+
+_GROUP_UNIT = 32  # groups of so many inputs, or of a multiple, are what every backend takes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is taken of a matrix. Both ranges have step 1."""
+
+    rows: range
+    columns: range
+
+
+def take_part(weight: WeightData, part: Part) -> WeightData:
+    return take_columns(take_rows(weight, part.rows), part.columns)
+
+
+def take_rows(weight: WeightData, rows: range) -> WeightData:
+    if len(rows) == weight.shape[0]:
+        return weight
+    taken = slice(rows.start, rows.stop)
+    match weight:
+        case DenseWeight():
+            return DenseWeight(weight.values[taken])
+        case Float8Weight():
+            return replace(weight, values=weight.values[taken], scales=weight.scales[taken])
+        case GroupQuantWeight():
+            offsets = None if weight.offsets is None else weight.offsets[taken]
+            return replace(weight, codes=weight.codes[taken], scales=weight.scales[taken], offsets=offsets)
+
+
+def take_columns(weight: WeightData, columns: range) -> WeightData:
+    """Without new rounding: a matrix whose scales the cut would divide, or whose inputs are in another order, becomes
+    dense."""
+    if len(columns) == weight.shape[1]:
+        return weight
+    taken = slice(columns.start, columns.stop)
+    match weight:
+        case DenseWeight():
+            return DenseWeight(weight.values[:, taken].contiguous())
+        case Float8Weight(group=None):
+            return replace(weight, values=weight.values[:, taken].contiguous())
+        case Float8Weight(group=int(group)) if _on_bounds(columns, group):
+            scales = _groups_of(weight.scales, columns, group)
+            return replace(weight, values=weight.values[:, taken].contiguous(), scales=scales)
+        case GroupQuantWeight(input_order=None, group=group) if _on_bounds(columns, group):
+            offsets = None if weight.offsets is None else _groups_of(weight.offsets, columns, group)
+            return replace(
+                weight,
+                codes=weight.codes[:, taken].contiguous(),
+                scales=_groups_of(weight.scales, columns, group),
+                offsets=offsets,
+            )
+        case GroupQuantWeight(input_order=None, group=group) if (
+            group == weight.shape[1] and len(columns) % _GROUP_UNIT == 0
+        ):  # one scale for a whole row is that of any part of it
+            return replace(weight, codes=weight.codes[:, taken].contiguous(), group=len(columns))
+        case Float8Weight() | GroupQuantWeight():
+            return DenseWeight(weight.dequantize()[:, taken].contiguous())
+
+
+def _on_bounds(columns: range, group: int) -> bool:
+    return columns.start % group == 0 and columns.stop % group == 0
+
+
+def _groups_of(table: Tensor, columns: range, group: int) -> Tensor:
+    return table[:, columns.start // group : columns.stop // group].contiguous()
+
 
 OnProgress = Callable[[str, float], None]
 

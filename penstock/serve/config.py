@@ -36,16 +36,17 @@ from penstock.core.gateway_config import (
     TelemetryConfig,
     TenantsConfig,
 )
-from penstock.serve.external_tables import external_servers, read_external_tables
-from penstock.serve.model_tables import (
+from penstock.serve.setting import Section, Setting, did_you_mean, unwrapped
+from penstock.serve.tables import (
     DescribedModel,
     ModelTable,
     also_served,
+    external_servers,
     extra_models,
     names_of,
+    read_external_tables,
     read_model_tables,
 )
-from penstock.serve.setting import Section, Setting, did_you_mean, unwrapped
 
 ENGINE_SECTIONS = (
     Section("model", "Model", ModelConfig),

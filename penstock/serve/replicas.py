@@ -12,8 +12,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from penstock.cluster.release_record import revision_of
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.revisions import revision_of
 from penstock.core.config import ExtraModelConfig, ServeConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.errors import ConfigError

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from penstock.cli.app import penstock
 from penstock.models.load import open_checkpoint
+from penstock.models.quantization.evaluation import default_texts, paragraphs
 from penstock.models.quantization.layouts import METHODS
-from penstock.models.quantization.text import default_texts, paragraphs
 from penstock.models.stored_quantization import AWQ
 from tests.models.checkpoints import make_reference
 from tests.models.quantization.test_job import TEXT, add_tokenizer

@@ -14,9 +14,8 @@ from penstock.cluster.control_link import ControlLink
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
-from penstock.cluster.release_record import MemoryReleases, ReleaseStore
+from penstock.cluster.release_record import MemoryReleases, ReleaseStore, revision_of
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.revisions import revision_of
 from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.prompt_graphs import FEWEST, MOST, PromptGraphs, padded_sizes
+from penstock.engine.graphs import FEWEST, MOST, PromptGraphs, padded_sizes
 
 
 @pytest.mark.parametrize("num_parameters", [0, 10**6, 600 * 10**6, 8 * 10**9, 70 * 10**9, 10**12])

@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import update
 
-from penstock.cluster.release_record import ReleaseRecord
-from penstock.cluster.revisions import changed
+from penstock.cluster.release_record import ReleaseRecord, changed
 from penstock.control.release import Happening, ReleaseConfig, Releases
 from penstock.gateway.releases import DatabaseReleases
 from penstock.gateway.store.database import Database, sqlite_url

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 from penstock.engine.batch import HostStep
 from penstock.engine.build import build_engine
-from penstock.engine.prompt_graphs import PromptGraphs
+from penstock.engine.graphs import PromptGraphs
 from tests.engine.tiny import VOCAB_SIZE, request, run, write_tiny_model
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.models.gguf_blocks import DECODERS, decode_matrix
 from penstock.models.gguf_file import FORMATS, BlockFormat
+from penstock.models.gguf_source import DECODERS, decode_matrix
 
 QUANTIZED = [(kind, format) for kind, format in FORMATS.items() if format.name in DECODERS]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from penstock.models.identity import weights_identity
+from penstock.models.load import weights_identity
 
 
 def write(folder: Path, seed: int, name: str = "model.safetensors") -> Path:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import InvalidRequest
 from penstock.engine.adapters import LoRAModel
-from penstock.engine.staging import Staging
+from penstock.engine.batch import Staging
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.load import load_model
 from penstock.models.lora import CONFIG_FILE, adaptable_products, read_lora

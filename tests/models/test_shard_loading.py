@@ -13,8 +13,7 @@ from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.kernels.reference import TorchOps
 from penstock.models.load import Checkpoint, open_checkpoint
 from penstock.models.sharding import WHOLE, Shard
-from penstock.models.weight_parts import Part, take_part
-from penstock.models.weights import WeightLoader, quantize
+from penstock.models.weights import Part, WeightLoader, quantize, take_part
 from tests.models.checkpoints import Reference
 from tests.models.gguf_files import write_model
 from tests.models.quantized_checkpoints import LAYOUTS, quantize_folder

@@ -15,10 +15,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.cluster.external.call import ExternalCall
-from penstock.cluster.external.load import ServerLoad
-from penstock.cluster.external.server import ExternalServer, ServerDown
-from penstock.cluster.external.wire import RequestRefused, StreamChunk
+from penstock.cluster.external.server import ExternalServer, ServerDown, ServerLoad
+from penstock.cluster.external.wire import ExternalCall, RequestRefused, StreamChunk
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats

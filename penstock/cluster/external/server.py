@@ -1,22 +1,124 @@
-"""One external server: what it serves, how busy it is, and requests to it. Knows no other server and no routing."""
+"""One external server: its address, what it serves, how busy it is, and requests to it. Knows no other server and no
+routing.
+
+The load is read from the metrics that the server shows. For servers without such metrics, only the requests that were
+sent to them count.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.cluster.external.address import server_name, server_root
-from penstock.cluster.external.call import ExternalCall
-from penstock.cluster.external.lines import LineTooLong, event_data
-from penstock.cluster.external.load import ServerLoad, read_load
-from penstock.cluster.external.wire import ModelPage, RequestRefused, StreamChunk, refusal
+from penstock.cluster.external.wire import ExternalCall, ModelPage, RequestRefused, StreamChunk, refusal
 from penstock.core.config import ExternalServerConfig
-from penstock.core.errors import EngineUnavailable
+from penstock.core.errors import ConfigError, EngineUnavailable
+
+
+def server_name(config: ExternalServerConfig) -> str:
+    """The given name, or else host and port. Raises ConfigError for an invalid URL."""
+    address = urlsplit(config.url)
+    if address.scheme not in ("http", "https") or not address.netloc:
+        raise ConfigError(
+            f"The external server {config.url!r} has no URL that begins with http:// or https://."
+        )
+    return config.name or address.netloc.rpartition("@")[2]
+
+
+def server_root(config: ExternalServerConfig) -> str:
+    """The base URL, before /v1 and /metrics."""
+    return config.url.rstrip("/").removesuffix("/v1")
+
+
+MAX_LINE_BYTES = 16 << 20
+_DONE = b"[DONE]"
+
+
+class LineTooLong(Exception):
+    """No event is that large: whatever sends it is no event stream."""
+
+
+async def event_data(source: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """The data of each event, up to the one that says that there are no more. Lines end at line feeds only: text may
+    hold characters that other decoders split at."""
+    pending = b""
+    async for piece in source:
+        *lines, pending = (pending + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == _DONE:
+                    return
+                if data:
+                    yield data
+        if len(pending) > MAX_LINE_BYTES:
+            raise LineTooLong
+    if pending.startswith(b"data:") and (rest := pending[5:].strip()) and rest != _DONE:
+        yield rest
+
+
+# In the order of preference; the first that a server shows counts. All label sets of a name are added up: a server
+# with several engines shows one for each.
+_RUNNING = (
+    "vllm:num_requests_running",
+    "sglang:num_running_reqs",
+    "tgi_batch_current_size",
+    "llamacpp:requests_processing",
+)
+_WAITING = (
+    "vllm:num_requests_waiting",
+    "sglang:num_queue_reqs",
+    "tgi_queue_size",
+    "llamacpp:requests_deferred",
+    "nv_inference_pending_request_count",
+)
+# Shares from 0 to 1; of several engines the fullest counts.
+_KV_USAGE = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "sglang:token_usage",
+    "llamacpp:kv_cache_usage_ratio",
+)
+_WANTED = frozenset((*_RUNNING, *_WAITING, *_KV_USAGE))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    num_running: int
+    num_waiting: int
+    kv_usage: float | None = None  # None where the server does not tell
+
+
+def read_load(page: str) -> ServerLoad | None:
+    """None when the page tells nothing about load. Raises ValueError for one that is no metrics page."""
+    found: dict[str, list[float]] = {}
+    # Only the lines that matter: a page may have thousands.
+    lines = [line for line in page.splitlines() if line.startswith(tuple(_WANTED))]
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            if sample.name in _WANTED:
+                found.setdefault(sample.name, []).append(sample.value)
+    running, waiting, usage = (_first(found, names) for names in (_RUNNING, _WAITING, _KV_USAGE))
+    if running is None and waiting is None:
+        return None
+    return ServerLoad(
+        num_running=round(sum(running or ())),
+        num_waiting=round(sum(waiting or ())),
+        kv_usage=None if usage is None else min(1.0, max(usage)),
+    )
+
+
+def _first(found: dict[str, list[float]], names: Sequence[str]) -> list[float] | None:
+    return next((found[name] for name in names if name in found), None)
+
 
 logger = logging.getLogger(__name__)
 

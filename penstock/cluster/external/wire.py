@@ -1,11 +1,11 @@
-"""The messages of external servers: stream chunks, lists of models, errors. Every field is optional.
+"""The messages of external servers: a call, stream chunks, lists of models, errors.
 
 Servers agree on OpenAI's shape and differ in what they add to it, so every field has a default.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +18,28 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
 )
+
+BYTES_PER_TOKEN = 4  # of English text, roughly: the gateway does not have the model's tokenizer
+
+
+class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
+    """`body` is what the API wants, without the model, which each server may call something else."""
+
+    id: str
+    model: str
+    api: Literal["chat/completions", "completions"]
+    body: dict[str, Any]
+    text: str  # of the prompt, by which requests with the same beginning find the same server
+    tenant: str = ""
+    region: str = ""
+    affinity_key: str = ""
+    timeout_s: float | None = None
+
+    @property
+    def estimated_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.text.encode()) // BYTES_PER_TOKEN + 1
+
 
 _MAX_SHOWN_CHARS = 500
 _TOO_LONG = ("context length", "context size", "context window", "maximum context", "too many tokens")

@@ -14,9 +14,8 @@ from penstock.core.clock import Clock
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.parallel.local_rank import LocalRank
+from penstock.engine.parallel.local_rank import LocalRank, MicroBatcher
 from penstock.engine.parallel.messages import Added, Appended, News, Removed, Step
-from penstock.engine.parallel.microbatches import MicroBatcher
 from penstock.engine.parallel.processes import RankProcesses
 
 

@@ -1,21 +1,115 @@
-"""Runs a step on one rank: its rows, one pass through its part of the model, and on the last stage a sample."""
+"""Runs a step on one rank, and cuts a plan into the parts that follow each other through a pipeline of ranks.
+
+While one part of a plan is in the second stage, the next is in the first. A running request keeps to the same part
+from step to step, so that the part's next step can begin as soon as its own tokens are sampled, whatever the other
+parts do.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
-from penstock.core.plan import SampledToken, StepPlan, StepResult
+from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
-from penstock.engine.batch import BatchRows
+from penstock.engine.batch import MAX_STEPS_IN_FLIGHT, BatchRows
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import CompiledGrammar, GrammarCompiler
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.messages import Added, Appended, News, Removed
-from penstock.engine.parallel.microbatches import without_samples
-from penstock.engine.staging import MAX_STEPS_IN_FLIGHT
+
+_SMALLEST_PIECE = 16  # tokens of a prompt that are worth a part of their own
+
+
+@dataclass(slots=True)
+class _Part:
+    chunks: list[Chunk] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.num_tokens
+
+
+class MicroBatcher:
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._part_of: dict[str, int] = {}  # of requests that decode
+        self._num_in_part = Counter(dict.fromkeys(range(num_parts), 0))
+
+    def forget(self, request_id: str) -> None:
+        part = self._part_of.pop(request_id, None)
+        if part is not None:
+            self._num_in_part[part] -= 1
+
+    def split(self, plan: StepPlan) -> tuple[StepPlan, ...]:
+        """Plans with the same step id that do, one after the other, what `plan` does. A request that begins with a
+        cached prefix may read what another one writes in the same step: it comes in the last part."""
+        parts = [_Part() for _ in range(self._num_parts)]
+        prompts = []
+        for chunk in plan.chunks:
+            if chunk.begins and chunk.start > 0:
+                parts[-1].add(chunk)
+            elif chunk.num_tokens == 1:
+                parts[self._part(chunk.request_id)].add(chunk)
+            else:
+                prompts.append(chunk)
+        share = -(-plan.num_tokens // self._num_parts)
+        for chunk in prompts:
+            _spread(chunk, parts, share)
+        filled = [_in_order(part.chunks) for part in parts if part.chunks]
+        first = StepPlan(plan.step_id, filled[0], plan.released, plan.copies)
+        return first, *(StepPlan(plan.step_id, chunks) for chunks in filled[1:])
+
+    def _part(self, request_id: str) -> int:
+        part = self._part_of.get(request_id)
+        if part is None:
+            part = min(self._num_in_part, key=self._num_in_part.__getitem__)
+            self._part_of[request_id] = part
+            self._num_in_part[part] += 1
+        return part
+
+
+def without_samples(plan: StepPlan) -> StepPlan:
+    """For stages that do not sample."""
+    chunks = tuple(
+        msgspec.structs.replace(chunk, samples=False) if chunk.samples else chunk for chunk in plan.chunks
+    )
+    return msgspec.structs.replace(plan, chunks=chunks)
+
+
+def _spread(chunk: Chunk, parts: list[_Part], share: int) -> None:
+    """Fill each part up to its share with the next piece of the prompt; the last takes what is left."""
+    done = 0
+    for part in parts:
+        left = chunk.num_tokens - done
+        room = max(0, share - part.num_tokens) // _SMALLEST_PIECE * _SMALLEST_PIECE
+        size = left if part is parts[-1] or left - room < _SMALLEST_PIECE else room
+        if size == 0:
+            continue
+        is_first, is_last = done == 0, size == left
+        part.add(
+            msgspec.structs.replace(
+                chunk,
+                start=chunk.start + done,
+                num_tokens=size,
+                samples=chunk.samples and is_last,
+                new_block_ids=chunk.new_block_ids if is_first else (),
+                begins=chunk.begins and is_first,
+            )
+        )
+        done += size
+        if is_last:
+            return
+
+
+def _in_order(chunks: list[Chunk]) -> tuple[Chunk, ...]:
+    """Single tokens first, as every plan has them."""
+    return tuple(sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
 
 
 class LocalRank:

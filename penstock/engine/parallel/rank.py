@@ -18,7 +18,6 @@ from pathlib import Path
 from penstock.core.clock import SystemClock
 from penstock.core.errors import PenstockError
 from penstock.core.log_format import formatter
-from penstock.engine.parallel.launch import build_rank
 from penstock.engine.parallel.local_rank import LocalRank
 from penstock.engine.parallel.messages import (
     Begin,
@@ -30,6 +29,7 @@ from penstock.engine.parallel.messages import (
     decode_to_rank,
     encode,
 )
+from penstock.engine.parallel.processes import build_rank
 
 logger = logging.getLogger(__name__)
 

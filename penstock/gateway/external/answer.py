@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.cluster.external.call import ExternalCall
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.wire import (
+    ExternalCall,
     StreamChunk,
     WireAlternative,
     WireChoice,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cluster.external.call import ExternalCall
+from penstock.cluster.external.wire import ExternalCall
 from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import is_lenient, without_options
 from penstock.core.request import Grammar

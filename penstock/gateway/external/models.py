@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from penstock.cluster.external.load import ServerLoad
 from penstock.cluster.external.pool import ExternalPool
+from penstock.cluster.external.server import ServerLoad
 from penstock.core.cluster_view import ReplicaView
 from penstock.core.errors import InvalidRequest
 from penstock.dispatch.breaker import Circuit

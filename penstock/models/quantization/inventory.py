@@ -13,8 +13,7 @@ from torch import Tensor
 from penstock.kernels.interface import Ops, PackedExperts, PackedLinear, WeightData
 from penstock.models.load import Checkpoint
 from penstock.models.model import Model
-from penstock.models.weight_parts import Part
-from penstock.models.weights import ExpertNames, LinearPart, OnProgress, WeightLoader, WeightSource
+from penstock.models.weights import ExpertNames, LinearPart, OnProgress, Part, WeightLoader, WeightSource
 
 _HEAD = "lm_head"
 _ROUTER_ENDS = (".gate", ".shared_expert_gate")

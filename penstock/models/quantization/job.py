@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.select import preferred_cpu_dtype, select_ops
 from penstock.models.load import Checkpoint, load_model, load_tokenizer, open_checkpoint
-from penstock.models.quantization import awq, folder, smooth
+from penstock.models.quantization import activations, folder
 from penstock.models.quantization.evaluation import (
     WINDOW_TOKENS,
     Difference,
@@ -74,7 +74,7 @@ def quantize_model(job: QuantizeJob, on_stage: OnStage) -> Report:
 
     rounds_inputs = job.method == "w8a8"
     if rounds_inputs:  # as a GPU does: measured on a backend that does the same, and keeps weights wide
-        ops = smooth.RoundedInputsOps(preferred_cpu_dtype())
+        ops = activations.RoundedInputsOps(preferred_cpu_dtype())
     result = load_model(
         job.out,
         ops,
@@ -120,16 +120,18 @@ def _scaled(
 ) -> WeightSource:
     pieces = text_pieces(checkpoint, job.calibration_text, job.calibration_tokens)
     count = _counter(on_stage, "Looking at activations", len(pieces))
-    inputs = awq.record_inputs(checkpoint, preferred_cpu_dtype(), pieces, _window_tokens(checkpoint), count)
+    inputs = activations.record_inputs(
+        checkpoint, preferred_cpu_dtype(), pieces, _window_tokens(checkpoint), count
+    )
 
     def searching(done: float) -> None:
         on_stage("Searching for scales", done)
 
     if job.method == "w8a8":
-        scaling = smooth.search_smoothing(source, checkpoint, inventory, inputs, searching)
+        scaling = activations.search_smoothing(source, checkpoint, inventory, inputs, searching)
     else:
-        scaling = awq.search_scaling(source, checkpoint, inventory, inputs, group, searching)
-    return awq.ScaledSource(source, scaling, checkpoint.config.norm_offset)
+        scaling = activations.search_scaling(source, checkpoint, inventory, inputs, group, searching)
+    return activations.ScaledSource(source, scaling, checkpoint.config.norm_offset)
 
 
 def _write(
@@ -151,7 +153,7 @@ def _write(
         for name, size in inventory.vectors.items():
             writer.add(name, source.vector(name, size))
         for index, (name, shape) in enumerate(inventory.matrices.items()):
-            values = awq.dense_values(source.matrix(name, *shape))
+            values = activations.dense_values(source.matrix(name, *shape))
             if name in quantized:
                 stem = name.removesuffix(".weight")
                 for end, tensor in method.encode(values, group).items():

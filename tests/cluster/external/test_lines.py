@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cluster.external import lines
-from penstock.cluster.external.lines import LineTooLong, event_data
+from penstock.cluster.external import server
+from penstock.cluster.external.server import LineTooLong, event_data
 
 TEXT = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), min_size=1).filter(
     lambda text: text.strip() == text and text.encode().strip() == text.encode() and text != "[DONE]"
@@ -40,6 +40,6 @@ def test_events_come_out_as_they_went_in(
 
 
 def test_a_stream_without_lines_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(server, "MAX_LINE_BYTES", 100)
     with pytest.raises(LineTooLong):
         read(b"data: " + b"x" * 200, [50, 100, 150])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse
 
-from penstock.cluster.external.call import ExternalCall
 from penstock.cluster.external.pool import MAX_MISSED_PROBES, ExternalPool
 from penstock.cluster.external.server import ExternalServer
+from penstock.cluster.external.wire import ExternalCall
 from penstock.core.clock import VirtualClock
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import (

@@ -24,7 +24,7 @@ from penstock.core.kv_transfer import (
 from penstock.engine.build import Engine
 from penstock.engine.record import RecordedExchange
 from penstock.engine.transfer.port import Asked, LoopCalls, News, Offer, Order, Over, Ready, Refuse
-from penstock.engine.transfer.sender import READ_TIMEOUT_S, Sender
+from penstock.engine.transfer.thread import READ_TIMEOUT_S, Sender
 from penstock.engine.transfer.transfers import KVTransfers
 
 from ..tiny import request, tiny_engine, write_tiny_model

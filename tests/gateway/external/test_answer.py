@@ -12,8 +12,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cluster.external.call import ExternalCall
-from penstock.cluster.external.wire import StreamChunk
+from penstock.cluster.external.wire import ExternalCall, StreamChunk
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import OPEN_PRINCIPAL

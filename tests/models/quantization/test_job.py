@@ -19,7 +19,7 @@ from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import DenseWeight
 from penstock.kernels.reference import TorchOps
 from penstock.models.load import load_model, load_tokenizer, open_checkpoint
-from penstock.models.quantization import awq
+from penstock.models.quantization import activations
 from penstock.models.quantization.evaluation import compare, predict
 from penstock.models.quantization.inventory import load_listed
 from penstock.models.quantization.job import QuantizeJob, quantize_model
@@ -154,11 +154,11 @@ def test_scaling_leaves_the_model_as_it_is(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(folder)
         ops = TorchOps()
         inventory = load_listed(checkpoint, ops, 256).inventory
-        inputs = awq.record_inputs(checkpoint, torch.float32, [PROMPT], 256, lambda: None)
+        inputs = activations.record_inputs(checkpoint, torch.float32, [PROMPT], 256, lambda: None)
         source = checkpoint.source()
-        scaling = awq.search_scaling(source, checkpoint, inventory, inputs, 16, lambda _: None)
+        scaling = activations.search_scaling(source, checkpoint, inventory, inputs, 16, lambda _: None)
         assert any((factors != 1).any() for factors in scaling.columns.values())
-        scaled = awq.ScaledSource(source, scaling, checkpoint.config.norm_offset)
+        scaled = activations.ScaledSource(source, scaling, checkpoint.config.norm_offset)
         model = checkpoint.architecture(checkpoint.config, WeightLoader(scaled, ops), 256)
         plain = PagedRunner(load_model(folder, ops), ops).prompt_logits(PROMPT)
         torch.testing.assert_close(PagedRunner(model, ops).prompt_logits(PROMPT), plain, atol=1e-3, rtol=1e-3)
@@ -169,8 +169,8 @@ def test_scales_favour_inputs_that_are_large() -> None:
     x = torch.randn(256, 64)
     x[:, 3] *= 50
     weight = torch.randn(32, 64)
-    seen = awq.Inputs(x.abs().sum(dim=0), x.abs().amax(dim=0), 256, [x])
-    factors = awq._best_factors(weight, seen, 32)
+    seen = activations.Inputs(x.abs().sum(dim=0), x.abs().amax(dim=0), 256, [x])
+    factors = activations._best_factors(weight, seen, 32)
     assert factors[3] > 2 * factors.median()
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight
-from penstock.models.quantization.awq import Inputs
-from penstock.models.quantization.smooth import RoundedInputsOps, _best_factors, _rounded
+from penstock.models.quantization.activations import Inputs, RoundedInputsOps, _best_factors, _rounded
 
 
 def outlying_rows() -> torch.Tensor:
