@@ -12,7 +12,7 @@ from math import inf
 
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.dispatch import DispatchConfig
-from penstock.dispatch.outliers import OutlierConfig
+from penstock.dispatch.health import OutlierConfig
 from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import Kill, LoseKVEvents, SlowDown, shared_prefix_workload

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.core.config import RoutingPolicy
-from penstock.dispatch.breaker import BreakerConfig
-from penstock.dispatch.outliers import OutlierConfig
+from penstock.dispatch.health import BreakerConfig, OutlierConfig
 from penstock.dispatch.requests import WaitingConfig
 from penstock.dispatch.retries import RetryConfig
 

@@ -48,8 +48,8 @@ from penstock.dispatch.actions import (
     Waits,
     WakeAt,
 )
-from penstock.dispatch.breaker import CircuitBreaker
 from penstock.dispatch.config import DispatchConfig
+from penstock.dispatch.health import CircuitBreaker
 from penstock.dispatch.kv_sources import KVSources
 from penstock.dispatch.replicas import FleetStatus, ReplicaRecord, ReplicaTable
 from penstock.dispatch.requests import RequestPhase, RequestRecord, WaitingRoom

@@ -19,8 +19,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from penstock.core.messages import EngineStats, KVEvent
-from penstock.dispatch.breaker import BreakerState, Circuit, CircuitBreaker
-from penstock.dispatch.outliers import OutlierConfig, SlowReplicas
+from penstock.dispatch.health import BreakerState, Circuit, CircuitBreaker, OutlierConfig, SlowReplicas
 from penstock.router import Replica, ReplicaState, Router
 
 # What a replica does: everything, or one half of the work where prefill and decode are kept apart.

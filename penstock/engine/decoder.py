@@ -21,19 +21,20 @@ from penstock.core.figures import format_bytes
 from penstock.core.messages import ModelCard
 from penstock.engine.adapters import AdapterQueue, LoRAModel
 from penstock.engine.batch import BatchRows, Staging
-from penstock.engine.device import choose_ops, leave_cores_to
+from penstock.engine.device import (
+    block_copy_s,
+    choose_ops,
+    kv_block_bytes,
+    leave_cores_to,
+    num_host_blocks,
+    num_kv_blocks,
+    physical_memory_bytes,
+)
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compiler
 from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.loaded import Loaded, Progress
-from penstock.engine.memory import (
-    block_copy_s,
-    kv_block_bytes,
-    num_host_blocks,
-    num_kv_blocks,
-    physical_memory_bytes,
-)
 from penstock.engine.parallel.local_rank import LocalRank
 from penstock.engine.parallel.setup import OneRank
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json

@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, KVStore
-from penstock.models import gguf_config, huggingface_config
-from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
+from penstock.models.config import (
+    ArchitectureConfig,
+    Fields,
+    RopeConfig,
+    common_gguf_config,
+    common_huggingface_config,
+    layer_windows,
+    metadata_fields,
+    rope_config,
+    rope_parameters,
+)
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFLayout
 from penstock.models.layers import Decoder, DecoderLayer, GatedMLP
@@ -73,7 +82,7 @@ class Gemma3(Decoder):
         rope, local_rope = _ropes(fields)
         # The common part reads one rope for all layers.
         plain = {key: value for key, value in fields.values.items() if not key.startswith("rope_")}
-        config = huggingface_config.common_config(Fields(plain, fields.where), cls.name)
+        config = common_huggingface_config(Fields(plain, fields.where), cls.name)
         return dataclasses.replace(
             config,
             rope=rope,
@@ -90,8 +99,8 @@ class Gemma3(Decoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        fields = gguf_config.metadata_fields(file)
-        config = gguf_config.common_config(file, cls.name)
+        fields = metadata_fields(file)
+        config = common_gguf_config(file, cls.name)
         scale = config.attention_scale
         if config.num_layers == _LAYERS_OF_27B:
             scale = (config.hidden_size / config.num_heads) ** -0.5
@@ -156,23 +165,21 @@ class Gemma3(Decoder):
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
     """Of layers that see the whole context, and of those with a window."""
     max_positions = fields.integer("max_position_embeddings")
-    parameters = huggingface_config.rope_parameters(fields)
+    parameters = rope_parameters(fields)
     if "full_attention" in parameters:
         return (
-            huggingface_config.rope_config(
-                parameters["full_attention"], fields, max_positions, default_theta=_WHOLE_THETA
-            ),
-            huggingface_config.rope_config(
+            rope_config(parameters["full_attention"], fields, max_positions, default_theta=_WHOLE_THETA),
+            rope_config(
                 parameters.get("sliding_attention", {}), fields, max_positions, default_theta=_LOCAL_THETA
             ),
         )
-    whole = huggingface_config.rope_config(parameters, fields, max_positions, default_theta=_WHOLE_THETA)
+    whole = rope_config(parameters, fields, max_positions, default_theta=_WHOLE_THETA)
     return whole, RopeConfig(fields.number("rope_local_base_freq", _LOCAL_THETA))
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     window = fields.integer("sliding_window")
-    listed = huggingface_config.layer_windows(fields, num_layers, window)
+    listed = layer_windows(fields, num_layers, window)
     if listed is not None:
         return listed
     pattern = fields.integer(

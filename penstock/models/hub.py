@@ -25,8 +25,14 @@ from typing import BinaryIO, Literal
 
 from penstock.core.errors import ModelLoadError, UsageError
 from penstock.core.installation import install_command
-from penstock.models.catalog import BUILT_IN_MODELS, CATALOG, CatalogModel, WheelPart
-from penstock.models.wheels import PARALLEL_DOWNLOADS, WheelSource
+from penstock.models.catalog import (
+    BUILT_IN_MODELS,
+    CATALOG,
+    PARALLEL_DOWNLOADS,
+    CatalogModel,
+    WheelPart,
+    WheelSource,
+)
 
 _COPY_BYTES = 1 << 20
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.gguf", "tokenizer.model"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from penstock.models import gguf_config, huggingface_config
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, common_gguf_config, common_huggingface_config
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFLayout
 from penstock.models.layers import PreNormDecoder
@@ -21,7 +20,7 @@ class Llama(PreNormDecoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         has_bias = fields.flag("attention_bias", False)
         return dataclasses.replace(
-            huggingface_config.common_config(fields, cls.name),
+            common_huggingface_config(fields, cls.name),
             qkv_bias=has_bias,
             output_bias=has_bias,
             mlp_bias=fields.flag("mlp_bias", False),
@@ -29,7 +28,7 @@ class Llama(PreNormDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return gguf_config.common_config(file, cls.name)
+        return common_gguf_config(file, cls.name)
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> GGUFLayout:
@@ -45,7 +44,7 @@ class Mistral(Llama):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        config = huggingface_config.common_config(fields, cls.name)
+        config = common_huggingface_config(fields, cls.name)
         # The first release has the key; later ones set it to null to say that there is no window.
         if not fields.has("sliding_window"):
             return config

@@ -7,8 +7,7 @@ import dataclasses
 from typing import ClassVar
 
 from penstock.kernels.interface import Routing
-from penstock.models import gguf_config
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, mixture_in_gguf
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import ExpertMLP, GatedMLP, PreNormDecoder, SharedExpert
 from penstock.models.llama import Mistral
@@ -24,7 +23,7 @@ class ExpertDecoder(PreNormDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise gguf_config.mixture_in_gguf(file)
+        raise mixture_in_gguf(file)
 
     def _load_mlp(self, prefix: str, index: int, loader: WeightLoader) -> GatedMLP | ExpertMLP:
         config, experts = self.config, self.config.experts

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.models import gguf_config, huggingface_config
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import (
+    ArchitectureConfig,
+    Fields,
+    common_gguf_config,
+    common_huggingface_config,
+    qwen_windows,
+)
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import PreNormDecoder
 
@@ -17,12 +22,12 @@ class Qwen2(PreNormDecoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        config = huggingface_config.common_config(fields, cls.name)
-        return huggingface_config.qwen_windows(fields, dataclasses.replace(config, qkv_bias=True))
+        config = common_huggingface_config(fields, cls.name)
+        return qwen_windows(fields, dataclasses.replace(config, qkv_bias=True))
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return dataclasses.replace(gguf_config.common_config(file, cls.name), qkv_bias=True)
+        return dataclasses.replace(common_gguf_config(file, cls.name), qkv_bias=True)
 
 
 _DEFAULT_HEAD_DIM = 128  # not hidden size / heads
@@ -39,14 +44,14 @@ class Qwen3(PreNormDecoder):
         has_bias = fields.flag("attention_bias", False)
         head_dim = fields.integer("head_dim", _DEFAULT_HEAD_DIM)
         config = dataclasses.replace(
-            huggingface_config.common_config(fields, cls.name),
+            common_huggingface_config(fields, cls.name),
             head_dim=head_dim,
             attention_scale=head_dim**-0.5,
             qkv_bias=has_bias,
             output_bias=has_bias,
         )
-        return huggingface_config.qwen_windows(fields, config)
+        return qwen_windows(fields, config)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return gguf_config.common_config(file, cls.name)
+        return common_gguf_config(file, cls.name)

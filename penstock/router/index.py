@@ -204,9 +204,6 @@ class Expectations:
                 min((queue for queue in self._queues.values() if queue), key=lambda queue: queue[0][0])
             )
 
-    def is_expected(self, bit: int, block_hash: bytes) -> bool:
-        return block_hash in self._until.get(bit, ())
-
     def settle(self, bit: int, hashes: Sequence[bytes]) -> None:
         """The replica itself reported these blocks as stored or removed."""
         expected = self._until.get(bit)

@@ -20,7 +20,7 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.dispatch import DispatchConfig
-from penstock.dispatch.outliers import OutlierConfig
+from penstock.dispatch.health import OutlierConfig
 from penstock.router import ReplicaState
 from tests.cluster.engines import WAIT_S, Inbox, echo_spec, send, until
 from tests.engine.byte_model import write_byte_model

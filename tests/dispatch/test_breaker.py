@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.dispatch.breaker import BreakerConfig, BreakerState, Circuit, CircuitBreaker
+from penstock.dispatch.health import BreakerConfig, BreakerState, Circuit, CircuitBreaker
 
 CONFIG = BreakerConfig(max_failures=3, probes=2, first_pause_s=1.0, max_pause_s=8.0)
 

@@ -28,7 +28,7 @@ from penstock.dispatch import (
     WaitingConfig,
     WakeAt,
 )
-from penstock.dispatch.breaker import BreakerConfig, Circuit
+from penstock.dispatch.health import BreakerConfig, Circuit
 from penstock.dispatch.retries import RetryConfig
 from penstock.router import Replica, ReplicaState
 

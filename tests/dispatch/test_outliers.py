@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.dispatch.outliers import OutlierConfig, OutlierDetector, OutlierState
+from penstock.dispatch.health import OutlierConfig, OutlierDetector, OutlierState
 
 CONFIG = OutlierConfig(max_ejected_share=0.34)
 USUAL: dict[str, float | None] = {f"r{number}": 0.02 for number in range(6)}

@@ -13,7 +13,7 @@ from penstock.core.plan import CacheUse
 from penstock.core.request import CacheBreakpoint
 from penstock.engine import device
 from penstock.engine.build import Engine
-from penstock.engine.memory import num_host_blocks
+from penstock.engine.device import num_host_blocks
 from penstock.kernels.reference import TorchOps
 from penstock.simulator.replay import replay
 

@@ -9,8 +9,7 @@ import pytest
 
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.dispatch import DispatchConfig, WaitingConfig
-from penstock.dispatch.breaker import BreakerConfig
-from penstock.dispatch.outliers import OutlierConfig
+from penstock.dispatch.health import BreakerConfig, OutlierConfig
 from penstock.router import POLICIES
 from penstock.simulator import (
     ControlTimes,

@@ -13,7 +13,7 @@ from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ServerLoad
 from penstock.core.cluster_view import ReplicaView
 from penstock.core.errors import InvalidRequest
-from penstock.dispatch.breaker import Circuit
+from penstock.dispatch.health import Circuit
 from penstock.gateway.checks import check_request
 from penstock.gateway.metrics.table import metric, metric_by
 from penstock.gateway.prompts import GenerationRequest

@@ -24,7 +24,7 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
 )
-from penstock.dispatch.breaker import BreakerConfig, Circuit
+from penstock.dispatch.health import BreakerConfig, Circuit
 from penstock.router import ReplicaState, Router
 from penstock.router.policies import RoundRobin
 from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks
