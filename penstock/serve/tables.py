@@ -31,7 +31,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from penstock.cluster.external.server import server_name
+from penstock.cluster.external.wire import server_name
 from penstock.core.config import ExternalServerConfig, ExtraModelConfig
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError

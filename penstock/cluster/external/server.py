@@ -1,4 +1,4 @@
-"""One external server: its address, what it serves, how busy it is, and requests to it. Knows no other server and no
+"""One external server: what it serves, how busy it is, and requests to it. Knows no other server and no
 routing.
 
 The load is read from the metrics that the server shows. For servers without such metrics, only the requests that were
@@ -12,31 +12,22 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.cluster.external.wire import ExternalCall, ModelPage, RequestRefused, StreamChunk, refusal
+from penstock.cluster.external.wire import (
+    ExternalCall,
+    ModelPage,
+    RequestRefused,
+    StreamChunk,
+    refusal,
+    server_name,
+    server_root,
+)
 from penstock.core.config import ExternalServerConfig
-from penstock.core.errors import ConfigError, EngineUnavailable
-
-
-def server_name(config: ExternalServerConfig) -> str:
-    """The given name, or else host and port. Raises ConfigError for an invalid URL."""
-    address = urlsplit(config.url)
-    if address.scheme not in ("http", "https") or not address.netloc:
-        raise ConfigError(
-            f"The external server {config.url!r} has no URL that begins with http:// or https://."
-        )
-    return config.name or address.netloc.rpartition("@")[2]
-
-
-def server_root(config: ExternalServerConfig) -> str:
-    """The base URL, before /v1 and /metrics."""
-    return config.url.rstrip("/").removesuffix("/v1")
-
+from penstock.core.errors import EngineUnavailable
 
 MAX_LINE_BYTES = 16 << 20
 _DONE = b"[DONE]"

@@ -1,4 +1,4 @@
-"""The messages of external servers: a call, stream chunks, lists of models, errors.
+"""The names and addresses of external servers, and their messages: a call, stream chunks, lists of models, errors.
 
 Servers agree on OpenAI's shape and differ in what they add to it, so every field has a default.
 """
@@ -6,10 +6,13 @@ Servers agree on OpenAI's shape and differ in what they add to it, so every fiel
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import (
+    ConfigError,
     ContextLengthExceeded,
     DeadlineExceeded,
     EngineUnavailable,
@@ -229,3 +232,18 @@ def _what_it_says(body: bytes) -> tuple[str, Any]:
     except (msgspec.DecodeError, msgspec.ValidationError):
         return "", None
     return detail.message[:_MAX_SHOWN_CHARS], detail.code
+
+
+def server_name(config: ExternalServerConfig) -> str:
+    """The given name, or else host and port. Raises ConfigError for an invalid URL."""
+    address = urlsplit(config.url)
+    if address.scheme not in ("http", "https") or not address.netloc:
+        raise ConfigError(
+            f"The external server {config.url!r} has no URL that begins with http:// or https://."
+        )
+    return config.name or address.netloc.rpartition("@")[2]
+
+
+def server_root(config: ExternalServerConfig) -> str:
+    """The base URL, before /v1 and /metrics."""
+    return config.url.rstrip("/").removesuffix("/v1")
