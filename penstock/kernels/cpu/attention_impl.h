@@ -345,18 +345,18 @@ struct VectorEngine {
   template <int kRows>
   static void score_unit(const float* queries, int64_t key_dim, const uint8_t* keys, float* scores) {
     Floats sum[kRows];
-    PENSTOCK_UNROLL
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) sum[r] = zeros();
     for (int64_t pair = 0; pair < key_dim / 2; ++pair) {
       Floats even, odd;
       load_pair(keys, pair, kUnitTokens, 0, &even, &odd);
-      PENSTOCK_UNROLL
+#pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         sum[r] = multiply_add(even, broadcast(queries[r * key_dim + 2 * pair]), sum[r]);
         sum[r] = multiply_add(odd, broadcast(queries[r * key_dim + 2 * pair + 1]), sum[r]);
       }
     }
-    PENSTOCK_UNROLL
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) store(scores + r * kScoreStride, sum[r]);
   }
 
@@ -382,21 +382,21 @@ struct VectorEngine {
   static void weigh_column(const float* weights, const uint8_t* const* values, int64_t num_units, int64_t value_dim,
                            int64_t column, float* output) {
     Floats sum[kRows];
-    PENSTOCK_UNROLL
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) sum[r] = zeros();
     for (int64_t unit = 0; unit < num_units; ++unit) {
       for (int64_t pair = 0; pair < kUnitTokens / 2; ++pair) {
         Floats even, odd;
         load_pair(values[unit], pair, value_dim, column, &even, &odd);
         const float* w = weights + unit * kUnitTokens + 2 * pair;
-        PENSTOCK_UNROLL
+#pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           sum[r] = multiply_add(even, broadcast(w[r * kScoreStride]), sum[r]);
           sum[r] = multiply_add(odd, broadcast(w[r * kScoreStride + 1]), sum[r]);
         }
       }
     }
-    PENSTOCK_UNROLL
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) store(output + r * value_dim + column, sum[r]);
   }
 

@@ -29,14 +29,8 @@ struct Ints {
   IntRegister part[kRegisters];
 };
 
-// GCC keeps vectors of four registers in memory unless loops over the registers are unrolled. On x86 the wider registers
-// need no help, and unrolled loops there gave other bits for a prompt in chunks than for the whole prompt.
-#if defined(__aarch64__)
-#define PENSTOCK_UNROLL _Pragma("GCC unroll 4")
-#else
-#define PENSTOCK_UNROLL
-#endif
-#define FOR_PARTS PENSTOCK_UNROLL for (int i = 0; i < kRegisters; ++i)
+// Left to itself, GCC keeps vectors of four registers in memory.
+#define FOR_PARTS _Pragma("GCC unroll 4") for (int i = 0; i < kRegisters; ++i)
 
 PENSTOCK_INLINE Floats broadcast(float value) {
   Floats out;
