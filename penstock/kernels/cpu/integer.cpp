@@ -15,8 +15,8 @@ void round_rows(const Linear& linear, Dtype dtype, int64_t rows, const InputRows
   const bool makes = in.origin != InputRows::Origin::given;
   uint8_t* made = makes ? made_rows.get<uint8_t>(rows * row_bytes) : nullptr;
   const uint8_t* x = makes ? made : static_cast<const uint8_t*>(in.data);
-  call->codes = codes.get<int8_t>(rows * call->num_tiles * kTileInputs);
-  call->groups = groups.get<RoundedGroup>(rows * call->num_tiles);
+  call->codes = codes.get<int8_t>(rows * kTerms * call->num_tiles * kTileInputs);
+  call->groups = groups.get<RoundedGroup>(rows * kTerms * call->num_tiles);
   for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
     for (int64_t row = first; row < first + count; ++row) {
       if (makes) make_row(in, dtype, width, row, made + row * row_bytes);
@@ -52,7 +52,7 @@ struct RowPieces {
 };
 
 RowPieces cut_rows(const IntegerCall& call, int64_t num_groups, int64_t rows) {
-  const int64_t threads = num_threads(), row_bytes = call.num_tiles * kTileInputs;
+  const int64_t threads = num_threads(), row_bytes = call.num_tiles * kTileInputs * kTerms;
   const int64_t cached = std::max<int64_t>(kMinRowsPerItem, kItemBytes / row_bytes);
   const bool owned = threads > 1 && rows >= threads * kOwnRows;
   const int64_t wanted = owned ? threads : ceil_div(threads * kItemsPerThread, num_groups);

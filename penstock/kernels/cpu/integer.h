@@ -1,5 +1,6 @@
 // Products in whole numbers, for weights that come quantized. Weights keep the codes, scales and offsets that they come
-// with. Every 32 inputs of a row of activations are rounded to 8 bits with a scale of their own.
+// with. A row of activations becomes two rows of bytes: every 32 inputs rounded to 8 bits with a scale of their own, and
+// what that rounding left, rounded in the same way. Together they keep about 16 bits of each input.
 //
 // Outputs are cut into panels of 16 and inputs into tiles of 32. The tiles of a panel follow each other in memory. A tile
 // holds scales and offsets as in linear.h, then the codes as [8 quads][16 outputs][4 inputs]: 512 bytes of 8-bit codes,
@@ -18,7 +19,8 @@ namespace penstock {
 constexpr int64_t kQuadInputs = 4;
 constexpr int64_t kQuadBytes = kPanelOutputs * kQuadInputs;
 constexpr int64_t kQuadsPerTile = kTileInputs / kQuadInputs;
-constexpr int64_t kRowsAtOnce = 32;
+constexpr int64_t kTerms = 2;        // rows of codes for each row of activations
+constexpr int64_t kRowsAtOnce = 32;  // rows of codes
 constexpr float kLargestCode = 127.0f;
 
 // 8-bit codes are stored with this added: the byte products of x86 take weights without a sign, those of ARM with one.
@@ -42,12 +44,13 @@ struct IntegerCall {
   const float* bias;  // null when absent
   int64_t num_tiles;
   int64_t out_features;
-  int8_t* codes;         // [rows][tiles][32]
-  RoundedGroup* groups;  // [rows][tiles]
+  int8_t* codes;         // [rows of codes][tiles][32]
+  RoundedGroup* groups;  // [rows of codes][tiles]
   void* y;
   Dtype y_dtype;
   bool adds;  // to y, after rounding
 
+  // `row` counts rows of codes: those of activation row r are r * kTerms and the next.
   int8_t* row_codes(int64_t row) const { return codes + row * num_tiles * kTileInputs; }
   RoundedGroup* row_groups(int64_t row) const { return groups + row * num_tiles; }
 };

@@ -30,15 +30,16 @@ PENSTOCK_INLINE float largest_lane(Ints magnitudes) {
 // Added to a small number, it leaves the nearest integer in the lowest bits.
 constexpr float kCodeRounder = 12582912.0f;
 
-template <typename T>
-PENSTOCK_INLINE void round_group(const T* x, int64_t count, int8_t* codes, RoundedGroup* group) {
-  const Floats halves[2] = {load_some(x, count), count > kLanes ? load_some(x + kLanes, count - kLanes) : zeros()};
+// Rounds 32 values, and leaves in them what rounding took away.
+PENSTOCK_INLINE void round_group(Floats (&halves)[2], int8_t* codes, RoundedGroup* group) {
   const float largest = largest_lane(larger_magnitudes(larger_magnitudes(broadcast_int(0), halves[0]), halves[1]));
   const Floats inverse = broadcast(largest > 0 ? kLargestCode / largest : 0.0f), rounder = broadcast(kCodeRounder);
+  const Floats step = broadcast(largest / kLargestCode);
   int32_t sums[2];
   for (int half = 0; half < 2; ++half) {
     const Floats shifted = multiply_add(halves[half], inverse, rounder);
     store_bytes(reinterpret_cast<uint8_t*>(codes) + half * kLanes, as_ints(shifted));
+    halves[half] = multiply_add(zeros() - (shifted - rounder), step, halves[half]);
     const float sum = reduce_sum(shifted - rounder);
     sums[half] = sum == sum ? static_cast<int32_t>(sum) : 0;
   }
@@ -50,10 +51,14 @@ PENSTOCK_INLINE void round_group(const T* x, int64_t count, int8_t* codes, Round
 
 template <typename T>
 static void round_row_of(const IntegerCall& call, const T* x, int64_t width, int64_t row) {
-  int8_t* codes = call.row_codes(row);
-  RoundedGroup* groups = call.row_groups(row);
   for (int64_t t = 0; t < call.num_tiles; ++t) {
-    round_group(x + t * kTileInputs, width - t * kTileInputs, codes + t * kTileInputs, groups + t);
+    const T* from = x + t * kTileInputs;
+    const int64_t count = width - t * kTileInputs;
+    Floats halves[2] = {load_some(from, count),
+                        count > kLanes ? load_some(from + kLanes, count - kLanes) : zeros()};
+    for (int64_t term = row * kTerms; term < (row + 1) * kTerms; ++term) {
+      round_group(halves, call.row_codes(term) + t * kTileInputs, call.row_groups(term) + t);
+    }
   }
 }
 
@@ -73,7 +78,7 @@ static void unpack_nibbles(const uint8_t* from, int64_t step, int64_t num_tiles,
   }
 }
 
-// From this many rows on, nibbles are unpacked once for all rows.
+// From this many rows of codes on, nibbles are unpacked once for all rows.
 constexpr int64_t kUnpackRows = 12;
 
 template <typename Engine, CodeKind kKind>
@@ -86,7 +91,9 @@ PENSTOCK_INLINE void multiply_codes(const IntegerCall& call, const Part& part, c
   }
 }
 
-// write(row, Floats) for every row and 16 outputs. `slot` tells buffers apart that are in use at the same time.
+constexpr int64_t kOutputRows = kRowsAtOnce / kTerms;
+
+// The product of some rows and the 16 outputs of a panel.
 template <typename Engine>
 struct PanelProduct {
   const IntegerCall& call;
@@ -99,7 +106,7 @@ struct PanelProduct {
       : call(of), part(of.parts[panel.part]), tiles(panel.tiles) {
     codes = {tiles + part.codes_at(), part.tile_bytes};
     kind = part.format == Format::int4 ? CodeKind::nibbles : CodeKind::bytes;
-    if (kind == CodeKind::nibbles && rows >= kUnpackRows) {
+    if (kind == CodeKind::nibbles && rows * kTerms >= kUnpackRows) {
       uint8_t* unpacked = scratch->get<uint8_t>(call.num_tiles * kTileElements);
       unpack_nibbles(codes.data, codes.step, call.num_tiles, unpacked);
       codes = {unpacked, kTileElements};
@@ -107,8 +114,17 @@ struct PanelProduct {
     }
   }
 
-  // sums[r * 16 + output]
+  // sums[r * 16 + output], for at most kOutputRows rows of activations
   void sum(int64_t row, int64_t rows, float* sums) const {
+    alignas(64) float terms[kRowsAtOnce * kPanelOutputs];
+    sum_codes(row * kTerms, rows * kTerms, terms);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* first = terms + r * kTerms * kPanelOutputs;
+      store(sums + r * kPanelOutputs, load(first) + load(first + kPanelOutputs));
+    }
+  }
+
+  void sum_codes(int64_t row, int64_t rows, float* sums) const {
     switch (kind) {
       case CodeKind::nibbles: return multiply_codes<Engine, CodeKind::nibbles>(call, part, tiles, codes, row, rows, sums);
       case CodeKind::small_bytes:
@@ -122,11 +138,11 @@ template <typename Engine>
 static void multiply_panels_with(const IntegerCall& call, const Panel* panels, int64_t num_panels, int64_t first_row,
                                  int64_t end_row) {
   static thread_local Scratch scratch;
-  alignas(64) float sums[kRowsAtOnce * kPanelOutputs];
+  alignas(64) float sums[kOutputRows * kPanelOutputs];
   for (const Panel* panel = panels; panel < panels + num_panels; ++panel) {
     const PanelProduct<Engine> product(call, *panel, end_row - first_row, &scratch);
-    for (int64_t row = first_row; row < end_row; row += kRowsAtOnce) {
-      const int64_t rows = end_row - row < kRowsAtOnce ? end_row - row : kRowsAtOnce;
+    for (int64_t row = first_row; row < end_row; row += kOutputRows) {
+      const int64_t rows = end_row - row < kOutputRows ? end_row - row : kOutputRows;
       product.sum(row, rows, sums);
       for (int64_t r = 0; r < rows; ++r) {
         write_outputs(call, row + r, panel->first_output, panel->num_outputs, load(sums + r * kPanelOutputs));
@@ -153,12 +169,12 @@ static void multiply_gated_panels_with(const IntegerCall& call, const Panel* gat
                                        int64_t num_panels, Activation activation, int64_t first_row,
                                        int64_t end_row) {
   static thread_local Scratch gate_scratch, up_scratch;
-  alignas(64) float gate_sums[kRowsAtOnce * kPanelOutputs], up_sums[kRowsAtOnce * kPanelOutputs];
+  alignas(64) float gate_sums[kOutputRows * kPanelOutputs], up_sums[kOutputRows * kPanelOutputs];
   for (int64_t p = 0; p < num_panels; ++p) {
     const PanelProduct<Engine> gate(call, gates[p], end_row - first_row, &gate_scratch);
     const PanelProduct<Engine> up(call, ups[p], end_row - first_row, &up_scratch);
-    for (int64_t row = first_row; row < end_row; row += kRowsAtOnce) {
-      const int64_t rows = end_row - row < kRowsAtOnce ? end_row - row : kRowsAtOnce;
+    for (int64_t row = first_row; row < end_row; row += kOutputRows) {
+      const int64_t rows = end_row - row < kOutputRows ? end_row - row : kOutputRows;
       gate.sum(row, rows, gate_sums);
       up.sum(row, rows, up_sums);
       for (int64_t r = 0; r < rows; ++r) {
