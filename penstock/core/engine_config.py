@@ -24,7 +24,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         DType,
         Meta(
             description="Compute type: auto takes bfloat16 where the hardware has it, else float32. "
-            "On a CPU only auto may round quantized weights again, and what they multiply, to 8 bits, for speed."
+            "On a CPU, only auto may turn the inputs of quantized weights into two bytes each, for speed."
         ),
     ] = "auto"
     quantization: (

@@ -40,7 +40,7 @@ class NativeLinear:
             self._add_part(part, dtype)
 
     def add_integers(self, parts: Sequence[GroupQuantWeight]) -> None:
-        """Stack quantized matrices, as exact as they come, to be multiplied with activations of 8 bits."""
+        """Stack quantized matrices, as exact as they come, to be multiplied with activations of two bytes."""
         for part in parts:
             self._check_inputs(part)
             self._add_quantized(part, integer=True)

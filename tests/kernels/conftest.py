@@ -28,7 +28,7 @@ def library() -> Library:
 @pytest.fixture(params=range(len(ISA_NAMES)), ids=ISA_NAMES)
 def isa(request: pytest.FixtureRequest, library: Library) -> Iterator[str]:
     if not library.set_isa(request.param):
-        pytest.skip("this processor does not have it")
+        pytest.skip(f"this processor does not have {ISA_NAMES[request.param]}")
     yield ISA_NAMES[request.param]
     library.set_isa(library.best_isa())
 

@@ -41,7 +41,7 @@ def ops(request: pytest.FixtureRequest, library: Library):
         yield TorchOps()
         return
     if not library.set_isa(ISA_NAMES.index(request.param)):
-        pytest.skip("this processor does not have it")
+        pytest.skip(f"this processor does not have {request.param}")
     yield NativeOps(library, torch.float32)
     library.set_isa(library.best_isa())
 

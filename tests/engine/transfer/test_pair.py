@@ -220,7 +220,7 @@ def test_the_plan_logs_of_both_replay(model: Path, tmp_path: Path) -> None:
         with log.open("rb") as lines:
             outcome = replay(lines)
         assert outcome.mismatch is None
-        assert outcome.num_plans >= 5
+        assert outcome.num_plans >= 3  # requests that arrive together share steps
 
 
 def test_no_more_wait_than_the_queue_may_hold(two: Pair, model: Path) -> None:
