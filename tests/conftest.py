@@ -12,6 +12,9 @@ from _pytest.terminal import TerminalReporter
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Two slow cores compute a prompt of 2,000 tokens in a minute or two while other tests run.
+E2E_TIMEOUT_S = 1200
+
 
 @pytest.fixture(scope="session", autouse=True)
 def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -24,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Parallel workers take whole files, so that a module's fixtures are built once. Files that share the session's
     real server are one unit."""
     for item in items:
+        if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
         fixtures = getattr(item, "fixturenames", ())
         shares_server = "server" in fixtures and "e2e" in item.path.parts
         item.add_marker(pytest.mark.xdist_group("server" if shares_server else str(item.path)))

@@ -73,7 +73,8 @@ class FleetMachine(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 6), policy=st.sampled_from(["prefix-aware", "round-robin"]))
     def begin(self, count: int, policy: str) -> None:
-        retries = RetryConfig(max_attempts=MAX_ATTEMPTS, next_pause_s=0.0)
+        # A budget that no run uses up: a run may fail more than the hundred attempts of the default.
+        retries = RetryConfig(max_attempts=MAX_ATTEMPTS, max_budget=100_000.0, next_pause_s=0.0)
         config = DispatchConfig(routing_policy=policy, retries=retries)  # type: ignore[arg-type]
         self.fleet = Fleet(config, clock=self.clock, seed=0, connect=self.fakes.connect)
         for _ in range(count):

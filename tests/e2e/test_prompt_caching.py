@@ -55,7 +55,7 @@ def take_the_whole_cache(server: RunningServer) -> None:
     for number in range(2):
         prompt = [number * 3000 + position for position in range(100, 2400)]
         body = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 1}
-        httpx.post(server.url + "/v1/completions", json=body, timeout=120).raise_for_status()
+        httpx.post(server.url + "/v1/completions", json=body, timeout=600).raise_for_status()
 
 
 def test_the_anthropic_client_sees_reads_and_writes(small_server: RunningServer) -> None:

@@ -166,6 +166,11 @@ def batch_values(batch: Batch) -> dict[str, Any]:
     }
 
 
+# msgspec builds the description of a class when the class is first used, and two database threads that do so at the same
+# time can crash the process. This builds the description at import.
+msgspec.json.Decoder(Batch)
+
+
 def batch_from_row(row: Any) -> Batch:
     values = {
         str(name): value for name, value in row._mapping.items()
