@@ -166,8 +166,8 @@ def batch_values(batch: Batch) -> dict[str, Any]:
     }
 
 
-# msgspec builds the description of a class when the class is first used, and two database threads that do so at the same
-# time can crash the process. This builds the description at import.
+# msgspec builds the description of a class when the class is first used, and two database threads that do so at
+# the same time can crash the process. This line builds the description at import.
 msgspec.json.Decoder(Batch)
 
 
