@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from penstock.api.anthropic.answers import timestamp
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
+from penstock.api.http.limit_headers import timestamp
 from penstock.api.http.multipart import UploadReader
 from penstock.api.http.parsing import choice_of, integer_of, text_of
 from penstock.core.errors import InvalidRequest, NotFound

@@ -6,7 +6,8 @@ needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,12 +76,11 @@ def build_engine(
     clock: Clock | None = None,
 ) -> Engine:
     clock = clock or SystemClock()
+    ranks = None
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)
     elif config.parallel.num_ranks > 1:
-        from penstock.engine.parallel.processes import load_ranks
-
-        loaded = load_ranks(config, model_path, clock, on_progress)
+        loaded, ranks = _load_ranks(config, model_path, clock, on_progress)
     elif _is_encoder(model_path):
         loaded = _load_encoder(config, model_path, clock, on_progress)
     else:
@@ -139,14 +139,16 @@ def build_engine(
         clock,
         vocab_size=card.vocab_size,
         depth=depth,
-        collaborators=_collaborators(loaded, recorder),
+        collaborators=_collaborators(loaded, ranks, recorder),
     )
-    return Engine(loop, ready, recorder, loaded.ranks, loaded.shared_kv)
+    return Engine(loop, ready, recorder, ranks, loaded.shared_kv)
 
 
-def _collaborators(loaded: Loaded, recorder: PlanRecorder | None) -> list[Collaborator]:
+def _collaborators(
+    loaded: Loaded, ranks: FirstRank | None, recorder: PlanRecorder | None
+) -> list[Collaborator]:
     """In the order in which requests pass their waiting lists. KV transfers join later, in front of the others."""
-    watch = [StepWatch(loaded.ranks.check)] if loaded.ranks is not None else []
+    watch = [StepWatch(ranks.check)] if ranks is not None else []
     adapters = loaded.adapters if loaded.adapters is not None else refuse_adapters()
     grammars = loaded.grammars if loaded.grammars is not None else refuse_grammars()
     return [*watch, adapters, grammars, *([recorder] if recorder is not None else [])]
@@ -162,6 +164,36 @@ def _load_echo(config: EngineConfig, clock: Clock) -> Loaded:
         config.model.served_model_name or ECHO_MODEL, config.model.max_model_len or ECHO_MAX_MODEL_LEN
     )
     return Loaded(EchoExecutor(clock), card, config.cache.num_kv_blocks or ECHO_KV_BLOCKS)
+
+
+def _load_ranks(
+    config: EngineConfig, model_path: Path, clock: Clock, on_progress: Progress | None
+) -> tuple[Loaded, FirstRank]:
+    """Load the first rank in this process, and the other ranks in processes of their own."""
+    from penstock.engine.parallel.processes import RankProcesses, rank_config
+
+    config = rank_config(config)
+    with ExitStack() as on_failure:
+        others = RankProcesses(config, model_path)
+        on_failure.callback(others.kill)
+        # All ranks import torch at the same time.
+        from penstock.engine.decoder import load_decoder
+        from penstock.engine.parallel.executor import PipelineExecutor, TensorParallelExecutor
+        from penstock.engine.parallel.setup import check, join
+
+        check(config, model_path)
+        with others.explaining():
+            others.wait_until_present()
+            setup = join(config, model_path, 0, others.meeting_place)
+            on_failure.callback(setup.mesh.close)
+            loaded = load_decoder(config, model_path, clock, on_progress, setup)
+        on_failure.pop_all()
+    if config.parallel.pipeline_parallel_size == 1:
+        whole = TensorParallelExecutor(setup.local, others)
+        return replace(loaded, executor=whole), whole
+    staged = PipelineExecutor(setup.local, others, clock)
+    # A part of the next step enters the first stage while the last stage is busy with this step.
+    return replace(loaded, executor=staged, default_steps_in_flight=2), staged
 
 
 def _is_encoder(model_path: Path) -> bool:

@@ -20,7 +20,7 @@ from penstock.core.plan import Chunk, StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
 
 if TYPE_CHECKING:
-    from penstock.engine.grammar import CompiledGrammar
+    from penstock.engine.grammar_masks import CompiledGrammar
 
 NO_ADAPTERS = "This engine cannot apply LoRA adapters."
 NO_GRAMMARS = "This engine cannot constrain answers: it has no tokenizer that grammars could be matched with."

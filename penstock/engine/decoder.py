@@ -10,6 +10,7 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -35,14 +36,14 @@ from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compile
 from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.loaded import Loaded, Progress
-from penstock.engine.parallel.local_rank import LocalRank
-from penstock.engine.parallel.setup import OneRank
 from penstock.engine.plain_tokenizers import numbered_tokenizer_json
+from penstock.engine.sampler import Sampler
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, Ops
 from penstock.models.load import load_model, load_tokenizer, weights_identity
-from penstock.models.model import Model
+from penstock.models.model import Model, StagedModel
+from penstock.models.sharding import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,30 @@ class _Memory:
     kv: KVStore
     num_host_blocks: int
     reserved: Future[None] | None  # the host's
+
+
+class OneRank:
+    """The setup of an engine that runs in one process: the whole model, and nobody to agree with."""
+
+    shard: Shard = WHOLE
+    is_alone = True
+    records_graphs = True
+
+    def ops(self, ops: Ops) -> Ops:
+        return ops
+
+    def model(self, model: StagedModel, ops: Ops) -> Model:
+        return model
+
+    def agreed(self, number: int) -> int:
+        """The smallest of the numbers that the ranks have."""
+        return number
+
+    def sampler(self, *settings: Any) -> Sampler:
+        return Sampler(*settings)
+
+    def connect(self, executor: ModelExecutor, rows: BatchRows, compiler: GrammarCompiler | None) -> None:
+        """Takes the executor, for plans that come from another rank."""
 
 
 def load_decoder(
@@ -82,7 +107,7 @@ def load_decoder(
     is_cuda = ops.device.type == "cuda"
     with ThreadPoolExecutor(1) as helper:
         description = helper.submit(_describe, config, model_path, model, ops)
-        if is_cuda and setup.mesh is None:  # ranks would have to run every step together
+        if is_cuda and setup.is_alone:  # ranks would have to run every step together
             _warm_up(config, model, ops, clock)
         num_blocks = setup.agreed(num_kv_blocks(config, model, ops))
         max_model_len = _fit_context(config, model.max_model_len, num_blocks)
@@ -119,6 +144,7 @@ def load_decoder(
         masks=GrammarMasks(compiler.limits, clock) if compiler else None,
         lora=lora,
     )
+    setup.connect(executor, rows, compiler)
     return Loaded(
         executor,
         card,
@@ -130,7 +156,6 @@ def load_decoder(
         default_steps_in_flight=2 if is_cuda else 1,
         grammars=GrammarQueue(compiler) if compiler else None,
         adapters=adapters,
-        rank=LocalRank(executor, rows, setup.mesh, compiler) if setup.mesh is not None else None,
         shared_kv=shared_kv,
     )
 

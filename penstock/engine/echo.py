@@ -16,7 +16,7 @@ from penstock.core.request import Request
 from penstock.engine.plain_tokenizers import END_TOKEN, NUM_BYTES, byte_tokenizer_json
 
 if TYPE_CHECKING:
-    from penstock.engine.grammar import CompiledGrammar
+    from penstock.engine.grammar_masks import CompiledGrammar
 
 ECHO_MODEL = "echo"
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"

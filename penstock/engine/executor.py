@@ -24,8 +24,7 @@ from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows, HostStep, Staging
 from penstock.engine.faults import halves
-from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.grammar_masks import GrammarMasks, StepMasks
+from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.pooling import HiddenPooler, sampled_vector
 from penstock.engine.sampler import Sampler

@@ -16,81 +16,17 @@ from typing import Any
 import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from numpy.typing import NDArray
 
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
 from penstock.core.grammar_text import grammar_text, token_ids_by_number
 from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
 from penstock.engine.collaborator import Arrival, Collaborator
+from penstock.engine.grammar_masks import CompiledGrammar, GrammarLimits, Words, first_line
 
 logger = logging.getLogger(__name__)
 
-Words = NDArray[np.int32]
 _IDLE_WAIT_S = 0.002  # for a grammar, when the engine has nothing else to do
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
-    """How much grammars may take. A matcher's fuel is a count of its own operations, so what is refused does not
-    depend on how busy the machine is."""
-
-    max_cached: int = 64  # compiled grammars
-    compile_threads: int = 2
-    max_compiling: int = 256  # requests that wait for a grammar
-    compile_timeout_s: float = 10.0
-    mask_threads: int = 4
-    mask_grace_s: float = 0.002  # how long a step waits for a mask that is late for the first time
-    mask_timeout_s: float = 5.0  # a request whose mask takes longer is ended
-    compile_fuel: int = 1_000_000
-    step_fuel: int = 200_000
-    max_states: int = 50_000  # 1 to 2 kB each
-    max_symbols: int = 300_000
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """Which tokens may come next: bit i % 32 of word i // 32."""
-
-    words: Words
-    must_end: bool  # nothing but an end token may
-
-
-class CompiledGrammar:
-    """The state before the first token, from which every request starts its own matcher. Two matchers of one grammar
-    share tables, so their masks are computed in one call."""
-
-    def __init__(self, matcher: LLMatcher, executor: LLExecutor, end_words: Words) -> None:
-        self._prototype = matcher
-        self._executor = executor
-        self._text_words = ~end_words
-        (first,) = self.masks([matcher])
-        if isinstance(first, str):
-            raise InvalidRequest(f"The grammar is too complex: {first}.")
-        self.first_mask = first
-
-    def start(self) -> LLMatcher:
-        return self._prototype.deep_copy()
-
-    def advance(self, matcher: Any, token_ids: Sequence[int]) -> None:
-        """A failure shows in the next mask."""
-        matcher.consume_tokens(list(token_ids))
-
-    def masks(self, matchers: Sequence[Any]) -> list[Mask | str]:
-        """For the next token of each; a sentence in place of one that cannot be computed."""
-        words = np.empty((len(matchers), self._text_words.size), dtype=np.int32)
-        if len(matchers) == 1:
-            matchers[0].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        else:
-            numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(
-                numbered, words.ctypes.data, words.shape[1] * 4, len(matchers)
-            )
-        goes_on = np.any(words & self._text_words, axis=1).tolist()
-        return [
-            _first_line(matcher.get_error()) if matcher.is_error() else Mask(words[index], not goes_on[index])
-            for index, matcher in enumerate(matchers)
-        ]
 
 
 class GrammarCompiler:
@@ -129,7 +65,7 @@ class GrammarCompiler:
         text = grammar_text(grammar, self._special_token_ids)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._parser_limits)
         if matcher.is_error():
-            reason = _first_line(matcher.get_error())
+            reason = first_line(matcher.get_error())
             raise InvalidRequest(f"The grammar cannot be compiled: {reason}.")
         return CompiledGrammar(matcher, self._executor, self._end_words)
 
@@ -150,11 +86,6 @@ def build_compiler(card: ModelCard, limits: GrammarLimits | None = None) -> Gram
 
 def _failed(future: Future[CompiledGrammar]) -> bool:
     return future.done() and (future.cancelled() or future.exception() is not None)
-
-
-def _first_line(error: str) -> str:
-    """Without the matcher's state, which follows."""
-    return next(iter(error.strip().splitlines()), "the matcher gave up").rstrip(" .:")
 
 
 def _tokenizer(card: ModelCard) -> LLTokenizer:

@@ -17,12 +17,85 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
 
 from penstock.core.clock import Clock
-from penstock.engine.grammar import CompiledGrammar, GrammarLimits, Mask, Words
+from penstock.core.errors import InvalidRequest
 
 # A step that has only late rows delays no known request, but a new request may arrive at any moment.
 _ALONE_WAIT_S = 0.01
+
+
+Words = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """How much grammars may take. A matcher's fuel is a count of its own operations, so what is refused does not
+    depend on how busy the machine is."""
+
+    max_cached: int = 64  # compiled grammars
+    compile_threads: int = 2
+    max_compiling: int = 256  # requests that wait for a grammar
+    compile_timeout_s: float = 10.0
+    mask_threads: int = 4
+    mask_grace_s: float = 0.002  # how long a step waits for a mask that is late for the first time
+    mask_timeout_s: float = 5.0  # a request whose mask takes longer is ended
+    compile_fuel: int = 1_000_000
+    step_fuel: int = 200_000
+    max_states: int = 50_000  # 1 to 2 kB each
+    max_symbols: int = 300_000
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which tokens may come next: bit i % 32 of word i // 32."""
+
+    words: Words
+    must_end: bool  # nothing but an end token may
+
+
+class CompiledGrammar:
+    """The state before the first token, from which every request starts its own matcher. Two matchers of one grammar
+    share tables, so their masks are computed in one call."""
+
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor, end_words: Words) -> None:
+        self._prototype = matcher
+        self._executor = executor
+        self._text_words = ~end_words
+        (first,) = self.masks([matcher])
+        if isinstance(first, str):
+            raise InvalidRequest(f"The grammar is too complex: {first}.")
+        self.first_mask = first
+
+    def start(self) -> LLMatcher:
+        return self._prototype.deep_copy()
+
+    def advance(self, matcher: Any, token_ids: Sequence[int]) -> None:
+        """A failure shows in the next mask."""
+        matcher.consume_tokens(list(token_ids))
+
+    def masks(self, matchers: Sequence[Any]) -> list[Mask | str]:
+        """For the next token of each; a sentence in place of one that cannot be computed."""
+        words = np.empty((len(matchers), self._text_words.size), dtype=np.int32)
+        if len(matchers) == 1:
+            matchers[0].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        else:
+            numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(
+                numbered, words.ctypes.data, words.shape[1] * 4, len(matchers)
+            )
+        goes_on = np.any(words & self._text_words, axis=1).tolist()
+        return [
+            first_line(matcher.get_error()) if matcher.is_error() else Mask(words[index], not goes_on[index])
+            for index, matcher in enumerate(matchers)
+        ]
+
+
+def first_line(error: str) -> str:
+    """Without the matcher's state, which follows."""
+    return next(iter(error.strip().splitlines()), "the matcher gave up").rstrip(" .:")
 
 
 @dataclass(slots=True)

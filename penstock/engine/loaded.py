@@ -12,8 +12,6 @@ from penstock.engine.loop import Executor
 if TYPE_CHECKING:
     from penstock.engine.adapters import AdapterQueue
     from penstock.engine.grammar import GrammarQueue
-    from penstock.engine.parallel.executor import FirstRank
-    from penstock.engine.parallel.local_rank import LocalRank
     from penstock.engine.transfer.sharing import SharedKV
     from penstock.models.lora import LoRAWeights
 
@@ -34,6 +32,4 @@ class Loaded:
     default_steps_in_flight: int = 1
     grammars: GrammarQueue | None = None
     adapters: AdapterQueue[LoRAWeights] | None = None
-    rank: LocalRank | None = None  # the executor's side of it, where this process is one rank of several
-    ranks: FirstRank | None = None  # the executor again, where it also runs the other ranks
     shared_kv: SharedKV | None = None

@@ -26,7 +26,7 @@ from penstock.engine.faults import NOT_A_NUMBER, OUT_OF_MEMORY
 from penstock.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from penstock.engine.grammar import CompiledGrammar
+    from penstock.engine.grammar_masks import CompiledGrammar
 
 logger = logging.getLogger(__name__)
 

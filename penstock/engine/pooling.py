@@ -26,7 +26,7 @@ from penstock.engine.faults import NOT_A_NUMBER
 from penstock.models.bert import BertEncoder
 
 if TYPE_CHECKING:
-    from penstock.engine.grammar import CompiledGrammar
+    from penstock.engine.grammar_masks import CompiledGrammar
 
 
 class HiddenPooler:

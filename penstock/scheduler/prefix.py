@@ -20,9 +20,8 @@ from collections.abc import Iterable
 
 from penstock.core.hashing import BlockHash
 from penstock.core.plan import CacheUse
-from penstock.core.request import CacheBreakpoint
 from penstock.kvcache.cache import KVCache
-from penstock.scheduler.sequence import Sequence
+from penstock.scheduler.sequence import Marks, Sequence
 
 _LOOKUP_BLOCKS = (
     64  # hashed and looked up at a time, so that a long prompt without a hit is not hashed in vain
@@ -147,31 +146,6 @@ class PrefixSharing:
             else:
                 high = middle - 1
         return low
-
-
-class Marks:
-    """The breakpoints of one request, in blocks; 0 for one that is too short to be kept."""
-
-    __slots__ = (
-        "breakpoints",
-        "ends",
-        "num_kept",
-        "num_kept_before",
-        "num_read_blocks",
-        "written_tokens",
-    )
-
-    def __init__(self, breakpoints: tuple[CacheBreakpoint, ...], ends: tuple[int, ...]) -> None:
-        self.breakpoints = breakpoints
-        self.ends = ends
-        self.num_kept_before = 0  # blocks of the kept prefix that was found
-        self.num_read_blocks = 0  # of those, the ones that were reused
-        self.num_kept = 0  # breakpoints dealt with so far; they come in ascending order
-        self.written_tokens = [0] * len(ends)
-
-    @property
-    def are_kept(self) -> bool:
-        return self.num_kept == len(self.ends)
 
 
 class Breakpoints:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as TokenIds
-from typing import TYPE_CHECKING
 
 from penstock.core.hashing import BlockHash, chain_hashes, root_hash
-from penstock.core.request import Request, Tier
+from penstock.core.request import CacheBreakpoint, Request, Tier
 from penstock.kvcache.table import BlockTable
 from penstock.scheduler.tenants import OutputLengthEstimator, TenantAccount
-
-if TYPE_CHECKING:
-    from penstock.scheduler.prefix import Marks
 
 TIER_RANK: dict[Tier, int] = {Tier.PRIORITY: 0, Tier.DEFAULT: 1, Tier.BATCH: 2}
 BATCH_RANK = TIER_RANK[Tier.BATCH]
@@ -27,6 +23,31 @@ class State(enum.Enum):
     SETTLING = enum.auto()  # preempted, while tokens sampled before that are still in flight
     RUNNING = enum.auto()  # holds blocks, and a row in the executor
     ENDED = enum.auto()
+
+
+class Marks:
+    """The breakpoints of one request, in blocks; 0 for one that is too short to be kept."""
+
+    __slots__ = (
+        "breakpoints",
+        "ends",
+        "num_kept",
+        "num_kept_before",
+        "num_read_blocks",
+        "written_tokens",
+    )
+
+    def __init__(self, breakpoints: tuple[CacheBreakpoint, ...], ends: tuple[int, ...]) -> None:
+        self.breakpoints = breakpoints
+        self.ends = ends
+        self.num_kept_before = 0  # blocks of the kept prefix that was found
+        self.num_read_blocks = 0  # of those, the ones that were reused
+        self.num_kept = 0  # breakpoints dealt with so far; they come in ascending order
+        self.written_tokens = [0] * len(ends)
+
+    @property
+    def are_kept(self) -> bool:
+        return self.num_kept == len(self.ends)
 
 
 class Sequence:

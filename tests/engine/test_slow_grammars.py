@@ -14,7 +14,8 @@ from penstock.core.messages import RequestRejected
 from penstock.core.request import FinishReason, Grammar
 from penstock.engine import grammar as grammar_module
 from penstock.engine.build import Engine
-from penstock.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarLimits, GrammarQueue, Mask
+from penstock.engine.grammar import GrammarCompiler, GrammarQueue
+from penstock.engine.grammar_masks import CompiledGrammar, GrammarLimits, Mask
 
 from .byte_model import constrained, text_of, until, write_byte_model
 from .tiny import run, tiny_engine, tokens

@@ -7,13 +7,13 @@ does not change between the deltas of a block is encoded once.
 from __future__ import annotations
 
 import base64
-import datetime
 import hashlib
 from typing import Any, Literal
 
 import msgspec
 
 from penstock.api.http.errors import anthropic_error_event
+from penstock.api.http.limit_headers import timestamp
 from penstock.core.errors import PenstockError
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.answers.choice import Delta, ToolCallDelta
@@ -291,9 +291,3 @@ def model_info(listed: ListedModel, created: float) -> ModelInfo:
 def model_page(models: list[ModelInfo]) -> ModelPage:
     ids = [model.id for model in models]
     return ModelPage(models, ids[0] if ids else None, ids[-1] if ids else None)
-
-
-def timestamp(unix_time: float) -> str:
-    """RFC 3339, in UTC."""
-    moment = datetime.datetime.fromtimestamp(unix_time, datetime.UTC)
-    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from penstock.api.anthropic.answers import timestamp
 from penstock.api.anthropic.endpoints import check_version, json_response
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import anthropic_error_body, anthropic_status
+from penstock.api.http.limit_headers import timestamp
 from penstock.api.http.parsing import BodyDecoder, integer_of, read_body, text_of
 from penstock.api.openai.batches import refuse_stream
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError

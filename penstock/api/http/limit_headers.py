@@ -91,6 +91,10 @@ def _anthropic_headers(rate_limits: RateLimits, wall_s: float) -> Headers:
 
 
 def _moment(state: LimitState, wall_s: float) -> bytes:
-    """RFC 3339, in whole seconds, never too early."""
-    moment = datetime.fromtimestamp(math.ceil(wall_s + state.reset_s), UTC)
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ").encode()
+    """The time when the limit is full again, rounded up."""
+    return timestamp(math.ceil(wall_s + state.reset_s)).encode()
+
+
+def timestamp(unix_s: float) -> str:
+    """RFC 3339, in UTC and whole seconds."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.core.clock import Clock
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
-from penstock.engine.grammar import CompiledGrammar
+from penstock.engine.grammar_masks import CompiledGrammar
 from penstock.engine.parallel.local_rank import LocalRank, MicroBatcher
 from penstock.engine.parallel.messages import Added, Appended, News, Removed, Step
 from penstock.engine.parallel.processes import RankProcesses

@@ -18,7 +18,8 @@ from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.batch import MAX_STEPS_IN_FLIGHT, BatchRows
 from penstock.engine.executor import ModelExecutor
-from penstock.engine.grammar import CompiledGrammar, GrammarCompiler
+from penstock.engine.grammar import GrammarCompiler
+from penstock.engine.grammar_masks import CompiledGrammar
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.messages import Added, Appended, News, Removed
 

@@ -1,8 +1,7 @@
-"""The other ranks of an engine as child processes: started with the model, told, listened to, watched, ended. Imports
-torch late.
+"""Runs the other ranks of an engine as child processes. Imports no torch.
 
-A rank that ends takes the engine with it: what it was asked to compute is lost to all. None outlives the engine,
-because each dies with its parent and leaves when its connection closes.
+A rank that ends takes the engine with it, because its part of every step is lost. No rank outlives the engine: each
+rank dies with its parent, and leaves when its connection closes.
 """
 
 from __future__ import annotations
@@ -16,20 +15,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
 from penstock.core.log_format import JsonFormatter
-from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.parallel.messages import (
     Begin,
     Failed,
@@ -40,9 +36,6 @@ from penstock.engine.parallel.messages import (
     decode_from_rank,
     encode,
 )
-
-if TYPE_CHECKING:
-    from penstock.engine.parallel.local_rank import LocalRank
 
 logger = logging.getLogger(__name__)
 
@@ -197,43 +190,3 @@ class RankProcesses:
         self.sampled.put(None)
         for _ in self._children:
             self._present.release()
-
-
-def load_ranks(config: EngineConfig, model_path: Path, clock: Clock, on_progress: Progress | None) -> Loaded:
-    """This process is the first rank, and starts the others."""
-    config = rank_config(config)
-    with ExitStack() as on_failure:
-        others = RankProcesses(config, model_path)
-        on_failure.callback(others.kill)
-        # All ranks import torch at the same time.
-        from penstock.engine.decoder import load_decoder
-        from penstock.engine.parallel.executor import PipelineExecutor, TensorParallelExecutor
-        from penstock.engine.parallel.setup import check, join
-
-        check(config, model_path)
-        with others.explaining():
-            others.wait_until_present()
-            setup = join(config, model_path, 0, others.meeting_place)
-            on_failure.callback(setup.mesh.close)
-            loaded = load_decoder(config, model_path, clock, on_progress, setup)
-        on_failure.pop_all()
-    assert loaded.rank is not None
-    if config.parallel.pipeline_parallel_size == 1:
-        whole = TensorParallelExecutor(loaded.rank, others)
-        return replace(loaded, executor=whole, ranks=whole)
-    staged = PipelineExecutor(loaded.rank, others, clock)
-    # A part of the next step enters the first stage while the last one is busy with this step.
-    return replace(loaded, executor=staged, ranks=staged, default_steps_in_flight=2)
-
-
-def build_rank(
-    config: EngineConfig, model_path: Path, rank: int, meeting_place: Path, clock: Clock
-) -> LocalRank:
-    """One of the others; waits at the meeting place for all of them."""
-    from penstock.engine.decoder import load_decoder
-    from penstock.engine.parallel.setup import join
-
-    setup = join(config, model_path, rank, meeting_place)
-    loaded = load_decoder(config, model_path, clock, None, setup)
-    assert loaded.rank is not None
-    return loaded.rank

@@ -18,6 +18,7 @@ from pathlib import Path
 from penstock.core.clock import SystemClock
 from penstock.core.errors import PenstockError
 from penstock.core.log_format import formatter
+from penstock.engine.decoder import load_decoder
 from penstock.engine.parallel.local_rank import LocalRank
 from penstock.engine.parallel.messages import (
     Begin,
@@ -29,7 +30,7 @@ from penstock.engine.parallel.messages import (
     decode_to_rank,
     encode,
 )
-from penstock.engine.parallel.processes import build_rank
+from penstock.engine.parallel.setup import join
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,10 @@ def main() -> int:
 def _run(begin: Begin, connection: Connection) -> Failed | None:
     """Until told to leave, or until it cannot go on."""
     try:
-        rank = build_rank(
-            begin.config, Path(begin.model_path), begin.rank, Path(begin.meeting_place), SystemClock()
-        )
+        model_path = Path(begin.model_path)
+        setup = join(begin.config, model_path, begin.rank, Path(begin.meeting_place))
+        load_decoder(begin.config, model_path, SystemClock(), None, setup)
+        rank = setup.local
         try:
             _serve(rank, connection)
         finally:

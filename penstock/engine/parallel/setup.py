@@ -16,15 +16,19 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.plan import SampledToken
 from penstock.core.request import Request
+from penstock.engine.batch import BatchRows
+from penstock.engine.decoder import OneRank
 from penstock.engine.device import choose_device
+from penstock.engine.executor import ModelExecutor
+from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import StepMasks
+from penstock.engine.parallel.local_rank import LocalRank
 from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.load import is_encoder, open_checkpoint
 from penstock.models.model import Model, StagedModel
-from penstock.models.sharding import WHOLE, Shard
 from penstock.models.weights import NamedProduct
 
 
@@ -124,29 +128,11 @@ class ReceivingSampler(Sampler):
         return ()
 
 
-class OneRank:
-    """The usual case: nothing is different."""
-
-    shard: Shard = WHOLE
-    mesh: Mesh | None = None
-    records_graphs = True
-
-    def ops(self, ops: Ops) -> Ops:
-        return ops
-
-    def model(self, model: StagedModel, ops: Ops) -> Model:
-        return model
-
-    def agreed(self, number: int) -> int:
-        """The smallest of what the ranks say."""
-        return number
-
-    def sampler(self, *settings: Any) -> Sampler:
-        return Sampler(*settings)
-
-
 class OneOfSeveralRanks(OneRank):
-    mesh: Mesh
+    """One rank of several. `local` is set by `connect`, when the model is loaded."""
+
+    is_alone = False
+    local: LocalRank
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
         self.mesh = mesh
@@ -170,6 +156,9 @@ class OneOfSeveralRanks(OneRank):
             return Sampler(*settings)
         kind = ReceivingSampler if self.shard.tensor_rank else SharingSampler
         return kind(self.mesh.tensor, *settings)
+
+    def connect(self, executor: ModelExecutor, rows: BatchRows, compiler: GrammarCompiler | None) -> None:
+        self.local = LocalRank(executor, rows, self.mesh, compiler)
 
 
 def join(config: EngineConfig, model_path: Path, rank: int, meeting_place: Path) -> OneOfSeveralRanks:
