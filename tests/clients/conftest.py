@@ -1,0 +1,113 @@
+"""Servers for clients, and which clients run: the quick ones always, all of them with `--all-clients`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.console import fetch_model
+from penstock.models.load import load_tokenizer
+from tests.clients.catalogue import CLIENTS, Client
+from tests.clients.environments import INSTALL_TIMEOUT_S, CannotInstall, prepare
+from tests.clients.outcome import Outcome, read_outcome, write_table
+from tests.e2e.conftest import START_TIMEOUT_S, RunningServer, start_server
+from tests.engine.tiny import write_tiny_model
+
+API_KEY = "key-for-clients"
+LONG_CONTEXT = 131_072
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-clients", action="store_true", help="Run every client, not only the quick ones.")
+    parser.addoption("--write-table", action="store_true", help="Write what was found to docs/clients.md.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    clients = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("clients"))}
+    for item, client in clients.items():
+        item.add_marker(pytest.mark.timeout(INSTALL_TIMEOUT_S + START_TIMEOUT_S + client.timeout_s))
+    if config.getoption("--all-clients", False):
+        return
+    left_out = [item for item, client in clients.items() if not client.quick]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights with the tokenizer and the template of the default model, for prompts of any size."""
+    tokenizer = load_tokenizer(fetch_model(DEFAULT_MODEL))
+    assert tokenizer is not None
+    folder = write_tiny_model(
+        tmp_path_factory.mktemp("tiny"),
+        vocab_size=49_152,
+        max_position_embeddings=LONG_CONTEXT,
+        rope_theta=1e6,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    (folder / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": tokenizer.chat_template,
+        **tokenizer.special_tokens,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def client_server(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Client], RunningServer]]:
+    """A server for a client, shared with the clients that want the same one."""
+    running: dict[tuple[str, ...], RunningServer] = {}
+
+    def serve(client: Client) -> RunningServer:
+        arguments = [client.model, *client.serve, "--api-key", API_KEY]
+        if client.model == "tiny":
+            arguments[:1] = [str(tiny_model), "--served-model-name", "tiny", "--load-format", "random"]
+            arguments += ["--max-output-tokens", "64"]  # random weights never end an answer
+        else:
+            fetch_model(client.model)
+        key = tuple(arguments)
+        if key not in running:
+            running[key] = start_server(tmp_path_factory.mktemp("server"), *arguments)
+        return running[key]
+
+    yield serve
+    for server in running.values():
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def outcome_of(
+    request: pytest.FixtureRequest, client_server: Callable[[Client], RunningServer]
+) -> Iterator[Callable[[Client], Outcome]]:
+    """What came of a client's script, which runs once for all its capabilities."""
+    outcomes: dict[str, Outcome | str] = {}
+
+    def run_client(client: Client) -> Outcome:
+        if client.name not in outcomes:
+            try:
+                outcomes[client.name] = _run(client)
+            except CannotInstall as reason:
+                outcomes[client.name] = str(reason)
+        found = outcomes[client.name]
+        if isinstance(found, str):
+            pytest.skip(found)
+        return found
+
+    def _run(client: Client) -> Outcome:
+        environment = prepare(client)
+        variables = {"BASE_URL": client_server(client).url, "API_KEY": API_KEY, "MODEL": client.model}
+        return read_outcome(client, environment.version, environment.run(client, variables))
+
+    yield run_client
+    if request.config.getoption("--write-table", False):
+        write_table(CLIENTS, {name: found for name, found in outcomes.items() if isinstance(found, Outcome)})
