@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from penstock.core.closed_schema import closed
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar
 
@@ -38,12 +39,15 @@ class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     An opening that begins with one of the `triggers` must go on as one of the `structures`. With `at_least_one`
     there is no free text at all: the answer is `prefix`, at most `max_structures` structures with `separator` between
-    them, and `suffix`; or nothing of all this but JSON of the schema `otherwise`, where there is one.
+    them, and `suffix`; or nothing of all this but JSON of the schema `otherwise`, where there is one. With
+    `may_stop_early` the answer may end behind every structure and every separator: a model that has written a
+    separator may have nothing to add.
     """
 
     structures: tuple[TaggedText, ...]
     triggers: tuple[str, ...]
     at_least_one: bool = False
+    may_stop_early: bool = False
     stop_after_first: bool = False
     max_structures: Annotated[int, Meta(ge=1, le=1000)] | None = None
     prefix: str = ""
@@ -100,11 +104,12 @@ def without_options(schema: Any) -> Any:
 
 
 def _with_options(schema: Any) -> Any:
-    """Ours replace any in a client's own schema, except for the one that `lenient` sets."""
+    """The schema with closed objects and our options, which replace any in a client's own schema except for the one
+    that `lenient` sets."""
     if not isinstance(schema, dict):
         return schema
     pattern = f"[ \\n]{{1,{MAX_JSON_SPACES}}}"
-    return {**schema, _OPTIONS: {"whitespace_pattern": pattern, _LENIENT: is_lenient(schema)}}
+    return {**closed(schema), _OPTIONS: {"whitespace_pattern": pattern, _LENIENT: is_lenient(schema)}}
 
 
 def _decode(text: str, what: str) -> Any:
@@ -188,9 +193,13 @@ def _only_structures(
         _literal(text, special_token_ids) + " " if text else ""
         for text in (tags.prefix, tags.separator, tags.suffix)
     )
+    if tags.may_stop_early and suffix:
+        suffix = f"({suffix})? "
+    if tags.stop_after_first:
+        return f"{prefix}({one}) {suffix}".strip()
     times = "*" if tags.max_structures is None else f"{{0,{tags.max_structures - 1}}}"
-    more = "" if tags.stop_after_first else f" ({separator}({one})){times}"
-    return f"{prefix}({one}){more} {suffix}".strip()
+    trailing = f"({separator})? " if tags.may_stop_early and separator else ""
+    return f"{prefix}({one}) ({separator}({one})){times} {trailing}{suffix}".strip()
 
 
 def _triggered(index: int, tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from penstock.core.grammar_text import StructuralTags, TaggedText, lenient
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatPrompt, Tool
 from penstock.gateway.tools.call_parser import CallParser
-from penstock.gateway.tools.formats import ToolFormat
+from penstock.gateway.tools.formats import NO_PARAMETERS, ToolFormat
 from penstock.gateway.tools.parser import AnswerSink, OutputParser, PlainText, ReasoningSplitter
 
 # A model that must call, and may call again, would otherwise go on until its tokens run out.
@@ -69,6 +69,7 @@ def _only_calls(
             structures=_structures(tools, tool_format),
             triggers=(),
             at_least_one=True,
+            may_stop_early=True,
             stop_after_first=not parallel,
             max_structures=MAX_FORCED_CALLS,
             prefix=tool_format.list_start,
@@ -99,8 +100,9 @@ def _structures(tools: tuple[Tool, ...], tool_format: ToolFormat) -> tuple[Tagge
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """Of a tool that is not strict, keywords that cannot be enforced are passed over."""
-    schema = tool.parameters or _ANY_OBJECT
+    """Of a tool that is not strict, keywords that cannot be enforced are passed over. A tool without parameters takes
+    none."""
+    schema = tool.parameters or NO_PARAMETERS
     return schema if tool.strict else lenient(schema)
 
 

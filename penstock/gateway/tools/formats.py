@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,8 @@ from penstock.gateway.tools.parser import THINK_START
 
 AUTO = "auto"
 NO_PARSER = "none"
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 _NAME = "NAME"
 
@@ -125,7 +128,7 @@ def tool_schema(tool: Tool) -> dict[str, object]:
     function: dict[str, object] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
-    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    function["parameters"] = tool.parameters or NO_PARAMETERS
     return {"type": "function", "function": function}
 
 

@@ -29,6 +29,7 @@ from penstock.gateway.tools.formats import (
     with_single_calls,
 )
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer, engine_ready, model_card
+from tests.gateway.tools.recorder import parse_calls
 
 WEATHER = Tool(
     "weather",
@@ -212,6 +213,32 @@ def test_forced_calls_come_to_an_end(tool_format: ToolFormat) -> None:
     calls = [ToolCall(str(index), "get_time", "{}") for index in range(MAX_FORCED_CALLS + 1)]
     assert accepts(required, tool_format.written(tuple(calls[:-1])))
     assert not accepts(required, tool_format.written(tuple(calls)))
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("num_calls", [1, 2, MAX_FORCED_CALLS])
+def test_a_model_that_must_call_may_stop_behind_a_call_and_behind_its_separator(
+    tool_format: ToolFormat, num_calls: int
+) -> None:
+    required = tool_grammar(choosing("required", WEATHER, TIME), tool_format)
+    named = tool_grammar(choosing("named", WEATHER, TIME, name="get_time"), tool_format)
+    assert required is not None
+    assert named is not None
+    calls = tuple(ToolCall(str(index), "get_time", "{}") for index in range(num_calls))
+    written = tool_format.written(calls).removesuffix(tool_format.list_end)
+    for end in ("", tool_format.separator, tool_format.separator + tool_format.list_end):
+        assert accepts(required, written + end)
+        parsed = parse_calls(tool_format, written + end)
+        assert (parsed.calls, parsed.text) == ([("get_time", "{}")] * num_calls, "")
+    assert accepts(named, tool_format.written(calls[:1]).removesuffix(tool_format.list_end))
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values())
+def test_a_forced_call_has_no_arguments_but_those_of_its_tool(tool_format: ToolFormat) -> None:
+    required = tool_grammar(choosing("required", WEATHER, TIME), tool_format)
+    assert required is not None
+    for name, arguments in (("weather", '{"city": "Rome", "mood": 1}'), ("get_time", '{"zone": "UTC"}')):
+        assert not accepts(required, tool_format.written((ToolCall("1", name, arguments),)))
 
 
 def test_strict_tools_leave_the_rest_of_an_answer_free() -> None:
