@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from penstock import __version__
 from penstock.api.admin.adapters import (
     AdapterDeleted,
     AdapterList,
@@ -66,7 +67,6 @@ from penstock.api.openai.responses_endpoints import DeletedResponse, InputItemLi
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.core.cluster_view import ClusterView, ReleaseOrder
 from penstock.gateway.ledger.report import UsagePage
-from penstock.version import __version__
 
 PATH = "/openapi.json"
 JSON = "application/json"

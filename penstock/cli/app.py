@@ -6,8 +6,8 @@ from importlib import import_module
 
 import click
 
+from penstock import __version__
 from penstock.cli.commands import PenstockCommand, PenstockGroup
-from penstock.version import __version__
 
 # Each subcommand and the module of this room that defines it, in the order that a newcomer needs them in.
 MODULES = {

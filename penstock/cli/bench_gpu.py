@@ -206,7 +206,7 @@ def _offline(engine: OfflineEngine, vocabulary: IntRange) -> float:
     from dataclasses import replace
 
     from penstock.bench.gpu import OFFLINE_WORKLOAD
-    from penstock.bench.offline import measure_offline
+    from penstock.bench.load import measure_offline
     from penstock.core.clock import SystemClock
     from penstock.core.request import SamplingParams
 

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import click
 
+from penstock import __version__
 from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
 from penstock.cli.console import spinner, stdout_console
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.installation import reinstall_command
 from penstock.models.hub import ModelHub
 from penstock.serve.stores import model_hub
-from penstock.version import __version__
 
 Level = Literal["ok", "warn", "fail"]
 _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock import __version__
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import fetch_model, stderr_console
 from penstock.cli.options import config_options, model_argument
@@ -22,7 +23,6 @@ from penstock.core.messages import EngineReady, LoadProgress, ModelCard
 from penstock.models.catalog import BUILT_IN_MODELS
 from penstock.serve.environment import bytecode_dir
 from penstock.serve.stores import open_database
-from penstock.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable

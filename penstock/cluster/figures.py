@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from penstock.cluster.control_messages import ModelReport, Sample
-from penstock.control.gates import Evidence, Figures
+from penstock.control.release import Evidence, Figures
 from penstock.core.figures import percentile
 
 MAX_TIMES = 20_000  # of each kind, for percentiles; older ones are dropped

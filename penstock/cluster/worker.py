@@ -27,8 +27,8 @@ import zmq
 
 from penstock.cluster.endpoints import KeyPair, bind, connect, with_key
 from penstock.core.engine_config import EngineConfig
-from penstock.core.errors import ConfigError, PenstockError
-from penstock.core.log_format import formatter
+from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
+from penstock.core.log_format import set_up_logs
 from penstock.core.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequests,
@@ -67,6 +67,22 @@ FIRST_HELLO_TIMEOUT_S = 5.0
 _READABLE = int(zmq.POLLIN)
 
 
+class _Every:
+    """A clock for something that is done at most once in an interval."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._done_s = 0.0
+
+    def is_due(self, *, at_once: bool = False) -> bool:
+        """Whether to do it now. The next interval begins with a True."""
+        now = time.monotonic()
+        if not at_once and now - self._done_s < self._interval_s:
+            return False
+        self._done_s = now
+        return True
+
+
 class Worker:
     """Serves any number of gateways; a request belongs to the gateway that sent it."""
 
@@ -85,13 +101,13 @@ class Worker:
         self._gateways: dict[bytes, None] = {}
         self._gateway_of: dict[str, bytes] = {}
         self._readers: set[bytes] = set()  # gateways that want KV events
-        self._kv_events_sent_s = 0.0
+        self._kv_events_every = _Every(KV_EVENTS_INTERVAL_S)
         self._engine: Engine | None = None
         self._transfers: TransferThread | None = None
         self._stopping = False
-        self._stats_sent_s = 0.0
-        self._unsent: list[TokenEvent] = []  # not sent yet
-        self._unsent_since_s = 0.0
+        self._stats_every = _Every(STATS_INTERVAL_S)
+        self._events_every = _Every(EVENTS_INTERVAL_S)
+        self._unsent: list[TokenEvent] = []
         self._parent = parent_pid or os.getppid()
 
     def start(self, config: EngineConfig, model_path: Path) -> None:
@@ -130,8 +146,7 @@ class Worker:
 
     def run(self) -> None:
         engine = self._engine
-        if engine is None:
-            raise RuntimeError("start() comes first")
+        assert engine is not None, "start() comes first"
         loop = engine.loop
         while not self._stopping:
             busy = loop.has_work
@@ -140,29 +155,24 @@ class Worker:
                 logger.warning("the gateway process has gone; leaving")
                 return
             was_busy = busy or loop.has_work
-            self._note_events(loop.step())
+            self._unsent += loop.step()
             is_idle = not loop.has_work
             events = self._take_unsent(at_once=is_idle or loop.step_s >= EVENTS_INTERVAL_S)
             became_idle = is_idle and was_busy
             kv_events = self._due_kv_events(at_once=became_idle)
-            if self._is_heartbeat_due():
-                self._send_outputs(events, loop.stats(), kv_events, to_all=True)
-            else:
-                self._send_outputs(events, loop.stats() if became_idle else None, kv_events, to_all=False)
+            is_heartbeat = self._stats_every.is_due()
+            stats = loop.stats() if is_heartbeat or became_idle else None
+            self._send_outputs(events, stats, kv_events, to_all=is_heartbeat)
             for rejected in loop.take_rejections():
                 gateway = self._gateway_of.pop(rejected.request_id, None)
                 if gateway is not None:
                     self._send(gateway, rejected)
 
     def report_failure(self, error: BaseException) -> None:
-        if isinstance(error, PenstockError):
-            failure = EngineFailed(error.code, error.message, error.hint)
-        else:
-            failure = EngineFailed(
-                "engine_unavailable", f"The engine stopped: {type(error).__name__}: {error}"
-            )
+        if not isinstance(error, PenstockError):
+            error = EngineUnavailable(f"The engine stopped: {type(error).__name__}: {error}")
         self._wait_for_gateway()
-        self._broadcast(failure)
+        self._broadcast(EngineFailed(error.code, error.message, error.hint))
 
     def _wait_for_gateway(self) -> None:
         """Return when at least one gateway has said hello, so that a message has a receiver."""
@@ -225,47 +235,27 @@ class Worker:
 
     def _add(self, gateway: bytes, message: AddRequest) -> None:
         request_id = message.request.id
-        if self._engine is None:
-            self._send(
-                gateway,
-                RequestRejected(request_id, "engine_unavailable", "The engine is still starting.", 1.0),
-            )
-            return
         try:
+            if self._engine is None:
+                raise EngineUnavailable("The engine is still starting.", retry_after_s=1.0)
             self._engine.loop.add(message.request, message.timeout_s, message.kv_source)
         except PenstockError as error:
             self._send(gateway, RequestRejected(request_id, error.code, error.message, error.retry_after_s))
         else:
             self._gateway_of[request_id] = gateway
 
-    def _note_events(self, events: list[TokenEvent]) -> None:
-        if events and not self._unsent:
-            self._unsent_since_s = time.monotonic()
-        self._unsent += events
-
     def _take_unsent(self, *, at_once: bool) -> list[TokenEvent]:
         """The events to send now. A message wakes three threads, so an engine with very short steps sends the events
         of several steps in one message."""
-        if not self._unsent or not (at_once or time.monotonic() - self._unsent_since_s >= EVENTS_INTERVAL_S):
+        if not self._unsent or not self._events_every.is_due(at_once=at_once):
             return []
         events, self._unsent = self._unsent, []
         return events
 
-    def _is_heartbeat_due(self) -> bool:
-        now = time.monotonic()
-        if now - self._stats_sent_s < STATS_INTERVAL_S:
-            return False
-        self._stats_sent_s = now
-        return True
-
     def _due_kv_events(self, *, at_once: bool) -> tuple[KVEvent, ...]:
         """The KV events to send now. All readers get the same stream, with events of several steps in one message."""
-        now = time.monotonic()
-        if not self._readers or self._engine is None:
+        if not self._readers or self._engine is None or not self._kv_events_every.is_due(at_once=at_once):
             return ()
-        if not (at_once or now - self._kv_events_sent_s >= KV_EVENTS_INTERVAL_S):
-            return ()
-        self._kv_events_sent_s = now
         return tuple(self._engine.loop.scheduler.take_kv_events())
 
     def _restart_kv_events(self) -> None:
@@ -355,9 +345,7 @@ def _job_that_comes_later(bytecode: Path) -> _Job | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="One Penstock engine. Started by `penstock serve`, not by hand."
-    )
+    parser = argparse.ArgumentParser(description="One Penstock engine. `penstock serve` starts it.")
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--model-path", required=True, type=Path)
     parser.add_argument("--parent-pid", type=int, help="process to leave with, which may be gone already")
@@ -385,10 +373,7 @@ def main() -> int:
     if job is None:
         return 0
     arguments = job.arguments
-    handler = logging.StreamHandler()
-    text_format = "%(asctime)s engine %(levelname)s %(message)s"
-    handler.setFormatter(formatter(arguments.log_format, process="engine", text_format=text_format))
-    logging.basicConfig(level=arguments.log_level, handlers=[handler])
+    set_up_logs("engine", arguments.log_format, arguments.log_level)
     secret_key = arguments.key_file.read_text() if arguments.key_file else None
     worker = Worker(arguments.endpoint, arguments.parent_pid, secret_key)
     is_started = False

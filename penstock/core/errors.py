@@ -35,7 +35,7 @@ from __future__ import annotations
 import copy
 from typing import ClassVar, Self
 
-from penstock.core.limits import RateLimits
+from penstock.core.identity import RateLimits
 
 
 class PenstockError(Exception):

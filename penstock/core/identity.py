@@ -1,4 +1,5 @@
-"""The caller of a request. Knows neither keys nor tokens: the code that checks those makes a `Principal`.
+"""The caller of a request, and the caller's limits. Knows neither keys nor tokens: the code that checks those makes a
+`Principal`, and the limiter fills in `RateLimits`.
 
 Organisations own workspaces, workspaces own keys. The workspace is the wall: caches, files, batches, stored answers
 and usage belong to one workspace and are never visible from another.
@@ -42,3 +43,26 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
 # Without keys, a caller that reaches the (loopback) port owns the machine.
 OPEN_PRINCIPAL = Principal(scopes=frozenset(Scope), best_tier=Tier.PRIORITY)
+
+
+class LimitState(msgspec.Struct, frozen=True):
+    """One limit, after this request's reservation."""
+
+    limit: int
+    remaining: int
+    reset_s: float  # until it is whole again
+
+
+class RateLimits(msgspec.Struct, frozen=True):
+    """The tightest limits that apply to a caller; None where there is none."""
+
+    requests: LimitState | None = None
+    input_tokens: LimitState | None = None
+    output_tokens: LimitState | None = None
+
+    @property
+    def tokens(self) -> LimitState | None:
+        """Of the two token limits, the one of which less is left."""
+        if self.input_tokens is None or self.output_tokens is None:
+            return self.input_tokens or self.output_tokens
+        return min(self.input_tokens, self.output_tokens, key=lambda state: state.remaining / state.limit)

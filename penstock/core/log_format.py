@@ -86,6 +86,14 @@ def _masked(value: Any) -> Any:
     return value
 
 
+def set_up_logs(process: str, log_format: str, level: int | str) -> None:
+    """Write the log of an engine's process to standard error."""
+    handler = logging.StreamHandler()
+    text_format = f"%(asctime)s {process} %(levelname)s %(message)s"
+    handler.setFormatter(formatter(log_format, process=process, text_format=text_format))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
 def formatter(
     log_format: str, *, process: str, text_format: str, date_format: str | None = None
 ) -> logging.Formatter:

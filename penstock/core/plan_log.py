@@ -1,22 +1,26 @@
-"""A log of every call that crossed the scheduler's seam, so that a run can be replayed and its plans
-compared.
+"""The plan log holds every call of a scheduler, so that a run can be replayed and its plans compared. Also the lines
+that the plan log and the dispatch log share.
 
-JSON lines, one struct per line, tagged by `call`: a `LogHeader` with all that is needed to build the same
-scheduler, then calls in the order they were made. A call that raised changed nothing and is not logged. Times
-are those of the recording clock; only their differences mean anything.
+JSON lines, one struct per line, tagged by `call`: a `LogHeader` with all that is needed to build the same scheduler,
+then calls in the order they were made. A call that raised changed nothing and is not logged. Times are those of the
+recording clock; only their differences mean anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from penstock.core.engine_config import SchedulerConfig
-from penstock.core.errors import UsageError
+from penstock.core.errors import PenstockError, UsageError, error_from_code
 from penstock.core.plan import Chunk, StepPlan, StepResult
 from penstock.core.request import Request
+
+T = TypeVar("T")
+H = TypeVar("H")
+R = TypeVar("R")
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag="header"):
@@ -94,17 +98,12 @@ SchedulerCall: TypeAlias = AddCall | AbortCall | FailCall | PlanCall | CommitCal
 LogRecord: TypeAlias = LogHeader | SchedulerCall
 
 
-class PlanLogEncoder:
-    """Turns records into lines, each with its newline. Log-probabilities and the contents of embeddings are left
-    out: no plan depends on them."""
-
-    def __init__(self) -> None:
-        self._encoder = msgspec.json.Encoder()
-
-    def encode(self, record: LogRecord) -> bytes:
-        if isinstance(record, CommitCall):
-            record = CommitCall(record.now, _without_numbers(record.result))
-        return self._encoder.encode(record) + b"\n"
+def encode_record(record: LogRecord) -> bytes:
+    """The line of a record, with its newline, without log-probabilities and contents of embeddings: no plan depends
+    on them."""
+    if isinstance(record, CommitCall):
+        record = CommitCall(record.now, _without_numbers(record.result))
+    return log_line(record)
 
 
 def _without_numbers(result: StepResult) -> StepResult:
@@ -119,29 +118,56 @@ def _without_numbers(result: StepResult) -> StepResult:
 
 def read_plan_log(lines: Iterable[bytes]) -> tuple[LogHeader, Iterator[SchedulerCall]]:
     """The header, and the calls as they are read. `lines` may be a file opened in binary mode."""
-    records = _decode(lines)
-    header = next(records, None)
-    if not isinstance(header, LogHeader):
-        raise UsageError("The plan log does not begin with a header.", hint="Was the file cut at its start?")
-    return header, _calls(records)
+    return read_log(lines, _DECODE_HEADER, _DECODE_CALL, "plan log")
 
 
-def _decode(lines: Iterable[bytes]) -> Iterator[LogRecord]:
-    decoder: msgspec.json.Decoder[LogRecord] = msgspec.json.Decoder(LogRecord)
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+def read_log(
+    lines: Iterable[bytes],
+    decode_header: Callable[[bytes], H],
+    decode_record: Callable[[bytes], R],
+    name: str,
+) -> tuple[H, Iterator[R]]:
+    """The header of a log of JSON lines, and its records as they are read. Empty lines are skipped."""
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+
+    def decoded(where: str, line: bytes, decode: Callable[[bytes], T]) -> T:
         try:
-            yield decoder.decode(line)
+            return decode(line)
         except msgspec.DecodeError as error:
             raise UsageError(
-                f"Line {number} of the plan log cannot be read: {error}.",
-                hint="The last line of a log is cut when its process was killed; remove it.",
+                f"{where} of the {name} cannot be read: {error}.",
+                hint="The last line of a log is cut when its process was killed; remove it. A log begins with its "
+                "header and holds one run.",
             ) from None
 
+    header = decoded("The header", next(numbered, (1, b""))[1], decode_header)
+    return header, (decoded(f"Line {number}", line, decode_record) for number, line in numbered)
 
-def _calls(records: Iterable[LogRecord]) -> Iterator[SchedulerCall]:
-    for record in records:
-        if isinstance(record, LogHeader):
-            raise UsageError("The plan log holds a second header.", hint="Keep one run per file.")
-        yield record
+
+def log_line(record: object) -> bytes:
+    """A record of any log as a line, with its newline."""
+    return encode_logged(record) + b"\n"
+
+
+class LoggedError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: PenstockError) -> LoggedError:
+        return cls(error.code, error.message, error.retry_after_s)
+
+    def rebuild(self) -> PenstockError:
+        return error_from_code(self.code, self.message, retry_after_s=self.retry_after_s)
+
+
+def _encode_error(value: object) -> object:
+    if isinstance(value, PenstockError):
+        return LoggedError.of(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot be logged")
+
+
+encode_logged = msgspec.json.Encoder(enc_hook=_encode_error).encode
+_DECODE_HEADER = msgspec.json.Decoder(LogHeader).decode
+_DECODE_CALL: Callable[[bytes], SchedulerCall] = msgspec.json.Decoder(SchedulerCall).decode

@@ -6,8 +6,7 @@ import msgspec
 
 from penstock.core.config import RoutingPolicy
 from penstock.dispatch.health import BreakerConfig, OutlierConfig
-from penstock.dispatch.requests import WaitingConfig
-from penstock.dispatch.retries import RetryConfig
+from penstock.dispatch.requests import RetryConfig, WaitingConfig
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):

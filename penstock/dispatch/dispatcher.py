@@ -16,7 +16,6 @@ that the client got. A request that finds no replica waits for one that starts, 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,8 +51,7 @@ from penstock.dispatch.config import DispatchConfig
 from penstock.dispatch.health import CircuitBreaker
 from penstock.dispatch.kv_sources import KVSources
 from penstock.dispatch.replicas import FleetStatus, ReplicaRecord, ReplicaTable
-from penstock.dispatch.requests import RequestPhase, RequestRecord, WaitingRoom
-from penstock.dispatch.retries import Failure, RetryPolicy
+from penstock.dispatch.requests import Failure, RequestPhase, RequestRecord, RetryPolicy, Timers, WaitingRoom
 from penstock.router import (
     Decision,
     RandomSource,
@@ -88,8 +86,7 @@ class Dispatcher:
         self._retries = RetryPolicy(config.retries)
         self._budget = self._retries.first_budget(now)
         self._breaker = CircuitBreaker(config.breaker)
-        self._timers: list[tuple[float, int, str]] = []  # heap of time, sequence number, request id
-        self._num_timers = 0
+        self._timers = Timers(self._requests)
         self._wake_s: float | None = None  # the time that the driver was last asked to call `tick`
 
     @property
@@ -190,14 +187,9 @@ class Dispatcher:
     def tick(self, now: float) -> Sequence[Action]:
         self._wake_s = None
         actions: list[Action] = []
-        while self._timers and self._timers[0][0] <= now:
-            wake_s, _, request_id = heapq.heappop(self._timers)
-            record = self._requests.get(request_id)
-            if record is None or record.wake_s != wake_s:
-                continue
-            record.wake_s = None
+        for record in self._timers.due(now):
             if record.phase is RequestPhase.WAITING:
-                self.waiting.leave(request_id)
+                self.waiting.leave(record.request.id)
                 self._give_up_waiting(record, now, actions)
             else:
                 self._route(record, now, actions)
@@ -291,7 +283,7 @@ class Dispatcher:
             self._end_with_error(record, no_room, actions)
             return
         record.phase = RequestPhase.WAITING
-        self._set_timer(record, self.waiting.give_up_s(record.waiting_since_s, record.deadline_s))
+        self._timers.set(record, self.waiting.give_up_s(record.waiting_since_s, record.deadline_s))
         actions.append(Waits(request.id))
 
     def _give_up_waiting(self, record: RequestRecord, now: float, actions: list[Action]) -> None:
@@ -352,7 +344,7 @@ class Dispatcher:
         record.last_error = error
         if decision.pause_s:
             record.phase = RequestPhase.PAUSED
-            self._set_timer(record, now + decision.pause_s)
+            self._timers.set(record, now + decision.pause_s)
         else:
             self._route(record, now, actions)
 
@@ -381,26 +373,13 @@ class Dispatcher:
         del self._requests[record.request.id]
         actions.append(Fail(record.request.id, error))
 
-    def _set_timer(self, record: RequestRecord, wake_s: float) -> None:
-        if record.wake_s == wake_s:
-            return  # set before, when the request began to wait
-        record.wake_s = wake_s
-        self._num_timers += 1
-        heapq.heappush(self._timers, (wake_s, self._num_timers, record.request.id))
-
     def _with_wakeup(self, actions: list[Action]) -> Sequence[Action]:
         """Ask for a call of `tick` when the first timer is due, unless that was asked for already."""
-        timers = self._timers
-        while timers and not self._is_live(timers[0]):
-            heapq.heappop(timers)
-        if timers and timers[0][0] != self._wake_s:
-            self._wake_s = timers[0][0]
-            actions.append(WakeAt(self._wake_s))
+        wake_s = self._timers.next_s()
+        if wake_s is not None and wake_s != self._wake_s:
+            self._wake_s = wake_s
+            actions.append(WakeAt(wake_s))
         return actions
-
-    def _is_live(self, timer: tuple[float, int, str]) -> bool:
-        record = self._requests.get(timer[2])
-        return record is not None and record.wake_s == timer[0]
 
 
 def _any_revision(request: Request) -> str | None:

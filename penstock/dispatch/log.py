@@ -9,13 +9,14 @@ them. Times are those of the recording clock; only their differences mean anythi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
-from penstock.core.errors import PenstockError, UsageError, error_from_code
+from penstock.core.errors import PenstockError
 from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
+from penstock.core.plan_log import LoggedError, encode_logged, log_line, read_log
 from penstock.core.request import Request
 from penstock.dispatch.actions import Action, Deliver
 from penstock.dispatch.config import DispatchConfig
@@ -28,15 +29,6 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
     config: DispatchConfig
     seed: int  # of the random numbers that the dispatcher draws
     now: float
-
-
-class LoggedError(msgspec.Struct, frozen=True):
-    code: str
-    message: str
-    retry_after_s: float | None = None
-
-    def rebuild(self) -> PenstockError:
-        return error_from_code(self.code, self.message, retry_after_s=self.retry_after_s)
 
 
 class UpdateCall(msgspec.Struct, frozen=True, tag_field="call", tag="update"):
@@ -104,7 +96,7 @@ class RecordingDispatcher(Dispatcher):
         super().__init__(config, rng, now)
         self._write = write
         self._revisions: list[str | None] = []
-        write(_ENCODER.encode(LogHeader(config=config, seed=seed, now=now)) + b"\n")
+        write(log_line(LogHeader(config=config, seed=seed, now=now)))
 
     def update(self, status: FleetStatus, now: float) -> Sequence[Action]:
         return self._log(UpdateCall(status), super().update(status, now), now)
@@ -127,7 +119,7 @@ class RecordingDispatcher(Dispatcher):
         return self._log(NewsCall(replica_id, _plain(events)), super().news(replica_id, events, now), now)
 
     def failed(self, replica_id: str, request_id: str, error: PenstockError, now: float) -> Sequence[Action]:
-        call = FailedCall(replica_id, request_id, _logged(error))
+        call = FailedCall(replica_id, request_id, LoggedError.of(error))
         return self._log(call, super().failed(replica_id, request_id, error, now), now)
 
     def heartbeat(self, replica_id: str, stats: EngineStats, now: float) -> Sequence[Action]:
@@ -148,7 +140,7 @@ class RecordingDispatcher(Dispatcher):
         revisions, self._revisions = tuple(self._revisions), []
         written = msgspec.Raw(encode_actions(actions))
         record = LogRecord(now=now, call=call, revisions=revisions, actions=written)
-        self._write(_ENCODER.encode(record) + b"\n")
+        self._write(log_line(record))
         return actions
 
 
@@ -178,33 +170,14 @@ def make_call(dispatcher: Dispatcher, record: LogRecord) -> Sequence[Action]:
 
 def encode_actions(actions: Sequence[Action]) -> bytes:
     """Equal actions have equal bytes."""
-    return _ENCODER.encode(
+    return encode_logged(
         [Deliver(_plain(action.events)) if type(action) is Deliver else action for action in actions]
     )
 
 
 def read_dispatch_log(lines: Iterable[bytes]) -> tuple[LogHeader, Iterator[LogRecord]]:
     """The header, and the records as they are read. `lines` may be a file opened in binary mode."""
-    numbered = enumerate(lines, start=1)
-    first = next(numbered, (1, b""))
-    return _decode(first, msgspec.json.Decoder(LogHeader)), _records(numbered)
-
-
-def _records(lines: Iterable[tuple[int, bytes]]) -> Iterator[LogRecord]:
-    decoder = msgspec.json.Decoder(LogRecord)
-    for line in lines:
-        yield _decode(line, decoder)
-
-
-def _decode(line: tuple[int, bytes], decoder: msgspec.json.Decoder[Any]) -> Any:
-    number, text = line
-    try:
-        return decoder.decode(text)
-    except msgspec.DecodeError as error:
-        raise UsageError(
-            f"Line {number} of the dispatch log cannot be read: {error}.",
-            hint="The last line of a log is cut when its process was killed; remove it.",
-        ) from None
+    return read_log(lines, _DECODE_HEADER, _DECODE_RECORD, "dispatch log")
 
 
 def _plain(events: Sequence[TokenEvent]) -> tuple[TokenEvent, ...]:
@@ -217,14 +190,5 @@ def _plain(events: Sequence[TokenEvent]) -> tuple[TokenEvent, ...]:
     )
 
 
-def _logged(error: PenstockError) -> LoggedError:
-    return LoggedError(error.code, error.message, error.retry_after_s)
-
-
-def _encode_error(value: object) -> object:
-    if isinstance(value, PenstockError):
-        return _logged(value)
-    raise NotImplementedError(f"a {type(value).__name__} cannot be logged")
-
-
-_ENCODER = msgspec.json.Encoder(enc_hook=_encode_error)
+_DECODE_HEADER = msgspec.json.Decoder(LogHeader).decode
+_DECODE_RECORD = msgspec.json.Decoder(LogRecord).decode

@@ -23,7 +23,6 @@ from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.head_start import keep_bytecode, open_gpu_ahead, read_compiler_ahead
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
-from penstock.engine.plain_tokenizers import numbered_tokenizer_json
 from penstock.engine.record import PlanRecorder
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.scheduler import Scheduler
@@ -208,6 +207,7 @@ def _load_encoder(
     from penstock.engine.device import choose_ops
     from penstock.engine.pooling import EncoderExecutor
     from penstock.models.load import load_encoder, load_tokenizer, weights_identity
+    from penstock.models.tokenizer import numbered_tokenizer_json
 
     settings = config.model
     # Encoders are small, and their vectors are compared with those of other servers: no precision to give away.

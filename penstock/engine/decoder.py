@@ -36,7 +36,6 @@ from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compile
 from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.loaded import Loaded, Progress
-from penstock.engine.plain_tokenizers import numbered_tokenizer_json
 from penstock.engine.sampler import Sampler
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
@@ -44,6 +43,7 @@ from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, O
 from penstock.models.load import load_model, load_tokenizer, weights_identity
 from penstock.models.model import Model, StagedModel
 from penstock.models.sharding import WHOLE, Shard
+from penstock.models.tokenizer import numbered_tokenizer_json
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ on their own. Tokens are bytes.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,13 @@ from penstock.core.clock import Clock
 from penstock.core.messages import ModelCard
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
-from penstock.engine.plain_tokenizers import END_TOKEN, NUM_BYTES, byte_tokenizer_json
 
 if TYPE_CHECKING:
     from penstock.engine.grammar_masks import CompiledGrammar
 
 ECHO_MODEL = "echo"
+END_TOKEN = "<|end|>"
+NUM_BYTES = 256
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -74,3 +76,50 @@ def echo_card(name: str, max_model_len: int) -> ModelCard:
         dtype="none",
         quantization=None,
     )
+
+
+def byte_tokenizer_json() -> bytes:
+    """A `tokenizers` file in which token i is byte i, and one special token ends an answer."""
+    vocabulary = {character: byte for byte, character in _byte_characters().items()}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [
+                {
+                    "id": NUM_BYTES,
+                    "content": END_TOKEN,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+            ],
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": False,
+                "use_regex": False,
+            },
+            "decoder": {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": False,
+                "use_regex": False,
+            },
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        }
+    ).encode()
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable stand-ins that byte-level tokenizers use for bytes, by byte."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    stand_ins = dict(zip(printable, map(chr, printable), strict=True))
+    others = (byte for byte in range(NUM_BYTES) if byte not in stand_ins)
+    stand_ins.update({byte: chr(NUM_BYTES + offset) for offset, byte in enumerate(others)})
+    return stand_ins

@@ -19,7 +19,7 @@ from penstock.core.plan_log import (
     FinishImportCall,
     LogHeader,
     PlanCall,
-    PlanLogEncoder,
+    encode_record,
 )
 from penstock.core.request import Request
 from penstock.engine.collaborator import Collaborator
@@ -32,26 +32,25 @@ class PlanRecorder(Collaborator):
             self._file = path.open("wb")
         except OSError as error:
             raise ConfigError(f"Cannot write the plan log {path}: {error.strerror}.") from error
-        self._encoder = PlanLogEncoder()
-        self._file.write(self._encoder.encode(header))
+        self._file.write(encode_record(header))
 
     def added(self, request: Request, now: float) -> None:
-        self._file.write(self._encoder.encode(AddCall(now, request)))
+        self._file.write(encode_record(AddCall(now, request)))
 
     def aborting(self, request_id: str, now: float) -> None:
-        self._file.write(self._encoder.encode(AbortCall(now, request_id)))
+        self._file.write(encode_record(AbortCall(now, request_id)))
 
     def failing(self, chunk: Chunk, error: str, now: float) -> None:
-        self._file.write(self._encoder.encode(FailCall(now, chunk, error)))
+        self._file.write(encode_record(FailCall(now, chunk, error)))
 
     def planned(self, plan: StepPlan | None, now: float) -> None:
-        self._file.write(self._encoder.encode(PlanCall(now, plan)))
+        self._file.write(encode_record(PlanCall(now, plan)))
 
     def committed(self, result: StepResult, now: float) -> None:
-        self._file.write(self._encoder.encode(CommitCall(now, result)))
+        self._file.write(encode_record(CommitCall(now, result)))
 
     def exchange(self, call: ExchangeCall) -> None:
-        self._file.write(self._encoder.encode(call))
+        self._file.write(encode_record(call))
 
     def close(self) -> None:
         self._file.close()

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.identity import Principal
-from penstock.core.limits import RateLimits as RateLimits
+from penstock.core.identity import RateLimits as RateLimits
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.prompts import Usage
 

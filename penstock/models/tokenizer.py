@@ -63,6 +63,19 @@ def tokenizer_from_folder(folder: Path) -> TokenizerFiles | None:
     )
 
 
+def numbered_tokenizer_json(vocab_size: int) -> bytes:
+    """A `tokenizers` file in which token i is the word i: enough to see and to count what random weights say."""
+    vocabulary = {str(token_id): token_id for token_id in range(vocab_size)}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [],
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"},
+        }
+    ).encode()
+
+
 def distinct(token_ids: Iterable[int | None]) -> tuple[int, ...]:
     """Each id once, in order of first appearance."""
     return tuple(dict.fromkeys(token_id for token_id in token_ids if token_id is not None))

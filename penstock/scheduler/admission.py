@@ -15,6 +15,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest
+from penstock.core.request import Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.prefix import PrefixSharing
 from penstock.scheduler.sequence import BATCH_RANK, Sequence
@@ -108,6 +110,23 @@ class Headroom:
 
 
 _RETRY_AFTER_PLANS = 8
+
+
+def check_request(request: Request, max_length: int, max_model_len: int) -> None:
+    """Raise InvalidRequest for a request that could not run even alone. `max_length` is the longest sequence that the
+    cache and the model allow."""
+    num_prompt = len(request.prompt_token_ids)
+    if not num_prompt:
+        raise InvalidRequest("The prompt is empty.", param="prompt")
+    if request.sampling.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
+    if num_prompt + 1 > max_length:
+        is_cache_small = max_length < max_model_len
+        raise ContextLengthExceeded(
+            f"The prompt has {num_prompt} tokens, and this server takes at most {max_length - 1}.",
+            param="prompt",
+            hint="The KV cache is smaller than the model's context." if is_cache_small else None,
+        )
 
 
 class Outcome(enum.Enum):

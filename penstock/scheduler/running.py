@@ -5,12 +5,13 @@ A request is in here from the plan that admits it until it ends or is preempted,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Headroom
-from penstock.scheduler.sequence import Sequence, seniority
+from penstock.scheduler.queue import WaitingQueue
+from penstock.scheduler.sequence import Sequence, State, seniority
 from penstock.scheduler.tenants import OutputLengthEstimator
 
 
@@ -147,3 +148,18 @@ class RunningSet:
         assert self._slots.num_slots == sum(sequence.blocks.num_slots for sequence in sequences)
         assert self._slots.num_filled == sum(sequence.num_filled_slots for sequence in sequences)
         self._headroom.check_integrity(sequences)
+
+
+def check_records(sequences: Mapping[str, Sequence], running: RunningSet, queue: WaitingQueue) -> None:
+    """Raise AssertionError unless every request is in one place, in a state that fits it."""
+    running.check_integrity()
+    queue.check_integrity()
+    assert len(running) + len(queue) == len(sequences)
+    assert all(sequences[s.request_id] is s and s.state is State.RUNNING for s in running.sequences)
+    for sequence in queue.members:
+        assert sequences[sequence.request_id] is sequence
+        assert sequence.table is None
+        assert not sequence.num_computed
+        assert not sequence.followers
+        assert (sequence.state is State.SETTLING) == (sequence.num_in_flight > 0)
+        assert (sequence.state is State.HELD) == (sequence.leader is not None)

@@ -21,14 +21,13 @@ from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
-from penstock.scheduler.admission import Admission, Headroom, Outcome
-from penstock.scheduler.checks import check_records, check_request
+from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request
 from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
 from penstock.scheduler.exchange import BlockExchange
 from penstock.scheduler.preemption import Preemption, Swapping
 from penstock.scheduler.prefix import Breakpoints, PrefixSharing
 from penstock.scheduler.queue import WaitingQueue
-from penstock.scheduler.running import RunningSet
+from penstock.scheduler.running import RunningSet, check_records
 from penstock.scheduler.sequence import BATCH_RANK, Sequence, State
 from penstock.scheduler.step_builder import StepBuilder, StepLoad, StepTimePredictor, share_of_room
 from penstock.scheduler.tenants import (
@@ -113,9 +112,8 @@ class Scheduler:
             sequence.stop_token_ids |= self._eos_token_ids
         if request.output_token_ids:
             reason = finish_reason_of(sequence, request.output_token_ids[-1], now)
-            if (
-                reason is not None
-            ):  # the engine that began the answer had ended it, or this server allows less
+            # The engine that began the answer had ended it, or this server allows less.
+            if reason is not None:
                 self._accounts.leave(sequence.account)
                 self._events.append(last_event(sequence, reason, None))
                 return
@@ -147,9 +145,7 @@ class Scheduler:
         self._cache.withdraw(lost)
         for sequence in list(self._running.sequences):
             if sequence is failed or not lost.isdisjoint(sequence.blocks.block_ids):
-                event = last_event(sequence, FinishReason.ERROR, error)
-                self._end(sequence, now)
-                self._events.append(event)
+                self._end_early(sequence, last_event(sequence, FinishReason.ERROR, error), now)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None when there is nothing to compute before a commit or an arrival."""
@@ -261,9 +257,12 @@ class Scheduler:
 
     def _end_overdue(self, now: float) -> None:
         for sequence in self._deadlines.overdue(now):
-            event = self._deadlines.event_for(sequence, now)
-            self._end(sequence, now)
-            self._events.append(event)
+            self._end_early(sequence, self._deadlines.event_for(sequence, now), now)
+
+    def _end_early(self, sequence: Sequence, event: TokenEvent, now: float) -> None:
+        """End a request outside of a commit."""
+        self._end(sequence, now)
+        self._events.append(event)
 
     def _add_prefills(
         self, step: StepBuilder, prefills: list[Sequence], now: float, *, may_admit: bool
@@ -373,13 +372,13 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
         """Take a running request's blocks and put it at the front of its queue. Samples in flight stay good: they
-        were planned before. It comes back when they have landed, since then all of its tokens are known."""
+        were planned before. Once they are committed, all its tokens are known, and the request may run again."""
         self._swapping.preempted(sequence, now)
         self._stop(sequence)
         self._num_preemptions += 1
-        is_landing = sequence.num_in_flight > 0
-        sequence.state = State.SETTLING if is_landing else State.WAITING
-        self._queue.enter(sequence, now, parked=is_landing)
+        is_settling = sequence.num_in_flight > 0
+        sequence.state = State.SETTLING if is_settling else State.WAITING
+        self._queue.enter(sequence, now, parked=is_settling)
 
     def _end(self, sequence: Sequence, now: float) -> None:
         if sequence.state is State.RUNNING:

@@ -9,12 +9,12 @@ import queue
 import sys
 import threading
 
+from penstock import __version__
 from penstock.api.http.access_log import RequestLog
 from penstock.core.gateway_config import TelemetryConfig
 from penstock.core.log_format import formatter
 from penstock.gateway.telemetry.record import RequestObserver
 from penstock.serve.environment import otel_sampled_share, otel_service_name, otlp_headers
-from penstock.version import __version__
 
 MAX_WAITING_LINES = 20_000
 CLOSE_TIMEOUT_S = 2.0

@@ -18,8 +18,7 @@ import sqlalchemy as sa
 from penstock.api.app import create_app
 from penstock.core.clock import VirtualClock
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
-from penstock.core.identity import Principal
-from penstock.core.limits import RateLimits
+from penstock.core.identity import Principal, RateLimits
 from penstock.gateway.accounts import Accounts, Claim, Lease, Outcome
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.settings import guard_settings

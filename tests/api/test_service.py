@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from penstock import __version__
 from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.gateway import Gateway
-from penstock.version import __version__
 from tests.api.conftest import direct_client
 from tests.gateway.fake_engine import EOS_ID, FakeEngine, engine_ready, model_card, script_text
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.bench.http import Endpoint
 from penstock.bench.load import LoadResult, Outcome, Target
-from penstock.bench.plot import plot_comparison, plot_latencies
+from penstock.bench.report import comparison_table, plot_comparison, plot_latencies, serve_table, totals_line
 from penstock.bench.summary import (
     Distribution,
     Summary,
@@ -17,7 +17,6 @@ from penstock.bench.summary import (
     summarize,
     write_json,
 )
-from penstock.bench.tables import comparison_table, serve_table, totals_line
 from penstock.bench.workload import ClosedLoop, Workload
 from penstock.core.errors import UsageError
 from penstock.core.figures import percentile

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from penstock import __version__
 from penstock.cli.app import MODULES, penstock
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.serve import describe_weights
@@ -20,7 +21,6 @@ from penstock.cluster.replica import ReplicaSpec
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError, ModelLoadError, UsageError
 from penstock.serve import server
-from penstock.version import __version__
 from tests.gateway.fake_engine import model_card
 
 

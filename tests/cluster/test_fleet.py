@@ -15,7 +15,7 @@ from penstock.core.messages import EngineStats, KVCleared, KVStored
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch import Attempt, DispatchConfig, WaitingConfig
-from penstock.dispatch.retries import RetryConfig
+from penstock.dispatch.requests import RetryConfig
 from penstock.router import ReplicaState, hash_tokens
 from tests.cluster.engines import Inbox, send
 from tests.cluster.fake_replicas import MODEL, FakeReplicas, make_request, member, token_at

@@ -17,7 +17,7 @@ from penstock.core.clock import VirtualClock
 from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.dispatch import DispatchConfig
-from penstock.dispatch.retries import RetryConfig
+from penstock.dispatch.requests import RetryConfig
 from penstock.router import ReplicaState
 from tests.cluster.fake_replicas import FakeReplica, FakeReplicas, make_request, member, token_at
 

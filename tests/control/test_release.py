@@ -5,8 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.control.gates import Evidence, Figures, GateConfig, GateResult, judge, overall
-from penstock.control.release import TRANSITIONS, Happening, ReleaseConfig, Releases, ReleaseState, Stage
+from penstock.control.release import (
+    TRANSITIONS,
+    Evidence,
+    Figures,
+    GateConfig,
+    GateResult,
+    Happening,
+    ReleaseConfig,
+    Releases,
+    ReleaseState,
+    Stage,
+    judge,
+    overall,
+)
 from penstock.core.errors import Conflict
 
 CONFIG = ReleaseConfig(canary_shares=(0.1, 0.5), min_stage_s=10.0)

@@ -29,7 +29,7 @@ from penstock.dispatch import (
     WakeAt,
 )
 from penstock.dispatch.health import BreakerConfig, Circuit
-from penstock.dispatch.retries import RetryConfig
+from penstock.dispatch.requests import RetryConfig
 from penstock.router import Replica, ReplicaState
 
 MODEL = "model"

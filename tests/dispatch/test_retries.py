@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.dispatch.retries import Failure, RetryBudget, RetryConfig, RetryPolicy, Verdict
+from penstock.dispatch.requests import Failure, RetryBudget, RetryConfig, RetryPolicy, Verdict
 
 CONFIG = RetryConfig(budget_per_s=0.0, max_budget=10.0)
 POLICY = RetryPolicy(CONFIG)

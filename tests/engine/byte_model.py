@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Grammar, Request, SamplingParams
 from penstock.engine.build import Engine
-from penstock.engine.plain_tokenizers import NUM_BYTES, byte_tokenizer_json
+from penstock.engine.echo import NUM_BYTES, byte_tokenizer_json
 
 from .tiny import write_tiny_model
 

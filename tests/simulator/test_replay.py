@@ -16,7 +16,7 @@ from penstock.core.plan_log import (
     LogHeader,
     LogRecord,
     PlanCall,
-    PlanLogEncoder,
+    encode_record,
     read_plan_log,
 )
 from penstock.core.request import Request, Tier
@@ -95,8 +95,7 @@ def record(depth: int) -> list[LogRecord]:
 
 
 def encode(log: list[LogRecord]) -> list[bytes]:
-    encoder = PlanLogEncoder()
-    return [encoder.encode(entry) for entry in log]
+    return [encode_record(entry) for entry in log]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -157,11 +156,11 @@ def test_the_cost_model_can_be_fitted_to_a_log() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "does not begin with a header"),
-        ([b'{"call":"plan","now":1.0,"plan":null}\n'], "does not begin with a header"),
-        ([b"not json\n"], "Line 1 .* cannot be read"),
+        ([], "The header .* cannot be read"),
+        ([b'{"call":"plan","now":1.0,"plan":null}\n'], "The header .* cannot be read"),
+        ([b"not json\n"], "The header .* cannot be read"),
         ([*encode([HEADER]), b'{"call":"plan","no'], "Line 2 .* cannot be read"),
-        (encode([HEADER, HEADER]), "second header"),
+        (encode([HEADER, HEADER]), "Line 2 .* cannot be read"),
         (encode([HEADER, CommitCall(1.0, StepResult(9, (), 0.1))]), "step 9, which was not planned"),
     ],
 )

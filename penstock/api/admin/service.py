@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock import __version__
 from penstock.api.http.context import note_model, principal_of
 from penstock.api.http.errors import error_response
 from penstock.api.http.parsing import BodyDecoder, read_body
@@ -29,7 +30,6 @@ from penstock.gateway.models.catalogue import RETRY_AFTER_S
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatPrompt
 from penstock.gateway.text.template import RenderedChat
-from penstock.version import __version__
 
 
 class TokenizeRequest(msgspec.Struct):

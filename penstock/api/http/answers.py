@@ -12,7 +12,7 @@ from penstock.api.http.context import cache_headers, note_limits_told
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import Headers, limit_headers
 from penstock.core.errors import PenstockError
-from penstock.core.limits import RateLimits
+from penstock.core.identity import RateLimits
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.prompts import Usage

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TypeAlias
 
 from penstock.core.errors import PenstockError, RateLimited
-from penstock.core.limits import LimitState, RateLimits
+from penstock.core.identity import LimitState, RateLimits
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 

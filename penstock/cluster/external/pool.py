@@ -21,7 +21,7 @@ from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats
 from penstock.dispatch.health import BreakerConfig, BreakerState, Circuit, CircuitBreaker
-from penstock.dispatch.retries import Failure, RetryConfig, RetryPolicy
+from penstock.dispatch.requests import Failure, RetryConfig, RetryPolicy
 from penstock.router import Replica, ReplicaState, Router, RoutingRequest, hash_text
 
 logger = logging.getLogger(__name__)

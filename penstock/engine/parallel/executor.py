@@ -1,22 +1,181 @@
-"""The first rank's executors: they run every plan on all ranks. Know no tensors of their own and no processes.
+"""Runs plans on several ranks: a step on one rank, the first rank's executors, which run every plan on all ranks, and
+the cutting of a plan into parts that follow each other through a pipeline of ranks. Starts no process.
 
-Other ranks learn of requests, tokens and plans from messages that go out before this rank starts on a plan, and
+Other ranks learn of requests, tokens and plans from messages that go out before the first rank starts on a plan, and
 compute it at the same time. Whichever rank samples, the first rank has the result.
+
+While one part of a plan is in the second stage, the next part is in the first. A running request stays in the same
+part from step to step, so that the part's next step can begin as soon as its own tokens are sampled, whatever the
+other parts do.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
 
 from penstock.core.clock import Clock
 from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
+from penstock.engine.batch import MAX_STEPS_IN_FLIGHT, BatchRows
+from penstock.engine.executor import ModelExecutor
+from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import CompiledGrammar
-from penstock.engine.parallel.local_rank import LocalRank, MicroBatcher
+from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.messages import Added, Appended, News, Removed, Step
 from penstock.engine.parallel.processes import RankProcesses
+
+_SMALLEST_PIECE = 16  # tokens of a prompt that are worth a part of their own
+
+
+@dataclass(slots=True)
+class _Part:
+    chunks: list[Chunk] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.num_tokens
+
+
+class MicroBatcher:
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._part_of: dict[str, int] = {}  # of requests that decode
+        self._num_in_part = Counter(dict.fromkeys(range(num_parts), 0))
+
+    def forget(self, request_id: str) -> None:
+        part = self._part_of.pop(request_id, None)
+        if part is not None:
+            self._num_in_part[part] -= 1
+
+    def split(self, plan: StepPlan) -> tuple[StepPlan, ...]:
+        """Plans with the same step id that do, one after the other, what `plan` does. A request that begins with a
+        cached prefix may read what another one writes in the same step: it comes in the last part."""
+        parts = [_Part() for _ in range(self._num_parts)]
+        prompts = []
+        for chunk in plan.chunks:
+            if chunk.begins and chunk.start > 0:
+                parts[-1].add(chunk)
+            elif chunk.num_tokens == 1:
+                parts[self._part(chunk.request_id)].add(chunk)
+            else:
+                prompts.append(chunk)
+        share = -(-plan.num_tokens // self._num_parts)
+        for chunk in prompts:
+            _spread(chunk, parts, share)
+        filled = [_in_order(part.chunks) for part in parts if part.chunks]
+        first = StepPlan(plan.step_id, filled[0], plan.released, plan.copies)
+        return first, *(StepPlan(plan.step_id, chunks) for chunks in filled[1:])
+
+    def _part(self, request_id: str) -> int:
+        part = self._part_of.get(request_id)
+        if part is None:
+            part = min(self._num_in_part, key=self._num_in_part.__getitem__)
+            self._part_of[request_id] = part
+            self._num_in_part[part] += 1
+        return part
+
+
+def without_samples(plan: StepPlan) -> StepPlan:
+    """For stages that do not sample."""
+    chunks = tuple(
+        msgspec.structs.replace(chunk, samples=False) if chunk.samples else chunk for chunk in plan.chunks
+    )
+    return msgspec.structs.replace(plan, chunks=chunks)
+
+
+def _spread(chunk: Chunk, parts: list[_Part], share: int) -> None:
+    """Fill each part up to its share with the next piece of the prompt; the last takes what is left."""
+    done = 0
+    for part in parts:
+        left = chunk.num_tokens - done
+        room = max(0, share - part.num_tokens) // _SMALLEST_PIECE * _SMALLEST_PIECE
+        size = left if part is parts[-1] or left - room < _SMALLEST_PIECE else room
+        if size == 0:
+            continue
+        is_first, is_last = done == 0, size == left
+        part.add(
+            msgspec.structs.replace(
+                chunk,
+                start=chunk.start + done,
+                num_tokens=size,
+                samples=chunk.samples and is_last,
+                new_block_ids=chunk.new_block_ids if is_first else (),
+                begins=chunk.begins and is_first,
+            )
+        )
+        done += size
+        if is_last:
+            return
+
+
+def _in_order(chunks: list[Chunk]) -> tuple[Chunk, ...]:
+    """Single tokens first, as every plan has them."""
+    return tuple(sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
+
+
+class LocalRank:
+    """`compiler` is needed on a last stage that is not the first: it masks logits itself."""
+
+    def __init__(
+        self, executor: ModelExecutor, rows: BatchRows, mesh: Mesh, compiler: GrammarCompiler | None
+    ) -> None:
+        self.shard = mesh.shard
+        self.executor = executor
+        self._rows = rows
+        self._mesh = mesh
+        self._samples_elsewhere = not self.shard.is_last_stage
+        self._reports = self.shard.num_stages > 1 and self.shard.is_last_stage and self.shard.tensor_rank == 0
+        self._compiler = compiler if self._reports else None
+        self._num_submitted = 0
+
+    def take(self, news: Iterable[News]) -> None:
+        for item in news:
+            match item:
+                case Added(request=request):
+                    self.add(request, self._compiled(request))
+                case Appended(request_id=request_id, token_ids=token_ids):
+                    self.executor.append(request_id, token_ids)
+                case Removed(request_id=request_id):
+                    self.executor.remove(request_id)
+
+    def add(self, request: Request, grammar: CompiledGrammar | None) -> None:
+        if self._samples_elsewhere:  # hidden states too are of use on the last stage alone
+            request, grammar = msgspec.structs.replace(request, pooling=None), None
+        self.executor.add(request, grammar)
+
+    def run(self, plan: StepPlan, in_flight: Mapping[str, int]) -> tuple[SampledToken, ...] | None:
+        """What was sampled, on the rank that reports it; steps of other ranks are collected when they are done."""
+        if in_flight:
+            rows = torch.tensor([self._rows.row(request_id) for request_id in in_flight])
+            tokens = torch.tensor(list(in_flight.values()), dtype=torch.int32)
+            last_tokens = self._rows.last_tokens
+            last_tokens[rows.to(last_tokens.device)] = tokens.to(last_tokens.device)
+        if self._num_submitted == MAX_STEPS_IN_FLIGHT:
+            self.collect()
+        self.executor.submit(without_samples(plan) if self._samples_elsewhere else plan)
+        self._num_submitted += 1
+        return self.collect().sampled if self._reports else None
+
+    def collect(self) -> StepResult:
+        self._num_submitted -= 1
+        return self.executor.collect()
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+        self._mesh.close()
+
+    def _compiled(self, request: Request) -> CompiledGrammar | None:
+        """The first rank has compiled the grammar before it told anybody of the request, so this takes a moment."""
+        if self._compiler is None or request.sampling.grammar is None:
+            return None
+        return self._compiler.compile(request.sampling.grammar).result()
 
 
 class FirstRank:

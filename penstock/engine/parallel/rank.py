@@ -17,9 +17,9 @@ from pathlib import Path
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import PenstockError
-from penstock.core.log_format import formatter
+from penstock.core.log_format import set_up_logs
 from penstock.engine.decoder import load_decoder
-from penstock.engine.parallel.local_rank import LocalRank
+from penstock.engine.parallel.executor import LocalRank
 from penstock.engine.parallel.messages import (
     Begin,
     Failed,
@@ -45,7 +45,7 @@ def main() -> int:
     try:
         begin = decode_to_rank(connection.recv_bytes())
         assert isinstance(begin, Begin)
-        _set_up_logs(begin)
+        set_up_logs(f"rank {begin.rank}", begin.log_format, begin.log_level)
         connection.send_bytes(encode(Present()))
         failure = _run(begin, connection)
         if failure is not None:
@@ -86,14 +86,6 @@ def _serve(rank: LocalRank, connection: Connection) -> None:
                     connection.send_bytes(encode(Sampled(sampled)))
             case Leave():
                 return
-
-
-def _set_up_logs(begin: Begin) -> None:
-    handler = logging.StreamHandler()
-    name = f"rank {begin.rank}"
-    text_format = f"%(asctime)s {name} %(levelname)s %(message)s"
-    handler.setFormatter(formatter(begin.log_format, process=name, text_format=text_format))
-    logging.basicConfig(level=begin.log_level, handlers=[handler])
 
 
 def _die_with_parent() -> None:

@@ -22,7 +22,7 @@ from penstock.engine.device import choose_device
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import StepMasks
-from penstock.engine.parallel.local_rank import LocalRank
+from penstock.engine.parallel.executor import LocalRank
 from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.sampler import Sampler

@@ -21,8 +21,7 @@ from prometheus_client.registry import Collector
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, PenstockError
 from penstock.core.figures import parse_bytes
-from penstock.core.identity import OPEN_PRINCIPAL, Principal
-from penstock.core.limits import RateLimits
+from penstock.core.identity import OPEN_PRINCIPAL, Principal, RateLimits
 from penstock.core.request import Pooling, Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Claim, Outcome
 from penstock.gateway.checks import check_token_ids

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import RateLimited
-from penstock.core.identity import Principal
-from penstock.core.limits import RateLimits
+from penstock.core.identity import Principal, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
 from penstock.gateway.ratelimits.meters import CallerMeters, Meters
 from penstock.gateway.ratelimits.refusals import Figure, LimiterMetrics, Refusal, SlotTimes, error_for

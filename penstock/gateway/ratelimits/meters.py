@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from penstock.core.identity import Principal
-from penstock.core.limits import LimitState, RateLimits
+from penstock.core.identity import LimitState, Principal, RateLimits
 from penstock.gateway.ratelimits.refusals import Figure, Refusal
 from penstock.gateway.ratelimits.settings import (
     CallerLimits,

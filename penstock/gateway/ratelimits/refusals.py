@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.errors import QuotaExceeded, RateLimited, RequestExceedsLimit
-from penstock.core.limits import RateLimits
+from penstock.core.identity import RateLimits
 from penstock.gateway.metrics.table import metric, metric_by, metrics
 from penstock.gateway.ratelimits.settings import LimitScope, Subject
 

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, TypeAlias
 
 from redis.asyncio import Redis
@@ -218,3 +219,12 @@ class ScriptPipe:
         for call in calls:
             if call.reply is not None and not call.reply.done():
                 call.reply.set_exception(RedisGone(may_have_run=may_have_run))
+
+
+def read_scripts() -> dict[str, str]:
+    folder = resources.files("penstock.gateway.ratelimits") / "lua"
+    common = (folder / "common.lua").read_text("utf-8")
+    return {
+        name: common + (folder / f"{name}.lua").read_text("utf-8")
+        for name in ("reserve", "give_back", "settle", "renew", "peek")
+    }

@@ -14,20 +14,18 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from importlib import resources
 
 import msgspec
 from redis.asyncio import Redis
 
 from penstock.core.errors import ConfigError, LimitsUnavailable, RateLimited
 from penstock.core.gateway_config import RedisPolicy
-from penstock.core.identity import Principal
-from penstock.core.limits import LimitState, RateLimits
+from penstock.core.identity import LimitState, Principal, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, TOLERANCE
 from penstock.gateway.ratelimits.refusals import Figure, Refusal, error_for
-from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe
+from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe, read_scripts
 from penstock.gateway.ratelimits.settings import CallerLimits, LimitResolver, LimitSettings, ResolvedLimits
 from penstock.gateway.ratelimits.spend import (
     NOTHING,
@@ -286,15 +284,9 @@ class RedisLimiter:
         """Settle in Redis, as soon as it can be reached. `requests` is -1 for a request that is not to count."""
         name = lease.name_with(reserved)
         self._live.pop(name, None)
-        day = day_of(self._wall_clock())
-        correction = _Ask(
-            requests,
-            used.input_tokens - reserved.input_tokens,
-            used.output_tokens - reserved.output_tokens,
-            used.microdollars,
-            day,
-            day // 100,
-        )
+        num_input = used.input_tokens - reserved.input_tokens
+        num_output = used.output_tokens - reserved.output_tokens
+        correction = self._ask(requests, Demand(num_input, num_output, used.microdollars))
         self._pipe.post("settle", lease.keys, (name, self._encode(correction)))
 
     def _caller(self, principal: Principal, model: str | None) -> _Caller:
@@ -323,19 +315,15 @@ class RedisLimiter:
                 msgspec.structs.replace(ask, spent=_Spent(spend.today_microdollars, spend.month_microdollars))
                 for ask, spend in zip(asks, spends, strict=True)
             )
-        day = day_of(self._wall_clock())
-        ask = _Ask(
-            num_requests,
-            demand.input_tokens,
-            demand.output_tokens,
-            demand.microdollars,
-            day,
-            day // 100,
-            asks,
-        )
+        ask = self._ask(num_requests, demand, asks)
         before = lease.name if num_requests == 0 else ""
         arguments = (lease.name_with(demand), self._lease_ttl_s, self._encode(ask), before)
         return self._decode(await self._pipe.call("reserve", lease.keys, arguments))
+
+    def _ask(self, requests: int, demand: Demand, subjects: tuple[_SubjectAsk, ...] = ()) -> _Ask:
+        day = day_of(self._wall_clock())
+        tokens = demand.input_tokens, demand.output_tokens
+        return _Ask(requests, *tokens, demand.microdollars, day, day // 100, subjects)
 
     async def _admit_without_redis(self, claim: Claim) -> Lease:
         if self._policy == "closed":
@@ -386,16 +374,9 @@ class RedisLimiter:
 
 
 def _amount(figure: Figure, demand: Demand) -> int:
-    """What a request needs of a limit; of money, nothing that could never fit."""
-    match figure:
-        case Figure.INPUT_TOKENS:
-            return demand.input_tokens
-        case Figure.OUTPUT_TOKENS:
-            return demand.output_tokens
-        case Figure.REQUESTS | Figure.CONCURRENCY:
-            return 1
-        case Figure.DAY_BUDGET | Figure.MONTH_BUDGET:
-            return 0
+    """The part of a limit that a request needs. Budgets have no part that could never fit."""
+    tokens = {Figure.INPUT_TOKENS: demand.input_tokens, Figure.OUTPUT_TOKENS: demand.output_tokens}
+    return tokens.get(figure, 1 if figure in (Figure.REQUESTS, Figure.CONCURRENCY) else 0)
 
 
 def _rate_limits(caller: _Caller, decision: _Decision) -> RateLimits:
@@ -417,12 +398,3 @@ def _tightest(buckets: Iterable[tuple[float, int | None]]) -> LimitState | None:
     level, limit = min(present)
     reset_s = (limit - level) * SECONDS_PER_LIMIT / limit
     return LimitState(limit, max(0, int(level + TOLERANCE)), reset_s)
-
-
-def read_scripts() -> dict[str, str]:
-    folder = resources.files("penstock.gateway.ratelimits") / "lua"
-    common = (folder / "common.lua").read_text("utf-8")
-    return {
-        name: common + (folder / f"{name}.lua").read_text("utf-8")
-        for name in ("reserve", "give_back", "settle", "renew", "peek")
-    }

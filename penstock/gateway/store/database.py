@@ -24,9 +24,9 @@ import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
 from sqlalchemy.pool import StaticPool
 
+from penstock import __version__
 from penstock.core.errors import ConfigError, InvalidRequest, StoreUnavailable
 from penstock.core.installation import install_command
-from penstock.version import __version__
 
 if TYPE_CHECKING:
     from alembic.script import ScriptDirectory

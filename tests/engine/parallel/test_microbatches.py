@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from penstock.core.clock import SystemClock
 from penstock.core.plan import BlockCopy, Chunk, SampledToken, StepPlan
 from penstock.core.request import Request, SamplingParams
-from penstock.engine.parallel.executor import PipelineExecutor
-from penstock.engine.parallel.local_rank import MicroBatcher, without_samples
+from penstock.engine.parallel.executor import MicroBatcher, PipelineExecutor, without_samples
 from penstock.engine.parallel.messages import Sampled, Step
 from penstock.models.sharding import Shard
 

@@ -12,8 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from redis import Redis as SyncRedis
 
 from penstock.core.errors import RateLimited
-from penstock.core.identity import Principal
-from penstock.core.limits import RateLimits
+from penstock.core.identity import Principal, RateLimits
 from penstock.gateway.accounts import Claim, Lease, Outcome
 from penstock.gateway.ratelimits import shared
 from penstock.gateway.ratelimits.build import RunningLimiter
