@@ -52,14 +52,14 @@ class Call:
 
 
 class Demonstration:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         config = EngineConfig(
-            model=ModelConfig(model=model),
+            model=model,
             cache=CacheConfig(num_kv_blocks=NUM_KV_BLOCKS, max_pinned_fraction=MAX_PINNED_FRACTION),
             scheduler=SchedulerConfig(itl_target_ms=None),
         )
         self._clock = SkippingClock()
-        self._engine: Engine = build_engine(config, Path(fetch_model(model)), clock=self._clock)
+        self._engine: Engine = build_engine(config, Path(fetch_model(model.model)), clock=self._clock)
         self._random = random.Random(0)
         self._vocab_size = self._engine.ready.model.vocab_size
         self._system = self._tokens(SYSTEM_TOKENS)
@@ -84,9 +84,8 @@ class Demonstration:
         self._engine.close()
 
     def _call(self, name: str) -> Call:
-        return self._serve(
-            (*self._system, *self._question), name, (CacheBreakpoint(SYSTEM_TOKENS, TTL_S),), max_tokens=8
-        )
+        kept = CacheBreakpoint(len(self._system), TTL_S)
+        return self._serve((*self._system, *self._question), name, (kept,), max_tokens=8)
 
     def _take_the_whole_cache(self) -> None:
         for _ in range(3):
@@ -129,7 +128,7 @@ class Demonstration:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Shows what a cache breakpoint is worth.")
     parser.add_argument("model", nargs="?", default=ModelConfig().model)
-    demonstration = Demonstration(parser.parse_args().model)
+    demonstration = Demonstration(ModelConfig(model=parser.parse_args().model))
     calls = demonstration.run()
     print(f"{'call':<40} {'TTFT ms':>8} {'cached':>7} {'cache read':>11} {'cache write':>12}")
     for call in calls:

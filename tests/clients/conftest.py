@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.console import fetch_model
-from penstock.models.load import load_tokenizer
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.environments import INSTALL_TIMEOUT_S, CannotInstall, prepare
 from tests.clients.outcome import Outcome, read_outcome, write_table
-from tests.e2e.conftest import START_TIMEOUT_S, RunningServer, start_server
-from tests.engine.tiny import write_tiny_model
+from tests.e2e.conftest import START_TIMEOUT_S, RunningServer, start_server, write_chat_model
 
 API_KEY = "key-for-clients"
 LONG_CONTEXT = 131_072
-DEFAULT_MODEL = "smollm2-135m"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,26 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights with the tokenizer and the template of the default model, for prompts of any size."""
-    tokenizer = load_tokenizer(fetch_model(DEFAULT_MODEL))
-    assert tokenizer is not None
-    folder = write_tiny_model(
-        tmp_path_factory.mktemp("tiny"),
-        vocab_size=49_152,
-        max_position_embeddings=LONG_CONTEXT,
-        rope_theta=1e6,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    (folder / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": tokenizer.chat_template,
-        **tokenizer.special_tokens,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return write_chat_model(tmp_path_factory.mktemp("tiny"), LONG_CONTEXT)
 
 
 @pytest.fixture(scope="session")

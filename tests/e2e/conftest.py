@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.cli.console import fetch_model
+from penstock.models.load import load_tokenizer
 from penstock.simulator.replay import replay
+from tests.engine.tiny import write_tiny_model
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,34 @@ def default_model() -> str:
     """The name of the default model, once it is in the cache."""
     subprocess.run([PENSTOCK, "pull", "smollm2-135m"], check=True, timeout=600)
     return "smollm2-135m"
+
+
+def write_chat_model(folder: Path, context: int) -> Path:
+    """Write random weights with the tokenizer and the template of the default model, for prompts of any size."""
+    tokenizer = load_tokenizer(fetch_model("smollm2-135m"))
+    assert tokenizer is not None
+    write_tiny_model(
+        folder,
+        vocab_size=49_152,
+        max_position_embeddings=context,
+        rope_theta=1e6,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    (folder / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": tokenizer.chat_template,
+        **tokenizer.special_tokens,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat"), context=8192)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,16 @@
-"""Prompt caching with the real model: the demonstration of bench/prompt_caching.py, and the real Anthropic client."""
+"""Prompt caching end to end: the demonstration of bench/prompt_caching.py, and the real Anthropic client."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import anthropic
 import httpx
 import pytest
 
 from bench import prompt_caching as bench
+from penstock.core.engine_config import ModelConfig
 from penstock.simulator.replay import replay
 
 from .conftest import RunningServer, start_server
@@ -21,12 +23,13 @@ SYSTEM = (
 
 
 @pytest.fixture(scope="module")
-def small_server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Its cache holds 3,200 tokens, of which pins may hold 800."""
+def small_server(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose cache holds 3,200 tokens, of which pins may hold 800."""
     folder = tmp_path_factory.mktemp("small")
     plans = folder / "plans.jsonl"
     settings = ("--num-kv-blocks", "200", "--max-pinned-fraction", "0.25", "--record-plans", str(plans))
-    running = start_server(folder, default_model, *settings)
+    model = (str(chat_model), "--served-model-name", "tiny", "--load-format", "random")
+    running = start_server(folder, *model, *settings)
     yield running
     assert running.stop() == 0
     with plans.open("rb") as lines:
@@ -34,8 +37,8 @@ def small_server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.slow
-def test_a_kept_prompt_survives_memory_pressure_until_its_time(default_model: str) -> None:
-    demonstration = bench.Demonstration(default_model)
+def test_a_kept_prompt_survives_memory_pressure_until_its_time(chat_model: Path) -> None:
+    demonstration = bench.Demonstration(ModelConfig(model=str(chat_model), load_format="random"))
     try:
         first, second, pressed, late = demonstration.run()
     finally:
@@ -54,7 +57,7 @@ def test_a_kept_prompt_survives_memory_pressure_until_its_time(default_model: st
 def take_the_whole_cache(server: RunningServer) -> None:
     for number in range(2):
         prompt = [number * 3000 + position for position in range(100, 2400)]
-        body = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 1}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
         httpx.post(server.url + "/v1/completions", json=body, timeout=600).raise_for_status()
 
 
@@ -63,7 +66,7 @@ def test_the_anthropic_client_sees_reads_and_writes(small_server: RunningServer)
 
     def ask(question: str, system: str = SYSTEM) -> anthropic.types.Usage:
         answer = client.messages.create(
-            model="smollm2-135m",
+            model="tiny",
             max_tokens=4,
             system=[{"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}],
             messages=[{"role": "user", "content": question}],
@@ -84,7 +87,7 @@ def test_the_anthropic_client_sees_reads_and_writes(small_server: RunningServer)
     assert pressed.cache_read_input_tokens == kept
     metrics = httpx.get(small_server.url + "/metrics").text
     assert "penstock_kv_kept_blocks_lost_total{" in metrics
-    assert 'penstock_kv_blocks_from_host_total{model_name="smollm2-135m"} 0.0' not in metrics
+    assert 'penstock_kv_blocks_from_host_total{model_name="tiny"} 0.0' not in metrics
     changed = ask("What feeds the turbine?", "Please: " + SYSTEM)
     assert changed.cache_read_input_tokens == 0
 
@@ -96,7 +99,7 @@ def test_the_anthropic_client_finds_the_conversation_so_far(small_server: Runnin
     for question in (SYSTEM + " Is that so?", "Are you sure?", "And now?"):
         turns.append({"role": "user", "content": question})
         answer = client.messages.create(
-            model="smollm2-135m", max_tokens=4, messages=turns, cache_control={"type": "ephemeral"}
+            model="tiny", max_tokens=4, messages=turns, cache_control={"type": "ephemeral"}
         )
         usage = answer.usage
         reads.append(usage.cache_read_input_tokens or 0)

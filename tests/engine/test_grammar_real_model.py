@@ -35,9 +35,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[OfflineEngine]:
-    config = EngineConfig(
-        model=ModelConfig(device="cpu", dtype="float32"), cache=CacheConfig(num_kv_blocks=512)
-    )
+    config = EngineConfig(model=ModelConfig(device="cpu"), cache=CacheConfig(num_kv_blocks=512))
     engine = OfflineEngine(config, fetch_model("smollm2-135m"))
     yield engine
     engine.close()
