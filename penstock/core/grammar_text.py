@@ -34,6 +34,16 @@ class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: str = ""
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At most `max_tokens` between the tokens `start` and `end`; then `end` is the only token possible. `is_open`
+    says that the prompt has written `start`."""
+
+    max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)]
+    start: str
+    end: str
+    is_open: bool = False
+
+
 class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Free text in which certain openings start something structured: what `Grammar.text` holds for this kind.
 
@@ -54,6 +64,9 @@ class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     separator: str = ""
     suffix: str = ""
     otherwise: dict[str, Any] | None = None
+    thinking: ThinkingBudget | None = (
+        None  # before everything else; without structures, everything else is free
+    )
 
 
 def grammar_text(grammar: Grammar, special_token_ids: Mapping[str, int]) -> str:
@@ -163,6 +176,8 @@ def _literal(text: str, special_token_ids: Mapping[str, int]) -> str:
 
 
 def _tags(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
+    if tags.thinking is not None:
+        return _thinking_first(tags, tags.thinking, special_token_ids)
     if not tags.structures:
         raise InvalidRequest("Structural tags must name at least one structure.")
     rules = []
@@ -183,6 +198,21 @@ def _tags(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
         start = f"{any_of} | free_text" if tags.stop_after_first else f"({any_of})* free_text"
         rules.append("free_text: FREE_TEXT\nFREE_TEXT: /(.|\\n)*/")
     return "\n".join([f"start: {start}", *rules])
+
+
+def _thinking_first(
+    tags: StructuralTags, budget: ThinkingBudget, special_token_ids: Mapping[str, int]
+) -> str:
+    start, end = (special_token_ids.get(marker) for marker in (budget.start, budget.end))
+    if start is None or end is None:
+        raise InvalidRequest("The model marks its thoughts with text, so their length cannot be bounded.")
+    thoughts = f"thoughts <[{end}]>" if budget.is_open else f"(<[{start}]> thoughts <[{end}]>)?"
+    rules = f"thoughts: <[^{end}]>{{0,{budget.max_tokens}}}\nfree: <[^{start}]>*"
+    if tags.structures:
+        rest = _tags(msgspec.structs.replace(tags, thinking=None), special_token_ids)
+        return f"start: {thoughts} answer\n{rules}\n{rest.replace('start:', 'answer:', 1)}"
+    before = "" if budget.is_open else "free "
+    return f"start: {before}{thoughts} free\n{rules}"
 
 
 def _only_structures(

@@ -76,6 +76,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     thinks: bool | None = None  # None leaves it to the model's template
+    max_thinking_tokens: int | None = None
     add_generation_prompt: bool = True
     continues_last: bool = False  # the answer goes on where the last message, the assistant's, ends
     template_options: dict[str, Any] = {}  # extra variables for the model's template

@@ -90,7 +90,8 @@ def test_what_surrounds_the_prompt() -> None:
     ],
 )
 def test_thinking(thinking: dict[str, Any] | None, thinks: bool | None) -> None:
-    assert prompt(thinking=thinking, max_tokens=2000).thinks is thinks
+    made = prompt(thinking=thinking, max_tokens=2000)
+    assert (made.thinks, made.max_thinking_tokens) == (thinks, 1024 if thinks else None)
 
 
 def test_input_tokens_leave_out_what_the_cache_read_and_wrote() -> None:

@@ -300,9 +300,11 @@ def test_thinking(serve: Serve) -> None:
     assert not prompt_of(served.engine.added[-1]).endswith("<think>\n")
 
 
-def test_a_model_that_does_not_think_says_so(serve: Serve) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="does not think"):
-        ask(serve(scripted("x")), thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000)
+def test_a_model_that_does_not_think_answers_as_always(serve: Serve) -> None:
+    served = serve(scripted("x"))
+    answer = ask(served, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000)
+    assert [block.type for block in answer.content] == ["text"]
+    assert served.engine.added[-1].sampling.grammar is None
 
 
 def test_cache_control(serve: Serve) -> None:

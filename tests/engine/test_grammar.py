@@ -38,6 +38,21 @@ def engine(model: Path) -> Engine:
     return tiny_engine(model)
 
 
+def test_thoughts_end_when_their_budget_is_spent(engine: Engine) -> None:
+    start, end = CALL_TOKENS
+    requests = []
+    for index in range(6):
+        budget = {"max_tokens": 7, "start": start, "end": end, "is_open": index % 2 == 0}
+        tags = {"structures": [], "triggers": [], "thinking": budget}
+        grammar = Grammar("structural_tag", json.dumps(tags))
+        bias = {CALL_TOKENS[start]: 0.0 if index % 2 == 0 else 100.0, END: -100.0}
+        requests.append(constrained(f"thinks {index}", grammar, 20, seed=index, logit_bias=bias))
+    for name, events in run(engine, requests).items():
+        token_ids = [token_id for event in events for token_id in event.token_ids]
+        assert len(token_ids) == 20, name
+        assert CALL_TOKENS[end] in token_ids[:9], name
+
+
 # SmolLM2's tokenizer has no token for the first bytes of what lies above, nor for surrogates.
 WRITABLE = st.characters(max_codepoint=0x3FFFF, exclude_categories=("Cs",))
 

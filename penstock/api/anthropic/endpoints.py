@@ -19,7 +19,6 @@ from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import Usage
 
 # The later versions took temperature, top_p and top_k away; the models here have them, so they always work.
@@ -48,7 +47,6 @@ class AnthropicEndpoints:
         check_version(request)
         wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
         generation = wire.to_generation()
-        self._check_thinking(wire)
         request_id = request_id_of(request)
         answer = await self._gateway.submit(with_context(request, generation))
         if wire.stream:
@@ -69,13 +67,6 @@ class AnthropicEndpoints:
         async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
             token_ids = await model.token_ids(wire.prompt())
         return json_response(TokenCount(len(token_ids)))
-
-    def _check_thinking(self, wire: MessagesRequest) -> None:
-        if wire.thinking is None or not wire.thinking.thinks:
-            return
-        model = self._gateway.catalogue.answering(wire.model)
-        if isinstance(model, ServedModel) and not model.dialect.reasons:
-            raise InvalidRequest(f"thinking: the model {model.name} does not think.", param="thinking")
 
 
 def check_version(request: Request) -> None:

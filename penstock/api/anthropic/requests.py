@@ -137,6 +137,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             tools=tools,
             tool_choice=choice,
             thinks=thinks,
+            max_thinking_tokens=self.thinking.budget_tokens if self.thinking and thinks else None,
             continues_last=self._continues_last(messages[-1], thinks=bool(thinks)),
         )
 

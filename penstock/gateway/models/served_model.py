@@ -45,6 +45,8 @@ class Dialect:
     def __init__(self, card: ModelCard, tokenizer: TextTokenizer, config: GatewayConfig) -> None:
         self.tool_format = tool_format_of(card, config.tool_call_parser)
         self.reasons = reasons(card, config.reasoning_parser)
+        marked_by_tokens = token_ids_by_number(card.tokenizer_json).keys() >= {THINK_START, THINK_END}
+        self._bounds_thinking = self.reasons and marked_by_tokens
         self._shown_token_ids: frozenset[int] = frozenset()
         if self.tool_format is not None:
             self._shown_token_ids = tokenizer.special_ids_of(self.tool_format.markers.texts)
@@ -73,6 +75,7 @@ class Dialect:
             reasoning_is_open=self._opens_thinking(rendered),
             shown_token_ids=self._shown_token_ids,
             grammar=grammar,
+            bounds_thinking=self._bounds_thinking,
         )
 
     def _opens_thinking(self, rendered: RenderedChat) -> bool:

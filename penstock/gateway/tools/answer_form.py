@@ -11,12 +11,19 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.grammar_text import StructuralTags, TaggedText, lenient
+from penstock.core.grammar_text import StructuralTags, TaggedText, ThinkingBudget, lenient
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatPrompt, Tool
 from penstock.gateway.tools.call_parser import CallParser
 from penstock.gateway.tools.formats import NO_PARAMETERS, ToolFormat
-from penstock.gateway.tools.parser import AnswerSink, OutputParser, PlainText, ReasoningSplitter
+from penstock.gateway.tools.parser import (
+    THINK_END,
+    THINK_START,
+    AnswerSink,
+    OutputParser,
+    PlainText,
+    ReasoningSplitter,
+)
 
 # A model that must call, and may call again, would otherwise go on until its tokens run out.
 MAX_FORCED_CALLS = 16
@@ -106,6 +113,14 @@ def _schema(tool: Tool) -> dict[str, Any]:
     return schema if tool.strict else lenient(schema)
 
 
+def with_thinking_budget(grammar: Grammar | None, budget: ThinkingBudget) -> Grammar:
+    """The grammar of an answer, if there is one, behind thoughts of a bounded length."""
+    tags = StructuralTags(structures=(), triggers=())
+    if grammar is not None:
+        tags = msgspec.json.decode(grammar.text, type=StructuralTags)
+    return _grammar(msgspec.structs.replace(tags, thinking=budget))
+
+
 def _grammar(tags: StructuralTags) -> Grammar:
     return Grammar("structural_tag", msgspec.json.encode(tags).decode())
 
@@ -146,19 +161,31 @@ def answer_form(
     reasoning_is_open: bool,
     shown_token_ids: frozenset[int],
     grammar: Grammar | None,
+    bounds_thinking: bool = False,
 ) -> AnswerForm | None:
-    """None for plain text, which then costs nothing. `grammar` is what the request demands of answers."""
+    """None for plain text, which then costs nothing. `grammar` is what the request demands of answers. Thoughts can
+    be bounded (`bounds_thinking`) where tokens of the model's vocabulary mark them."""
+    budget = None
+    if reasons and bounds_thinking and prompt.thinks and prompt.max_thinking_tokens is not None:
+        budget = ThinkingBudget(prompt.max_thinking_tokens, THINK_START, THINK_END, reasoning_is_open)
     if tool_format is not None and _may_call(prompt, tool_format, grammar):
+        bound = tool_grammar(prompt, tool_format, grammar)
         return AnswerForm(
             tool_format=tool_format,
             tool_names=frozenset(tool.name for tool in prompt.tools),
             parallel=prompt.tool_choice.parallel,
             reasons=reasons,
             reasoning_is_open=reasoning_is_open,
-            grammar=tool_grammar(prompt, tool_format, grammar),
+            grammar=bound if budget is None else with_thinking_budget(bound, budget),
             shown_token_ids=shown_token_ids,
         )
-    return AnswerForm(reasons=True, reasoning_is_open=reasoning_is_open) if reasons else None
+    if not reasons:
+        return None
+    return AnswerForm(
+        reasons=True,
+        reasoning_is_open=reasoning_is_open,
+        grammar=None if budget is None else with_thinking_budget(None, budget),
+    )
 
 
 def _may_call(prompt: ChatPrompt, tool_format: ToolFormat, grammar: Grammar | None) -> bool:

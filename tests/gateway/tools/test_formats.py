@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import llguidance
+import msgspec
 import pytest
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.gateway_config import GatewayConfig
-from penstock.core.grammar_text import grammar_text
+from penstock.core.grammar_text import grammar_text, token_ids_by_number
+from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
+from penstock.engine.grammar import with_unspellable_tokens
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart, Tool, ToolCall, ToolChoice
 from penstock.gateway.text.template import ChatTemplate
@@ -301,3 +305,52 @@ async def test_markers_that_are_control_tokens_reach_the_parser() -> None:
     assert detokenizer.push((marker, other, 97)) == "[TOOL_CALLS]a"
     assert model.tokenizer.detokenizer(()).push((marker, other, 97)) == "a"
     assert (await model.prepare(choosing("none", WEATHER))).form is None
+
+
+@pytest.mark.parametrize("opens", [True, False])
+async def test_thoughts_are_bounded_where_tokens_mark_them(*, opens: bool) -> None:
+    def thinking(*tools: Tool) -> ChatPrompt:
+        return ChatPrompt(messages=(USER,), tools=tools, thinks=True, max_thinking_tokens=4)
+
+    template = CHAT_TEMPLATE + ("<think>" if opens else "{# <think> #}")
+    as_text = ServedModel(
+        engine_ready(model_card(chat_template=template, max_model_len=4096)), GatewayConfig()
+    )
+    form = (await as_text.prepare(thinking())).form
+    assert form is not None
+    assert form.grammar is None
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    card = model_card(tokenizer=tokenizer, chat_template=template, max_model_len=4096)
+    model = ServedModel(engine_ready(card), GatewayConfig())
+    start, end = ([tokenizer.token_to_id(marker)] for marker in ("<think>", "</think>"))
+    strict = Tool(WEATHER.name, WEATHER.description, WEATHER.parameters, strict=True)
+    opening = [] if opens else start
+    for tools in ((), (WEATHER,), (strict,)):
+        form = (await model.prepare(thinking(*tools))).form
+        assert form is not None
+        assert form.grammar is not None
+        allows = token_matcher(form.grammar, card)
+        assert allows(opening + tokenizer.encode("hm, é").ids[:4] + end + tokenizer.encode("Hi.").ids)
+        assert allows(opening + end)
+        assert not allows([*opening, *b"12345", *end])
+        called = HERMES.written((ToolCall("1", "weather", '{"city": "Rome"}'),))
+        assert not tools or allows(opening + end + tokenizer.encode(called).ids)
+        assert opens or allows(list(b"No thoughts."))
+        unbound = msgspec.structs.replace(thinking(*tools), max_thinking_tokens=None)
+        free = (await model.prepare(unbound)).form
+        assert free is not None
+        assert (free.grammar is None) == (strict not in tools)
+
+
+def token_matcher(grammar: Grammar, card: ModelCard) -> Callable[[list[int]], bool]:
+    tokenizer_json = card.tokenizer_json
+    tokenizer = llguidance.LLTokenizer(with_unspellable_tokens(tokenizer_json), eos_token=256)
+    text = grammar_text(grammar, token_ids_by_number(tokenizer_json))
+
+    def allows(token_ids: list[int]) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return all(map(matcher.consume_token, token_ids)) and bool(matcher.is_accepting())
+
+    return allows
