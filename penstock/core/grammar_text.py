@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from penstock.core.closed_schema import closed
 from penstock.core.errors import InvalidRequest
+from penstock.core.patterns import for_matcher
 from penstock.core.request import Grammar
 
 # A model that has nothing to say can repeat a space for ever; this many in a row indent any sensible answer.
@@ -23,7 +24,9 @@ MAX_JSON_SPACES = 40
 _OPTIONS = "x-guidance"  # where the matcher looks for them in a schema
 _LENIENT = "lenient"
 # What may hold angle brackets in Lark's notation, and a token's name in them.
-_LARK_PIECES = re.compile(r"""//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\[\]\s"]+>)""")
+_LARK_PIECES = re.compile(
+    r"""//[^\n]*|"(?:\\.|[^"\\\n])*"|(?P<regex>/(?:\\.|[^/\\\n])+/)|(?P<token><[^<>\[\]\s"]+>)"""
+)
 
 
 class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,7 +144,7 @@ def _choices(text: str) -> list[str]:
 
 def _regex(pattern: str) -> str:
     """As a literal between slashes, on one line. What is escaped already stays as it is."""
-    return "/" + re.sub(r"\\.|/|\n", _escape, pattern, flags=re.DOTALL) + "/"
+    return "/" + re.sub(r"\\.|/|\n", _escape, for_matcher(pattern), flags=re.DOTALL) + "/"
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -152,6 +155,8 @@ def _numbered(lark: str, special_token_ids: Mapping[str, int]) -> str:
     """A client's own grammar, in which tokens that it calls by their names stand by number."""
 
     def replaced(match: re.Match[str]) -> str:
+        if match["regex"] is not None:
+            return for_matcher(match["regex"])
         token_id = special_token_ids.get(match["token"] or "")
         return match[0] if token_id is None else f"<[{token_id}]>"
 

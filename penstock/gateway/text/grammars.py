@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,11 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.grammar_text import StructuralTags, grammar_text, lenient
+from penstock.core.grammar_text import StructuralTags, grammar_text, is_lenient, lenient
+from penstock.core.patterns import without_assertions
 from penstock.core.request import Grammar
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_BYTES = 128 << 10
 MAX_EBNF_BYTES = 16 << 10
@@ -27,10 +31,12 @@ MAX_REGEX_CHARACTERS = 4096
 MAX_CHOICES = 1000
 MAX_SCHEMA_DEPTH = 64  # of brackets
 MAX_SCHEMA_VALUES = 20_000  # keys and values of all levels
+MAX_SOFTENED_PATTERNS = 100  # each is compiled to find out whether it can be
 CHECK_TIMEOUT_S = 10.0
 _MAX_REMEMBERED = 512
 _CHECK_THREADS = 2
 _GBNF_MARK = "::="
+_DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})  # of schemas; they hold no schemas
 # The fields that grammars come from, mostly; where a particular one came from is no longer known.
 _USUAL_PARAMS = {
     "json": "response_format",
@@ -196,12 +202,70 @@ def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> Grammar:
             grammar = Grammar("ebnf", any_to_lark(grammar.text))
         except Exception as error:
             raise InvalidRequest(f"The grammar cannot be read: {_first_line(str(error))}.") from None
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(
-        grammar_text(grammar, special_token_ids), None, limits=LLParserLimits(verbose_errors=False)
-    )
-    if is_error:
-        raise InvalidRequest(f"The grammar cannot be compiled: {_first_line(''.join(messages[:1]))}.")
+    error = _compile_error(grammar_text(grammar, special_token_ids))
+    if error is not None:
+        enforceable = _with_enforceable_patterns(grammar)
+        if enforceable == grammar or _compile_error(grammar_text(enforceable, special_token_ids)) is not None:
+            raise InvalidRequest(f"The grammar cannot be compiled: {error}.")
+        return enforceable
     return grammar
+
+
+def _compile_error(text: str) -> str | None:
+    limits = LLParserLimits(verbose_errors=False)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits)
+    return _first_line("".join(messages[:1])) if is_error else None
+
+
+def _with_enforceable_patterns(grammar: Grammar) -> Grammar:
+    """The grammar without what its lenient schemas demand of texts and no grammar can enforce: of a pattern the
+    assertions, or all of it."""
+    if grammar.text.count('"pattern') > MAX_SOFTENED_PATTERNS:
+        return grammar
+    if grammar.kind == "json_schema":
+        schema = json.loads(grammar.text)
+        if not is_lenient(schema):
+            return grammar
+        return Grammar(grammar.kind, json.dumps(_softened(schema), ensure_ascii=False))
+    if grammar.kind != "structural_tag":
+        return grammar
+    tags = msgspec.json.decode(grammar.text, type=StructuralTags)
+    structures = tuple(
+        msgspec.structs.replace(each, schema=_softened(each.schema)) if is_lenient(each.schema) else each
+        for each in tags.structures
+    )
+    otherwise = _softened(tags.otherwise) if is_lenient(tags.otherwise) else tags.otherwise
+    softened = msgspec.structs.replace(tags, structures=structures, otherwise=otherwise)
+    return Grammar(grammar.kind, msgspec.json.encode(softened).decode())
+
+
+def _softened(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_softened(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    softened = {}
+    for keyword, value in schema.items():
+        if keyword == "pattern" and isinstance(value, str):
+            if (pattern := _enforceable(value)) is not None:
+                softened[keyword] = pattern
+        elif keyword == "patternProperties" and isinstance(value, dict):
+            known = ((_enforceable(pattern), inner) for pattern, inner in value.items())
+            softened[keyword] = {pattern: _softened(inner) for pattern, inner in known if pattern is not None}
+        else:
+            softened[keyword] = value if keyword in _DATA_KEYWORDS else _softened(value)
+    return softened
+
+
+def _enforceable(pattern: str) -> str | None:
+    for softer in (pattern, without_assertions(pattern)):
+        schema = {"type": "string", "pattern": softer}
+        if _compile_error(grammar_text(Grammar("json_schema", json.dumps(schema)), {})) is None:
+            if softer != pattern:
+                logger.warning("the pattern %r is enforced without its assertions: %r", pattern, softer)
+            return softer
+    logger.warning("the pattern %r of a schema that is not strict cannot be enforced", pattern)
+    return None
 
 
 def _decoded(text: str, param: str) -> dict[str, Any] | bool:

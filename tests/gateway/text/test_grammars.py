@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import llguidance
+import msgspec
 import pytest
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.gateway_config import GatewayConfig
-from penstock.core.grammar_text import lenient
+from penstock.core.grammar_text import StructuralTags, TaggedText, grammar_text, lenient
 from penstock.core.request import Grammar
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.text import grammars
 from penstock.gateway.text.grammars import GrammarChecker, JsonSchemaFormat, ResponseFormat, StructuredOutputs
-from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.gateway.fake_engine import FakeEngine, byte_tokenizer, script_text
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAGS = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}
@@ -155,3 +157,67 @@ async def test_a_request_with_a_bad_grammar_never_reaches_the_engine() -> None:
     assert all(
         "start:" in request.sampling.grammar.text for request in engine.added if request.sampling.grammar
     )
+
+
+PASSWORD = {"type": "string", "pattern": r"^(?=.*\d)(?=[^)]*[a-z])[a-z\d]{4,8}$"}
+TWICE = {"type": "string", "pattern": r"^(a|b)\1$"}
+
+
+async def test_of_patterns_that_cannot_be_enforced_the_rest_is(caplog: pytest.LogCaptureFixture) -> None:
+    schema = {
+        "properties": {"word": PASSWORD, "twice": TWICE, "plain": {"type": "string", "pattern": "^x+$"}},
+        "patternProperties": {"^(?!secret)s_": {"type": "integer"}, r"^(.)\1": {"type": "null"}},
+        "default": {"pattern": "(?=x)"},
+    }
+    loose = grammars.json_schema(schema, strict=False, param="x")
+    checked = json.loads((await GrammarChecker().check(loose, {})).text)
+    assert checked["properties"] == {
+        "word": {"type": "string", "pattern": r"^[a-z\d]{4,8}$"},
+        "twice": {"type": "string"},
+        "plain": {"type": "string", "pattern": "^x+$"},
+    }
+    assert list(checked["patternProperties"]) == ["^s_"]
+    assert checked["default"] == schema["default"]
+    assert "without its assertions" in caplog.text
+    assert "cannot be enforced" in caplog.text
+    tags = StructuralTags(
+        structures=(TaggedText("<f>", lenient({"properties": {"a": TWICE}})),), triggers=("<f",)
+    )
+    of_tool = Grammar("structural_tag", msgspec.json.encode(tags).decode())
+    checked_tags = msgspec.json.decode((await GrammarChecker().check(of_tool, {})).text, type=StructuralTags)
+    assert checked_tags.structures[0].schema["properties"] == {"a": {"type": "string"}}
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"word": PASSWORD}}, TWICE])
+async def test_a_strict_schema_keeps_its_patterns(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be compiled"):
+        await GrammarChecker().check(grammars.json_schema(schema, param="x"), {})
+
+
+async def test_only_so_many_patterns_are_softened() -> None:
+    many = {"properties": {f"p{index}": PASSWORD for index in range(grammars.MAX_SOFTENED_PATTERNS + 1)}}
+    with pytest.raises(InvalidRequest, match="cannot be compiled"):
+        await GrammarChecker().check(grammars.json_schema(many, strict=False, param="x"), {})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"\d+", "42", "\u0663"),
+        (r"\w+", "a_1", "\u00e9"),
+        (r"[\d.]+", "4.2", "\u0663"),
+        (r"[^\d]", "\u0663", "3"),
+        (r"\D\W", "x\u00e9", "xy"),
+        (r"\\d", "\\d", "\\3"),
+        (r"[a[]", "[", "b"),
+        (r"[[:alpha:]]\d", "a1", "1a"),
+    ],
+)
+def test_digits_and_letters_are_ascii(pattern: str, good: str, bad: str) -> None:
+    tokenizer = llguidance.LLTokenizer(byte_tokenizer().to_str(), eos_token=256)
+    for grammar in (Grammar("regex", pattern), Grammar("ebnf", f"start: /{pattern}/")):
+        for text, is_good in ((good, True), (bad, False)):
+            matcher = llguidance.LLMatcher(tokenizer, grammar_text(grammar, {}), log_level=0)
+            assert not matcher.is_error(), matcher.get_error()
+            taken = all(map(matcher.consume_token, text.encode())) and bool(matcher.is_accepting())
+            assert taken == is_good
