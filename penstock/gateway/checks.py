@@ -96,8 +96,8 @@ def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
             param="min_tokens",
         )
     _check_range("temperature", options.temperature, 0, 2)
-    if not 0 < options.top_p <= 1:
-        raise InvalidRequest(f"top_p must be above 0 and at most 1, not {options.top_p}.", param="top_p")
+    if not 0 <= options.top_p <= 1:
+        raise InvalidRequest(f"top_p must be between 0 and 1, not {options.top_p}.", param="top_p")
     if options.top_k is not None:
         _check_range("top_k", options.top_k, 1, MAX_TOP_K)
     _check_range("min_p", options.min_p, 0, 1)

@@ -133,6 +133,7 @@ def _sampling_params(request: GenerationRequest, prompt: PreparedPrompt, max_tok
     options = msgspec.structs.asdict(request.sampling)
     if prompt.form is not None and prompt.form.grammar is not None:
         options["grammar"] = prompt.form.grammar
+    options["temperature"], options["top_p"] = request.sampling.temperature_and_top_p
     options["max_tokens"] = max_tokens
     options["min_tokens"] = min(request.sampling.min_tokens, max_tokens)
     return SamplingParams(**options)

@@ -115,6 +115,11 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     grammar: Grammar | None = None
 
+    @property
+    def temperature_and_top_p(self) -> tuple[float, float]:
+        """As engines take them: a `top_p` of 0 leaves the most probable token alone, which is temperature 0."""
+        return (self.temperature, self.top_p) if self.top_p else (0.0, 1.0)
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`n` answers for each prompt. `default_max_tokens` fills in for an absent `max_tokens` and, unlike it, is cut

@@ -114,3 +114,57 @@ def test_input_tokens_leave_out_what_the_cache_read_and_wrote() -> None:
         "output_tokens_details": {"thinking_tokens": 3},
         "service_tier": "batch",
     }
+
+
+def test_plain_text_documents_and_search_results_are_read_as_text() -> None:
+    plain = {"type": "text", "media_type": "text/plain", "data": "The sky is green."}
+    parts = {"type": "content", "content": [text("One."), text("Two.")]}
+    found = {
+        "type": "search_result",
+        "source": "https://a.example",
+        "title": "A",
+        "content": [text("Found.")],
+    }
+    document = {
+        "type": "document",
+        "source": plain,
+        "title": "Sky",
+        "context": "From a dream.",
+        "citations": {"enabled": True},
+        "cache_control": SHORT,
+    }
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [document, found]}
+    made = prompt(
+        messages=[
+            {"role": "user", "content": [document, {"type": "document", "source": parts}, text("Colour?")]},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ],
+    )
+    sky = "<document>\n<title>Sky</title>\n<context>From a dream.</context>\nThe sky is green.\n</document>"
+    assert made.messages[0].content == (
+        TextPart(sky, FIVE_MINUTES),
+        TextPart("<document>\nOne.\nTwo.\n</document>"),
+        TextPart("Colour?"),
+    )
+    source = "<source>https://a.example</source>"
+    search_result = f"<search_result>\n<title>A</title>\n{source}\nFound.\n</search_result>"
+    assert made.messages[2].content == f"{sky}\n{search_result}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "required"),
+    [
+        ("bash_20250124", "bash", []),
+        ("text_editor_20250728", "str_replace_based_edit_tool", ["command", "path"]),
+        ("text_editor_20241022", "str_replace_editor", ["command", "path"]),
+        ("memory_20250818", "memory", ["command"]),
+        ("computer_20250124", "computer", ["action"]),
+    ],
+)
+def test_tools_that_clients_run_get_a_schema(kind: str, name: str, required: list[str]) -> None:
+    (tool,) = prompt(tools=[{"type": kind, "name": name, "cache_control": SHORT}]).tools
+    assert (tool.name, tool.parameters["required"], tool.cache) == (name, required, FIVE_MINUTES)
+    assert tool.description
+    assert tool.parameters["properties"].keys() >= set(required)

@@ -379,6 +379,12 @@ def test_models(serve: Serve) -> None:
         client.models.retrieve("unknown")
 
 
+PDF: dict[str, Any] = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": ""},
+}
+
+
 def image() -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 
@@ -402,7 +408,9 @@ def tool_result(content: Any = "x") -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": []}]}, "must not be empty"),
         ({"messages": [{"role": "user", "content": [{"type": "novel"}]}]}, "novel"),
         ({"messages": [{"role": "user", "content": [image()]}]}, "takes no image blocks"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document"),
+        ({"messages": [{"role": "user", "content": [PDF]}]}, "takes no document blocks"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "source"),
+        ({"messages": [USER, tool_use(), tool_result([PDF])]}, "takes no document blocks"),
         ({"messages": [USER, tool_use(), tool_result([image()])]}, "messages.2.content.0.content.0"),
         ({"messages": [USER, tool_use()]}, "nothing answers"),
         ({"messages": [USER, tool_use(), USER]}, "is missing"),
@@ -413,7 +421,7 @@ def tool_result(content: Any = "x") -> dict[str, Any]:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 100_000}, "context"),
         ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"temprature": 0.5}, "temperature"),
         ({"stop_sequences": [""]}, "stop"),

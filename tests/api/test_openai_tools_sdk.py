@@ -308,3 +308,22 @@ def test_accepted_and_ignored(serve: Serve) -> None:
         modalities=["text"],
     )
     assert answer.choices[0].message.content == "ok"
+
+
+def test_messages_of_the_older_function_calls_are_those_of_tools(serve: Serve) -> None:
+    served = serve(scripted("ok", template=TOOL_TEMPLATE))
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    result = {"role": "function", "name": "f", "content": "sunny"}
+    messages: Any = [{"role": "user", "content": "hi"}, called, result]
+    served.sdk().chat.completions.create(model="bytes", messages=messages)
+    text = prompt_of(served.engine.added[-1])
+    assert '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' in text
+    assert "<|tool|>sunny" in text
+
+
+def test_a_share_of_nothing_is_the_most_probable_token(serve: Serve) -> None:
+    served = serve(scripted("ok"))
+    messages: Any = [{"role": "user", "content": "hi"}]
+    served.sdk().chat.completions.create(model="bytes", messages=messages, top_p=0, temperature=1)
+    sampling = served.engine.added[-1].sampling
+    assert (sampling.temperature, sampling.top_p) == (0.0, 1.0)

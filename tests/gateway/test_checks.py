@@ -25,6 +25,7 @@ def check(n: int = 1, num_prompts: int = 1, **options: Any) -> None:
     [
         {},
         {"temperature": 0.0},
+        {"top_p": 0.0},
         {"temperature": 2.0, "top_p": 1e-9, "top_k": 1, "min_p": 1.0},
         {"repetition_penalty": 0.5, "presence_penalty": -2.0, "frequency_penalty": 2.0},
         {"stop": ("a",) * 16, "stop_token_ids": (0, 99), "logit_bias": {0: -100.0, 99: 100.0}},
@@ -42,7 +43,7 @@ def test_accepted(options: dict[str, Any]) -> None:
         ("temperature", math.inf),
         ("temperature", -0.1),
         ("temperature", 2.1),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("top_p", math.nan),
         ("top_k", -5),

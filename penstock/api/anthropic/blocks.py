@@ -14,7 +14,9 @@ from penstock.core.errors import InvalidRequest
 from penstock.gateway.prompts import CacheMark, ChatMessage, TextPart, ToolCall
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
-_TEXT_ONLY = "Only text, tool_use, tool_result and thinking blocks are supported."
+_TEXT_ONLY = (
+    "Only text, plain-text documents, search results, tool_use, tool_result and thinking are supported."
+)
 
 
 class CacheControl(msgspec.Struct, frozen=True):
@@ -52,12 +54,47 @@ class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
     pass
 
 
+class DocumentSource(msgspec.Struct):
+    """Plain text in `data`, text blocks in `content`, or something that only Anthropic's models can read."""
+
+    type: str
+    data: str | None = None
+    content: str | list[TextBlock] | None = None
+    media_type: str | None = None
+
+
 class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
-    pass
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    cache_control: CacheControl | None = None
+
+    def text(self) -> str | None:
+        """What the model reads; None for documents that are no text."""
+        source = self.source
+        body = source.data if source.type == "text" else None
+        if source.type == "content":
+            body = _joined_text(source.content)
+        return None if body is None else _described("document", body, title=self.title, context=self.context)
 
 
 class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
-    pass
+    source: str
+    title: str
+    content: list[TextBlock]
+    cache_control: CacheControl | None = None
+
+    def text(self) -> str | None:
+        return _described("search_result", _joined_text(self.content), title=self.title, source=self.source)
+
+
+def _joined_text(content: str | Sequence[TextBlock] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
+
+
+def _described(kind: str, body: str, **fields: str | None) -> str:
+    lines = [f"<{name}>{value}</{name}>" for name, value in fields.items() if value]
+    return "\n".join([f"<{kind}>", *lines, body, f"</{kind}>"])
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
@@ -139,6 +176,8 @@ class _TurnReader:
             place = f"content.{index}"
             if isinstance(block, TextBlock):
                 parts.append(_text_part(block, f"{self._place}.{place}"))
+            elif isinstance(block, DocumentBlock | SearchResultBlock):
+                parts.append(TextPart(self._text_of(block, place), mark_of(block.cache_control)))
             elif isinstance(block, ToolResultBlock) and role == "user":
                 if parts:
                     self._refuse(place, "tool_result blocks must come before text in a message.")
@@ -180,13 +219,19 @@ class _TurnReader:
         if isinstance(block.content, str):
             texts.append(block.content)
         for index, part in enumerate(block.content if isinstance(block.content, list) else ()):
-            if not isinstance(part, TextBlock):
-                self._refuse_media(part, f"{place}.content.{index}")
-            texts.append(part.text)
+            texts.append(self._text_of(part, f"{place}.content.{index}"))
         text = "\n".join(texts)
         if block.is_error:  # templates have no other way to tell the model
             text = f"Error: {text}" if text else "Error"
         return ChatMessage("tool", text, tool_call_id=block.tool_use_id, cache=mark_of(block.cache_control))
+
+    def _text_of(self, block: TextBlock | ImageBlock | DocumentBlock | SearchResultBlock, place: str) -> str:
+        if isinstance(block, TextBlock):
+            return block.text
+        text = None if isinstance(block, ImageBlock) else block.text()
+        if text is None:
+            self._refuse_media(block, place)
+        return text
 
     def _refuse_media(self, block: msgspec.Struct, place: str) -> NoReturn:
         kind = block.__struct_config__.tag

@@ -18,6 +18,7 @@ from penstock.api.anthropic.blocks import (
     mark_of,
     system_message,
 )
+from penstock.api.anthropic.client_tools import CLIENT_TOOLS
 from penstock.core.errors import InvalidRequest, ThreadsUnsupported
 from penstock.core.request import Grammar, Tier
 from penstock.gateway.prompts import (
@@ -31,6 +32,7 @@ from penstock.gateway.prompts import (
 )
 
 MIN_THINKING_TOKENS = 1024
+_DATE = re.compile(r"_\d{8}$")  # at the end of the types of Anthropic's own tools
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _MODES: dict[str, Literal["auto", "required", "named", "none"]] = {
     "auto": "auto",
@@ -49,6 +51,9 @@ class ToolDefinition(msgspec.Struct):
     cache_control: CacheControl | None = None
 
     def to_tool(self, place: str) -> Tool:
+        client_tool = CLIENT_TOOLS.get(_DATE.sub("", self.type or ""))
+        if client_tool is not None:
+            return client_tool.to_tool(self.name, self.strict, mark_of(self.cache_control))
         if self.type not in (None, "custom"):
             raise InvalidRequest(
                 f"{place}: the server runs no tools of its own, such as {self.type!r}.",

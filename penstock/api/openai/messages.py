@@ -10,7 +10,9 @@ import msgspec
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.prompts import ChatMessage, TextPart, Tool, ToolCall, ToolChoice
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# Templates know one name for each of these roles.
+_NEWEST_ROLES = {"developer": "system", "function": "tool"}
 
 
 class MessagePart(msgspec.Struct):
@@ -36,6 +38,7 @@ class Message(msgspec.Struct):
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None  # the older form of one tool call
     reasoning_content: str | None = None  # as we answer it
     reasoning: str | None = None  # the same, as other servers name it
     refusal: str | None = None
@@ -47,29 +50,36 @@ class Message(msgspec.Struct):
                 f"{param}.role is {self.role!r}, which is none of {', '.join(sorted(ROLES))}.",
                 param=f"{param}.role",
             )
-        if self.tool_calls and self.role != "assistant":
+        if (self.tool_calls or self.function_call) and self.role != "assistant":
             raise InvalidRequest("Only an assistant calls tools.", param=f"{param}.tool_calls")
         if self.role == "tool" and self.tool_call_id is None:
             raise InvalidRequest(f"{param}.tool_call_id is missing.", param=f"{param}.tool_call_id")
+        if self.role == "function" and self.name is None:
+            raise InvalidRequest(f"{param}.name is missing.", param=f"{param}.name")
         return ChatMessage(
-            # Templates know the older name of this role.
-            "system" if self.role == "developer" else self.role,
+            _NEWEST_ROLES.get(self.role, self.role),
             self._content(param),
             self.name,
-            tuple(
-                ToolCall(call.id, call.function.name, call.function.arguments)
-                for call in self.tool_calls or ()
-            ),
-            self.tool_call_id,
+            self._calls(),
+            f"call_{self.name}" if self.role == "function" else self.tool_call_id,
             self.reasoning if self.reasoning_content is None else self.reasoning_content,
         )
+
+    def _calls(self) -> tuple[ToolCall, ...]:
+        calls = [
+            ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
+        ]
+        if self.function_call is not None:  # has no id: results name the function
+            name = self.function_call.name
+            calls.append(ToolCall(f"call_{name}", name, self.function_call.arguments))
+        return tuple(calls)
 
     def _content(self, param: str) -> str | tuple[TextPart, ...]:
         if isinstance(self.content, list):
             return tuple(TextPart(_text_of(part, param)) for part in self.content)
         if self.content is not None:
             return self.content
-        if self.role == "assistant" and (self.tool_calls or self.refusal is not None):
+        if self.role == "assistant" and (self.tool_calls or self.function_call or self.refusal is not None):
             return self.refusal or ""
         raise InvalidRequest(f"{param}.content is missing.", param=f"{param}.content")
 

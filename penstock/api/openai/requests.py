@@ -49,6 +49,7 @@ COMPLETION_DEFAULT_MAX_TOKENS = 16
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TIERS = {"flex": Tier.BATCH, "priority": Tier.PRIORITY}
+_OTHER_SERVERS_GRAMMARS = {"regex": "regex", "ebnf": "grammar", "json_schema": "json", "grammar": "grammar"}
 _TOP_K_OFF = (-1, 0)  # as other servers write it
 
 
@@ -87,6 +88,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: Any = None  # SGLang's and llama.cpp's names, all refused
+    ebnf: Any = None
+    json_schema: Any = None
+    grammar: Any = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -123,6 +128,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     def _grammar(self) -> Grammar | None:
         """What the answer must look like, in whichever of the ways there are to say it; at most one."""
+        for name, ours in _OTHER_SERVERS_GRAMMARS.items():
+            if getattr(self, name) is not None:  # to ignore it would be to break a promise
+                raise InvalidRequest(
+                    f"The field {name} is not supported.", param=name, hint=f"Use structured_outputs.{ours}."
+                )
         guided = StructuredOutputs(
             json=self.guided_json,
             regex=self.guided_regex,

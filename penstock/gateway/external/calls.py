@@ -135,7 +135,7 @@ def _tool_choice(prompt: ChatPrompt) -> dict[str, Any]:
 
 def _sampling_fields(options: SamplingOptions, *, is_chat: bool) -> dict[str, Any]:
     # Always said: servers differ in what they take when nothing is.
-    fields: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p}
+    fields: dict[str, Any] = dict(zip(("temperature", "top_p"), options.temperature_and_top_p, strict=True))
     for name in _PLAIN_OPTIONS:
         if (value := getattr(options, name)) != getattr(_DEFAULTS, name):
             fields[name] = value
