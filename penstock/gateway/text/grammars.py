@@ -202,11 +202,11 @@ def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> Grammar:
             grammar = Grammar("ebnf", any_to_lark(grammar.text))
         except Exception as error:
             raise InvalidRequest(f"The grammar cannot be read: {_first_line(str(error))}.") from None
-    error = _compile_error(grammar_text(grammar, special_token_ids))
-    if error is not None:
+    reason = _compile_error(grammar_text(grammar, special_token_ids))
+    if reason is not None:
         enforceable = _with_enforceable_patterns(grammar)
         if enforceable == grammar or _compile_error(grammar_text(enforceable, special_token_ids)) is not None:
-            raise InvalidRequest(f"The grammar cannot be compiled: {error}.")
+            raise InvalidRequest(f"The grammar cannot be compiled: {reason}.")
         return enforceable
     return grammar
 
@@ -244,7 +244,7 @@ def _softened(schema: Any) -> Any:
         return [_softened(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    softened = {}
+    softened: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword == "pattern" and isinstance(value, str):
             if (pattern := _enforceable(value)) is not None:
