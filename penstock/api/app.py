@@ -22,6 +22,7 @@ from penstock.api.http.authenticate import Authenticate
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
 from penstock.api.models import ModelsEndpoints
+from penstock.api.ollama.endpoints import OllamaEndpoints
 from penstock.api.openai.batches import KIND as OPENAI
 from penstock.api.openai.batches import OpenAIBatchEndpoints, OpenAIBatches
 from penstock.api.openai.embeddings import EmbeddingEndpoints
@@ -68,6 +69,7 @@ def create_app(
         *([Middleware(AccessLog, request_log)] if request_log is not None else []),
         Middleware(Authenticate, authenticator, origins),
     ]
+    embeddings = Embeddings(gateway)
     inference_routes = [
         *ModelsEndpoints(gateway).routes(),
         *AnthropicEndpoints(gateway, config.max_body_bytes).routes(),
@@ -75,11 +77,12 @@ def create_app(
         *ResponsesEndpoints(
             Responses(gateway, responses or MemoryResponses(), StoredBodies()), config.max_body_bytes
         ).routes(),
-        *EmbeddingEndpoints(Embeddings(gateway), config.max_body_bytes).routes(),
+        *EmbeddingEndpoints(embeddings, config.max_body_bytes).routes(),
     ]
     app = Application(
         routes=[
             *inference_routes,
+            *OllamaEndpoints(gateway, embeddings, config.max_body_bytes).routes(),
             *WebSocketEndpoint(gateway, config, request_log).routes(),
             *(stored_work_routes(work, inference_routes, config.max_body_bytes) if work else ()),
             *ServiceEndpoints(gateway, config.max_body_bytes).routes(),

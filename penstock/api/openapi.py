@@ -56,8 +56,18 @@ from penstock.api.anthropic.batches import (
 from penstock.api.anthropic.endpoints import TokenCount
 from penstock.api.anthropic.requests import CountTokensRequest, MessagesRequest
 from penstock.api.files import FileDeleted, FileList, FileObject
-from penstock.api.http.errors import AnthropicErrorBody, ErrorBody
+from penstock.api.http.errors import AnthropicErrorBody, ErrorBody, OllamaErrorBody
 from penstock.api.models import ModelEntry, ModelList
+from penstock.api.ollama.answers import ChatPart, GeneratePart
+from penstock.api.ollama.endpoints import EmbeddingsResponse, EmbedResponse
+from penstock.api.ollama.models import PullStatus, ShownModel, TaggedModels, Version
+from penstock.api.ollama.requests import (
+    ChatRequest,
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    ModelRequest,
+)
 from penstock.api.openai.answers import ChatCompletion, Completion
 from penstock.api.openai.batches import BatchList, CreateBatch, WireBatch
 from penstock.api.openai.embeddings import CreateEmbeddings, EmbeddingList
@@ -71,6 +81,7 @@ from penstock.gateway.ledger.report import UsagePage
 PATH = "/openapi.json"
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
+JSON_LINES = "application/x-ndjson"
 
 _REFERENCE = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -83,7 +94,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     request: type[msgspec.Struct] | None = None
     response: type[msgspec.Struct] | None = None
     query: tuple[str, ...] = ()
-    streams: bool = False  # besides a whole body it can answer with server-sent events
+    streams: bool = False  # besides a whole body it can answer with a stream
+    stream_type: str = EVENT_STREAM
     takes_body: bool = True  # of a method that could
     form: Mapping[str, Any] | None = None  # fields of a multipart form, in place of a JSON body
     content_type: str = JSON  # of the answer
@@ -139,7 +151,7 @@ Schemas = Mapping[type[msgspec.Struct], dict[str, Any]]
 
 def _schemas(operations: Sequence[Operation]) -> tuple[Schemas, dict[str, Any]]:
     """A reference to each shape, and what the references stand for."""
-    shapes: list[type[msgspec.Struct]] = [ErrorBody, AnthropicErrorBody]
+    shapes: list[type[msgspec.Struct]] = [ErrorBody, AnthropicErrorBody, OllamaErrorBody]
     for operation in operations:
         shapes += [
             shape
@@ -181,9 +193,10 @@ def _responses(route: Route, operation: Operation, schemas: Schemas) -> dict[str
     schema = schemas[operation.response] if operation.response else {}
     content: dict[str, Any] = {operation.content_type: {"schema": schema}}
     if operation.streams:
-        content[EVENT_STREAM] = {"schema": {"type": "string"}}
+        content[operation.stream_type] = {"schema": {"type": "string"}}
     is_anthropic = route.path.startswith("/v1/messages")
-    error = schemas[AnthropicErrorBody if is_anthropic else ErrorBody]
+    is_ollama = route.path.startswith("/api/")
+    error = schemas[AnthropicErrorBody if is_anthropic else OllamaErrorBody if is_ollama else ErrorBody]
     return {
         "200": {"description": "The answer.", "content": content},
         "default": {"description": "A refusal or a failure.", "content": {JSON: {"schema": error}}},
@@ -223,6 +236,20 @@ INFERENCE: dict[str, Operation] = {
     "POST /v1/embeddings": Operation(request=CreateEmbeddings, response=EmbeddingList),
     "POST /v1/messages": Operation(request=MessagesRequest, response=Message, streams=True),
     "POST /v1/messages/count_tokens": Operation(request=CountTokensRequest, response=TokenCount),
+}
+
+OLLAMA: dict[str, Operation] = {
+    "POST /api/chat": Operation(request=ChatRequest, response=ChatPart, streams=True, stream_type=JSON_LINES),
+    "POST /api/generate": Operation(
+        request=GenerateRequest, response=GeneratePart, streams=True, stream_type=JSON_LINES
+    ),
+    "POST /api/embed": Operation(request=EmbedRequest, response=EmbedResponse),
+    "POST /api/embeddings": Operation(request=EmbeddingsRequest, response=EmbeddingsResponse),
+    "GET /api/tags": Operation(response=TaggedModels),
+    "GET /api/ps": Operation(response=TaggedModels),
+    "POST /api/show": Operation(request=ModelRequest, response=ShownModel),
+    "GET /api/version": Operation(response=Version),
+    "POST /api/pull": Operation(request=ModelRequest, response=PullStatus),
 }
 
 STORED_WORK: dict[str, Operation] = {
@@ -286,4 +313,4 @@ ADMIN: dict[str, Operation] = {
     "POST /admin/releases/rollback": Operation(request=WhichModel, response=ReleaseObject),
 }
 
-OPERATIONS = INFERENCE | STORED_WORK | SERVICE | ADMIN
+OPERATIONS = INFERENCE | OLLAMA | STORED_WORK | SERVICE | ADMIN

@@ -76,11 +76,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
-# Errors of samples and chunks.
-NOT_A_NUMBER = "The model produced values that are not numbers for this request."
-OUT_OF_MEMORY = "There was not enough memory to compute this request."
-
-
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """What the executor sampled for one chunk with `samples`. `error` replaces the token when the position could
     not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR.

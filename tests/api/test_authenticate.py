@@ -158,7 +158,7 @@ async def test_refusals_are_counted(server: TenantServer) -> None:
 
 async def test_what_load_balancers_see_needs_no_key(server: TenantServer) -> None:
     async with server.client() as client:
-        for path in ("/", "/health", "/ready", "/version"):
+        for path in ("/", "/health", "/ready", "/version", "/api/version"):
             assert (await client.get(path)).status_code == 200
 
 
@@ -298,6 +298,8 @@ NEEDED = {
         *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
         *("/v1/messages/batches", "/v1/messages/batches/{batch_id}"),
         *("/v1/messages/batches/{batch_id}/cancel", "/v1/messages/batches/{batch_id}/results"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+        *("/api/tags", "/api/ps", "/api/show", "/api/pull"),
         "/openapi.json",
     },
 }

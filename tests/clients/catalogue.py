@@ -56,6 +56,15 @@ CLIENTS: tuple[Client, ...] = (
         quick=True,
     ),
     Client(
+        "ollama",
+        "ollama (Python)",
+        "ollama_sdk.py",
+        ("chat", "stream", "tools", "structured", "errors", "cancel", "other"),
+        "ollama",
+        pip=("ollama>=0.6,<1",),
+        quick=True,
+    ),
+    Client(
         "openai",
         "openai (Python)",
         "openai_sdk.py",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.replica import EngineClient, ReplicaSpec
+from penstock.cluster.client import EngineClient
+from penstock.cluster.replica import ReplicaSpec
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.plan import TokenEvent

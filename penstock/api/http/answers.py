@@ -17,11 +17,11 @@ from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.prompts import Usage
 
-_STREAM_HEADERS = [
+_STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks nginx not to hold events back
-]
+)
 
 KEEP_ALIVE_S = 15.0
 UNWATCHED_S = 0.02  # a watch costs more than what a client that leaves within this time could save
@@ -116,6 +116,8 @@ class EventStream:
     event given as `keep_alive` is sent whenever nothing else was for a while.
     """
 
+    stream_headers = _STREAM_HEADERS
+
     def __init__(
         self,
         generation: AnswerStream,
@@ -149,7 +151,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             limits = _limits_told(scope, self._generation.rate_limits)
-            headers = [*_STREAM_HEADERS, *limits, *cache_headers(self._generation)]
+            headers = [*self.stream_headers, *limits, *cache_headers(self._generation)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send_events(send)
         except ReaderGone:

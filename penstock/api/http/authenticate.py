@@ -19,7 +19,7 @@ from penstock.core.identity import OPEN_PRINCIPAL, Scope
 from penstock.gateway.tenants.authenticator import Authenticator
 
 # Paths that need no key: load balancers and people without a key may see them.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/api/version"})
 
 # What the scope INFERENCE does not cover: each path, and everything below it.
 _SCOPED_PATHS = (

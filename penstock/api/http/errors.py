@@ -1,7 +1,7 @@
 """Errors in the shape of the API that was called. Nothing of an unforeseen exception reaches the client.
 
 An Anthropic route answers in Anthropic's shape whatever goes wrong: an unknown path below it, a wrong method, a body
-that is too large, a missing key. Every other route answers in OpenAI's.
+that is too large, a missing key. So does Ollama's API, below /api. Every other route answers in OpenAI's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ CLIENT_CLOSED_REQUEST = 499
 ANTHROPIC_OVERLOADED = 529
 
 _MESSAGES_PATH = "/v1/messages"
+_OLLAMA_PATHS = "/api/"
 # Both APIs have these paths; Anthropic's clients always send their version header.
 _SHARED_PATHS = ("/v1/models", "/v1/files")  # in which the headers tell the two APIs apart
 _ANTHROPIC_VERSION = b"anthropic-version"
@@ -66,6 +67,16 @@ class AnthropicErrorBody(msgspec.Struct, frozen=True):
     type: str = "error"
 
 
+class OllamaErrorBody(msgspec.Struct, frozen=True):
+    error: str
+
+
+def is_ollama(scope: Scope) -> bool:
+    """Whether a request was made to Ollama's API."""
+    path: str = scope["path"]
+    return path.startswith(_OLLAMA_PATHS)
+
+
 def is_anthropic(scope: Scope) -> bool:
     """Whether a request was made to the Anthropic API."""
     path: str = scope["path"]
@@ -83,7 +94,8 @@ def error_response_for(scope: Scope, error: PenstockError) -> Response:
     if for_anthropic:
         body = anthropic_error_body(error, _request_id(scope))
         return Response(body, anthropic_status(error), headers, media_type="application/json")
-    return Response(error_body(error), error.status, headers, media_type="application/json")
+    body = ollama_error_body(error) if is_ollama(scope) else error_body(error)
+    return Response(body, error.status, headers, media_type="application/json")
 
 
 def error_response(error: PenstockError) -> Response:
@@ -103,6 +115,10 @@ def internal_error_response_for(scope: Scope) -> Response:
 def error_body(error: PenstockError) -> bytes:
     detail = ErrorDetail(sentence(error), error.type, error.param, error.code)
     return msgspec.json.encode(ErrorBody(detail))
+
+
+def ollama_error_body(error: PenstockError) -> bytes:
+    return msgspec.json.encode(OllamaErrorBody(sentence(error)))
 
 
 def error_event(error: PenstockError) -> bytes:
@@ -149,6 +165,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     if is_anthropic(request.scope):
         detail = AnthropicErrorDetail(_anthropic_type(error.status_code), message)
         body = AnthropicErrorBody(detail, _request_id(request.scope))
+    elif is_ollama(request.scope):
+        body = OllamaErrorBody(message)
     else:
         body = ErrorBody(ErrorDetail(message, "invalid_request_error", None, None))
     content = msgspec.json.encode(body)

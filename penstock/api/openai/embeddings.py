@@ -91,12 +91,12 @@ class EmbeddingEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
-        answer = await _run(job, request)
+        answer = await run_job(job, request)
         body = await _body(answer, as_text=wire.encoding_format == "base64")
         return WholeAnswer(body, answer.rate_limits)
 
 
-async def _run(job: EmbeddingJob, request: Request) -> EmbeddingAnswer:
+async def run_job(job: EmbeddingJob, request: Request) -> EmbeddingAnswer:
     """Until the answer is there or the client has gone, whichever comes first."""
 
     async def watch() -> None:

@@ -87,9 +87,17 @@ class EmbeddingCache(Collector):
         yield metric("embedding_cache_bytes", self._num_bytes)
 
 
-def cache_key(workspace_id: str, generation: int, pooling: Pooling, text: str | tuple[int, ...]) -> bytes:
+def cache_key(
+    workspace_id: str,
+    generation: int,
+    pooling: Pooling,
+    text: str | tuple[int, ...],
+    *,
+    truncates: bool = False,
+) -> bytes:
+    """A text that may be cut has a key of its own: where nothing is cut, a text that is too long is refused."""
     digest = hashlib.blake2b(digest_size=24)
-    content = msgspec.msgpack.encode((workspace_id, generation, pooling, text))
+    content = msgspec.msgpack.encode((workspace_id, generation, pooling, text, truncates))
     digest.update(content)
     return digest.digest()
 
@@ -110,6 +118,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     dimensions: int | None = None  # None leaves vectors as long as the model makes them
     pooling: Pooling | None = None  # None takes the model's own
+    truncates: bool = False  # cut inputs that are too long, instead of refusing them
     uses_cache: bool = True
     principal: Principal = OPEN_PRINCIPAL
     request_id: str = ""
@@ -201,11 +210,13 @@ class Embeddings:
                 await asyncio.sleep(0)
             if not given:
                 raise InvalidRequest(f"input[{index}] is empty.", param="input")
-            key = cache_key(request.principal.workspace_id, generation, pooling, given)
+            key = cache_key(
+                request.principal.workspace_id, generation, pooling, given, truncates=request.truncates
+            )
             known = self._cache.get(key) if request.uses_cache else None
             text = _Text(key, known)
             if known is None:
-                text.token_ids = await _token_ids(given, index, model)
+                text.token_ids = await _token_ids(given, index, model, truncates=request.truncates)
             texts.append(text)
         return texts
 
@@ -282,10 +293,15 @@ class EmbeddingJob:
         self._account.settle(outcome)
 
 
-async def _token_ids(given: str | tuple[int, ...], index: int, model: ServedModel) -> tuple[int, ...]:
+async def _token_ids(
+    given: str | tuple[int, ...], index: int, model: ServedModel, *, truncates: bool = False
+) -> tuple[int, ...]:
     card = model.card
     longest = card.max_model_len if card.is_encoder else card.max_model_len - 1
-    at_least = len(given) // (model.tokenizer.max_characters_per_token if isinstance(given, str) else 1)
+    characters_per_token = model.tokenizer.max_characters_per_token if isinstance(given, str) else 1
+    if truncates:
+        given = given[: longest * characters_per_token]
+    at_least = len(given) // characters_per_token
     if at_least > longest:  # before it is tokenized
         raise _too_long(index, f"at least {at_least}", longest)
     if isinstance(given, tuple):
@@ -295,6 +311,8 @@ async def _token_ids(given: str | tuple[int, ...], index: int, model: ServedMode
         token_ids = await model.tokenizer.encode_with_template(given)
     else:
         token_ids = await model.tokenizer.encode(given, add_special_tokens=True)
+    if len(token_ids) > longest and truncates:  # an encoder reads the end of a text in its last token
+        token_ids = (*token_ids[: longest - 1], token_ids[-1]) if card.is_encoder else token_ids[:longest]
     if len(token_ids) > longest:
         raise _too_long(index, str(len(token_ids)), longest)
     if not token_ids:

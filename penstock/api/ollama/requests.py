@@ -1,0 +1,327 @@
+"""What clients send to Ollama's API, and its translation into the gateway's nouns.
+
+Field names and defaults are Ollama's. An empty text stands for an absent field, as Ollama's own clients write it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, TypeAlias
+
+import msgspec
+
+from penstock.api.openai.messages import ChatTool, FunctionDefinition, tools_of
+from penstock.api.openai.requests import thinking_of
+from penstock.core.errors import InvalidRequest
+from penstock.core.request import Grammar
+from penstock.gateway.prompts import (
+    ChatMessage,
+    ChatPrompt,
+    GenerationRequest,
+    Prompt,
+    SamplingOptions,
+    TextPrompt,
+    ToolCall,
+)
+from penstock.gateway.text.grammars import json_schema
+
+ROLES = ("system", "user", "assistant", "tool")
+THINKING_LEVELS = ("low", "medium", "high")
+# Ollama's, where a request does not say.
+DEFAULT_TEMPERATURE = 0.8
+DEFAULT_TOP_K = 40
+DEFAULT_TOP_P = 0.9
+
+Duration: TypeAlias = str | int | float  # "5m", or seconds
+Number: TypeAlias = int | float  # whole numbers may be written as 40.0
+
+
+class Options(msgspec.Struct, kw_only=True):
+    """The options that change an answer. All others concern how Ollama loads a model, and are ignored."""
+
+    num_predict: Number | None = None
+    temperature: float | None = None
+    top_k: Number | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Number | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+
+    @classmethod
+    def of(cls, given: dict[str, Any] | None) -> Options:
+        try:
+            return msgspec.convert(given or {}, cls)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"options: {error}.", param="options") from error
+
+    def sampling(self, grammar: Grammar | None, logprobs: int | None) -> SamplingOptions:
+        """Zero and negative numbers stand for no limit, except for a seed, where -1 stands for a random one."""
+        seed = _whole(self.seed, "seed")
+        top_k = DEFAULT_TOP_K if self.top_k is None else _whole(self.top_k, "top_k")
+        max_tokens = _whole(self.num_predict, "num_predict")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return SamplingOptions(
+            max_tokens=max_tokens if max_tokens and max_tokens > 0 else None,
+            temperature=_or(self.temperature, DEFAULT_TEMPERATURE),
+            top_k=top_k if top_k and top_k > 0 else None,
+            top_p=_or(self.top_p, DEFAULT_TOP_P),
+            min_p=_or(self.min_p, 0.0),
+            seed=None if seed == -1 else seed,
+            repetition_penalty=_or(self.repeat_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            stop=tuple(text for text in stop if text),
+            grammar=grammar,
+            logprobs=logprobs,
+        )
+
+
+_USED_OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Options))
+
+
+class AnswerFields(msgspec.Struct, kw_only=True):
+    """What /api/chat and /api/generate share."""
+
+    ENDPOINT: ClassVar[str]  # the name in the usage ledger
+
+    model: str | None = None
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: Duration | None = None  # accepted: a served model stays loaded
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def unloads(self) -> bool:
+        """Whether a request without a prompt asks for the model to be unloaded, and not loaded."""
+        return self.keep_alive in (0, "0", "0s")
+
+    @property
+    def ignored_options(self) -> list[str]:
+        return sorted(
+            name
+            for name, value in (self.options or {}).items()
+            if value is not None and name not in _USED_OPTIONS
+        )
+
+    def generation_request(self, prompt: Prompt) -> GenerationRequest:
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return GenerationRequest(
+            prompts=(prompt,),
+            sampling=Options.of(self.options).sampling(self._grammar(), logprobs),
+            model=self.model or None,
+            endpoint=self.ENDPOINT,
+        )
+
+    def chat_prompt(
+        self, messages: tuple[ChatMessage, ...], tools: Iterable[OllamaTool] | None = None
+    ) -> ChatPrompt:
+        thinks, options = self._thinking()
+        wire_tools = [ChatTool(tool.type or "function", tool.function) for tool in tools or ()]
+        return ChatPrompt(
+            messages=messages, tools=tools_of(wire_tools), thinks=thinks, template_options=options
+        )
+
+    def _thinking(self) -> tuple[bool | None, dict[str, Any]]:
+        if not isinstance(self.think, str):
+            return self.think, {}
+        for level in ("low", "medium", "high"):
+            if self.think == level:
+                return thinking_of(level)
+        raise InvalidRequest(
+            f"think is {self.think[:40]!r}, which is neither true nor false nor one of "
+            f"{', '.join(THINKING_LEVELS)}.",
+            param="think",
+        )
+
+    def _grammar(self) -> Grammar | None:
+        if not self.format:
+            return None
+        if isinstance(self.format, dict):
+            return json_schema(self.format, param="format")
+        if self.format == "json":
+            return Grammar("json")
+        raise InvalidRequest(
+            f"format is {self.format[:40]!r}, which is neither 'json' nor a JSON schema.", param="format"
+        )
+
+
+class OllamaTool(msgspec.Struct):
+    function: FunctionDefinition
+    type: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] | None = None
+
+
+class CalledTool(msgspec.Struct):
+    function: CalledFunction
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(AnswerFields, kw_only=True):
+    ENDPOINT = "ollama_chat"
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[OllamaTool] | None = None
+
+    def to_generation(self) -> GenerationRequest | None:
+        """None for a request without messages, which asks for the model to be loaded."""
+        if not self.messages:
+            return None
+        return self.generation_request(self.chat_prompt(_chat_messages(self.messages), self.tools))
+
+
+class GenerateRequest(AnswerFields, kw_only=True):
+    ENDPOINT = "ollama_generate"
+
+    prompt: str | None = None
+    suffix: str | None = None
+    images: list[Any] | None = None
+    system: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    raw: bool | None = None
+
+    def to_generation(self) -> GenerationRequest | None:
+        """None for a request without a prompt, which asks for the model to be loaded."""
+        self._refuse_unsupported()
+        if not self.prompt:
+            return None
+        if self.raw:
+            if self.system:
+                raise InvalidRequest("system has no place in a raw prompt.", param="system")
+            return self.generation_request(TextPrompt(self.prompt))
+        system = (ChatMessage("system", self.system),) if self.system else ()
+        return self.generation_request(self.chat_prompt((*system, ChatMessage("user", self.prompt))))
+
+    def _refuse_unsupported(self) -> None:
+        _refuse_images(self.images, "images")
+        if self.suffix:
+            raise InvalidRequest(
+                "suffix is not supported: this model only goes on with a text.", param="suffix"
+            )
+        if self.template:
+            raise InvalidRequest(
+                "template is not supported: the model's own is used.",
+                param="template",
+                hint="Send the whole prompt with raw=true.",
+            )
+        if self.context:
+            raise InvalidRequest(
+                "context is not supported.", param="context", hint="Send the conversation to /api/chat."
+            )
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    input: str | list[str]
+    model: str | None = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+    options: dict[str, Any] | None = None  # accepted; none changes a vector
+    keep_alive: Duration | None = None
+
+
+class EmbeddingsRequest(msgspec.Struct, kw_only=True):
+    """The older form, for one text."""
+
+    prompt: str = ""
+    model: str | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: Duration | None = None
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """A model by name. `name` is the older name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+    verbose: bool | None = None
+
+
+def _chat_messages(messages: list[OllamaMessage]) -> tuple[ChatMessage, ...]:
+    """Ollama's calls need no ids. Here calls get ids, and results name the calls that they answer, in order."""
+    turns = []
+    unanswered: list[ToolCall] = []
+    for position, message in enumerate(messages):
+        param = f"messages[{position}]"
+        if message.role not in ROLES:
+            raise InvalidRequest(
+                f"{param}.role is {message.role[:40]!r}, which is none of {', '.join(ROLES)}.",
+                param=f"{param}.role",
+            )
+        _refuse_images(message.images, f"{param}.images")
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidRequest("Only an assistant calls tools.", param=f"{param}.tool_calls")
+        calls = tuple(
+            ToolCall(
+                call.id or f"call_{position}_{number}",
+                call.function.name,
+                msgspec.json.encode(call.function.arguments or {}).decode(),
+            )
+            for number, call in enumerate(message.tool_calls or ())
+        )
+        unanswered += calls
+        turns.append(
+            ChatMessage(
+                message.role,
+                message.content or "",
+                message.tool_name,
+                calls,
+                _answered_call(message, unanswered) if message.role == "tool" else None,
+                message.thinking,
+            )
+        )
+    return tuple(turns)
+
+
+def _answered_call(result: OllamaMessage, unanswered: list[ToolCall]) -> str:
+    """The id of the call that a result answers: the named one, else the first of its tool, else the first."""
+    if result.tool_call_id:
+        return result.tool_call_id
+    named = (call for call in unanswered if call.name == result.tool_name)
+    call = next(named, unanswered[0] if unanswered else None)
+    if call is None:
+        return "call_unknown"
+    unanswered.remove(call)
+    return call.id
+
+
+def _refuse_images(images: list[Any] | None, param: str) -> None:
+    if images:
+        raise InvalidRequest("Images are not supported: the models served here take text only.", param=param)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _whole(value: Number | None, name: str) -> int | None:
+    if value is None:
+        return None
+    if not math.isfinite(value) or value != int(value):
+        raise InvalidRequest(f"options.{name} must be a whole number, not {value}.", param=f"options.{name}")
+    return int(value)
