@@ -15,6 +15,10 @@ MODULES = {
     "top": "top",
     "release": "release",
     "pull": "pull",
+    "list": "models",
+    "show": "models",
+    "rm": "models",
+    "ps": "models",
     "chat": "chat",
     "generate": "generate",
     "quantize": "quantize",
@@ -29,6 +33,9 @@ MODULES = {
 }
 
 
+_NAMES = {"list": "list_models"}  # of commands that are called like a part of Python
+
+
 class LazyGroup(PenstockGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(MODULES)
@@ -36,7 +43,8 @@ class LazyGroup(PenstockGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in MODULES:
             return None
-        command: click.Command = getattr(import_module(f"penstock.cli.{MODULES[cmd_name]}"), cmd_name)
+        module = import_module(f"penstock.cli.{MODULES[cmd_name]}")
+        command: click.Command = getattr(module, _NAMES.get(cmd_name, cmd_name))
         return command
 
 

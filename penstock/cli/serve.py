@@ -22,6 +22,7 @@ from penstock.core.gateway_config import ServerConfig, TenantsConfig
 from penstock.core.messages import EngineReady, LoadProgress, ModelCard
 from penstock.models.catalog import BUILT_IN_MODELS
 from penstock.serve.environment import bytecode_dir
+from penstock.serve.running import announced
 from penstock.serve.stores import open_database
 
 if TYPE_CHECKING:
@@ -64,10 +65,11 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
 
     specs = planned_replicas(config, paths[0], paths[1:]) if paths else []
 
-    with _load_progress(config.engine.model.model) as (on_progress, stop_progress):
+    with _load_progress(config.engine.model.model) as (on_progress, stop_progress), announced() as announce:
 
         def on_ready(ready: EngineReady | None, url: str) -> None:
             stop_progress()
+            announce(url, sorted({spec.model for spec in specs}))
             if ready is None:
                 print_gateway_banner([server.url for server in config.external], url, is_open=is_open)
                 return

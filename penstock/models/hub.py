@@ -45,6 +45,18 @@ class PullProgress:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the cache. `path` is what loads it; `folder` is all that belongs to it."""
+
+    name: str
+    path: str
+    folder: str
+    num_bytes: int
+    modified_at: float  # Unix time
+    license: str | None = None  # None where only the model itself can tell
+
+
 OnProgress = Callable[[PullProgress], None]
 
 
@@ -121,6 +133,48 @@ class ModelHub:
             raise _disk_error(model, self.cache_dir, error) from error
         return self.path_of(model)
 
+    def cached(self) -> list[CachedModel]:
+        """All models in the cache, by name: those of the catalog, and those of the Hugging Face hub."""
+        known = [model for model in self.catalog.values() if self.is_cached(model.name)]
+        models = [
+            _cached_model(model.name, self.path_of(model), self._folder(model), model.license)
+            for model in known
+        ]
+        for folder in self._hub_dir.glob("models--*--*"):
+            snapshot = _latest_snapshot(folder)
+            if snapshot is not None:
+                name = folder.name.removeprefix("models--").replace("--", "/", 1)
+                models.append(_cached_model(name, snapshot, folder))
+        return sorted(models, key=lambda model: model.name)
+
+    def find_cached(self, name: str) -> CachedModel | None:
+        return next((model for model in self.cached() if model.name == name), None)
+
+    def cached_model(self, name: str) -> CachedModel:
+        """Raises UsageError for a name that is not in the cache."""
+        found = self.find_cached(name)
+        if found is None:
+            raise UsageError(
+                f"'{name}' is not in the cache.", hint="`penstock list` shows the models that are."
+            )
+        return found
+
+    def remove(self, name: str) -> None:
+        """Remove a model from the cache. A process that has it open keeps it until it ends."""
+        folder = Path(self.cached_model(name).folder)
+        try:
+            if name in self.catalog:
+                with self._lock(self.catalog[name], _ignore_progress):
+                    shutil.rmtree(folder)
+            else:
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be removed: {error.strerror or error}.") from error
+
+    @property
+    def _hub_dir(self) -> Path:
+        return self.cache_dir / "hub"
+
     def _folder(self, model: CatalogModel) -> Path:
         return self.cache_dir / "models" / model.name
 
@@ -177,7 +231,7 @@ class ModelHub:
         try:
             folder = snapshot_download(
                 repository,
-                cache_dir=self.cache_dir / "hub",
+                cache_dir=self._hub_dir,
                 token=self._hub_token,
                 allow_patterns=_HUB_FILES,
             )
@@ -198,6 +252,27 @@ class ModelHub:
             f"There is no model, file or folder called '{name_or_path}'.",
             hint=f"{guess}Known names are {names}; or give a Hugging Face id, a folder or a .gguf file.",
         )
+
+
+def _cached_model(name: str, path: Path, folder: Path, license: str | None = None) -> CachedModel:
+    # Snapshots of the hub are links to files that lie beside them.
+    files = [file.stat() for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
+    return CachedModel(
+        name,
+        str(path),
+        str(folder),
+        sum(file.st_size for file in files),
+        max((file.st_mtime for file in files), default=0.0),
+        license,
+    )
+
+
+def _latest_snapshot(folder: Path) -> Path | None:
+    """The model in a folder of the hub's cache; None for a download that never ended."""
+    snapshots = [each for each in folder.glob("snapshots/*") if each.is_dir()]
+    usable = [each for each in snapshots if (each / "config.json").exists() or [*each.glob("*.gguf")]]
+    latest = max(usable, key=lambda each: each.stat().st_mtime, default=None)
+    return None if latest is None else _checked_local_path(latest)
 
 
 class _JoinedFile:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock import __version__
 from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.api.ollama.requests import ModelRequest
@@ -20,7 +21,6 @@ from penstock.core.errors import InvalidRequest, ModelNotFound
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.catalogue import AnsweringModel, ListedModel
 from penstock.gateway.models.served_model import ServedModel
-from penstock.version import __version__
 
 # The version of Ollama whose API this is. Clients compare it before they use what came with a version.
 OLLAMA_VERSION = "0.12.6"

@@ -1,0 +1,191 @@
+"""`penstock list`, `show`, `rm` and `ps`: the models on this machine, and the servers that run here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from penstock.cli.commands import PenstockCommand
+from penstock.cli.console import json_option, print_facts, print_json, print_rows, shown_time, stderr_console
+from penstock.core.figures import format_bytes
+from penstock.serve.environment import API_KEY_VARIABLE, URL_VARIABLE
+from penstock.serve.running import RunningServer, running_servers
+from penstock.serve.stores import model_hub
+
+_ABSENT = "–"
+_ASK_TIMEOUT_S = 5.0
+
+
+@click.command(cls=PenstockCommand, short_help="List the models in the cache.")
+@json_option
+def list_models(as_json: bool) -> None:
+    """List the models in the cache: those that `penstock pull` fetched, and those of the Hugging Face hub.
+
+    `penstock pull --list` shows what can be fetched by name.
+    """
+    cached = model_hub().cached()
+    if as_json:
+        print_json(cached)
+        return
+    if not cached:
+        stderr_console().print("No model is in the cache. `penstock pull` fetches one.")
+        return
+    rows = [
+        (model.name, format_bytes(model.num_bytes), model.license or _ABSENT, shown_time(model.modified_at))
+        for model in cached
+    ]
+    print_rows(("NAME", "SIZE", "LICENCE", "FETCHED"), rows)
+
+
+@click.command(cls=PenstockCommand, short_help="Show what a model on disk is.")
+@click.argument("model")
+@click.option("--template", "only_template", is_flag=True, help="Print the chat template and nothing else.")
+@json_option
+def show(model: str, only_template: bool, as_json: bool) -> None:
+    """Show the architecture, parameters, quantization, context, chat template and licence of MODEL.
+
+    MODEL is a name that `penstock list` shows, a folder with safetensors, or a .gguf file. Nothing is fetched.
+    """
+    from penstock.models.facts import model_facts
+
+    hub = model_hub()
+    cached = hub.find_cached(model)
+    if cached is None and (model in hub.catalog or Path(model).expanduser().exists()):
+        facts = model_facts(hub.resolve(model))
+    else:
+        facts = model_facts(Path(hub.cached_model(model).path))
+    if cached is not None and cached.license is not None:
+        facts = msgspec.structs.replace(facts, license=cached.license)
+    if only_template:
+        click.echo(facts.template or "")
+        return
+    if as_json:
+        print_json(facts)
+        return
+    template = f"{len(facts.template):,} characters; --template prints it" if facts.template else "none"
+    print_facts(
+        [
+            ("Model", model),
+            ("Path", facts.path),
+            ("Size", format_bytes(facts.num_bytes)),
+            ("Architecture", facts.architecture or _ABSENT),
+            ("Parameters", f"{facts.num_parameters:,}" if facts.num_parameters else _ABSENT),
+            ("Quantization", facts.quantization or _ABSENT),
+            ("Context", f"{facts.context_length:,} tokens" if facts.context_length else _ABSENT),
+            ("Embedding", f"{facts.embedding_length:,}" if facts.embedding_length else _ABSENT),
+            ("Template", template),
+            ("Licence", facts.license or "not stated"),
+        ]
+    )
+
+
+@click.command(cls=PenstockCommand, short_help="Remove models from the cache.")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--yes", "-y", is_flag=True, help="Remove without asking.")
+def rm(names: Sequence[str], yes: bool) -> None:
+    """Remove the models NAME... from the cache, after a question.
+
+    Only models that `penstock list` shows can be removed. A running server keeps the model that it has loaded.
+    """
+    hub = model_hub()
+    models = [hub.cached_model(name) for name in dict.fromkeys(names)]  # all are known before one is removed
+    for model in models:
+        question = f"Remove {model.name} ({format_bytes(model.num_bytes)}) from the cache?"
+        if not yes and not click.confirm(question, err=True):
+            stderr_console().print(f"{model.name} stays.")
+            continue
+        hub.remove(model.name)
+        stderr_console().print(f"{model.name} is removed: {format_bytes(model.num_bytes)} are free.")
+
+
+class LoadedModel(msgspec.Struct, frozen=True):
+    """As the server tells; None where the server does not."""
+
+    name: str
+    size: int | None = None
+    context_length: int | None = None
+
+
+class ServerState(msgspec.Struct, frozen=True):
+    url: str
+    state: str  # ready, busy (starting or stopping), or gone
+    pid: int | None
+    started_at: float | None
+    models: tuple[LoadedModel, ...]
+
+
+@click.command(cls=PenstockCommand, short_help="List running servers and their models.")
+@click.option(
+    "--url", envvar=URL_VARIABLE, show_envvar=True, metavar="URL", help="Ask this server, on any machine."
+)
+@click.option(
+    "--api-key",
+    envvar=API_KEY_VARIABLE,
+    show_envvar=True,
+    metavar="TEXT",
+    help="Key, if the servers ask for keys; without one, only the names of the models are known.",
+)
+@json_option
+def ps(url: str | None, api_key: str | None, as_json: bool) -> None:
+    """List the servers that you started on this machine, and the models that each has loaded."""
+    servers: Sequence[RunningServer] = running_servers()
+    if url is not None:
+        wanted = url.rstrip("/").removesuffix("/v1")
+        servers = [each for each in servers if each.url == wanted] or [RunningServer(0, wanted, (), 0.0)]
+    states = [_state_of(server, api_key) for server in servers]
+    if as_json:
+        print_json(states)
+        return
+    if not states:
+        stderr_console().print("No server runs here. `penstock serve` starts one.")
+        return
+    rows = [row for state in states for row in _rows(state)]
+    print_rows(("URL", "PID", "STATE", "MODEL", "SIZE", "CONTEXT", "UP"), rows)
+
+
+def _rows(state: ServerState) -> list[tuple[str, ...]]:
+    up = _ABSENT if state.started_at is None else _duration(time.time() - state.started_at)
+    return [
+        (
+            state.url,
+            str(state.pid or _ABSENT),
+            state.state,
+            model.name,
+            format_bytes(model.size) if model.size else _ABSENT,
+            f"{model.context_length:,}" if model.context_length else _ABSENT,
+            up,
+        )
+        for model in state.models or (LoadedModel(_ABSENT),)
+    ]
+
+
+def _state_of(server: RunningServer, api_key: str | None) -> ServerState:
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    state, models = "gone", tuple(LoadedModel(name) for name in server.models)
+    with httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_TIMEOUT_S) as http:
+        try:
+            state = "ready" if http.get("/ready").is_success else "busy"
+            answer = http.get("/api/ps")
+            if answer.is_success:
+                models = tuple(_loaded(each) for each in answer.json()["models"])
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+            pass  # what is known of the server is shown
+    return ServerState(server.url, state, server.pid or None, server.started_at or None, models)
+
+
+def _loaded(entry: Any) -> LoadedModel:
+    return msgspec.convert(entry, LoadedModel)
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"
