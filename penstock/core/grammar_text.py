@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -21,6 +21,7 @@ from penstock.core.request import Grammar
 
 # A model that has nothing to say can repeat a space for ever; this many in a row indent any sensible answer.
 MAX_JSON_SPACES = 40
+MAX_TEXT_BEHIND = 64  # characters, behind the last structure of an answer that `stops_at_text`
 _OPTIONS = "x-guidance"  # where the matcher looks for them in a schema
 _LENIENT = "lenient"
 # What may hold angle brackets in Lark's notation, and a token's name in them.
@@ -53,14 +54,14 @@ class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     An opening that begins with one of the `triggers` must go on as one of the `structures`. With `at_least_one`
     there is no free text at all: the answer is `prefix`, at most `max_structures` structures with `separator` between
     them, and `suffix`; or nothing of all this but JSON of the schema `otherwise`, where there is one. With
-    `may_stop_early` the answer may end behind every structure and every separator: a model that has written a
-    separator may have nothing to add.
+    `stops_at_text` the model may write something else behind any structure, without any of the `triggers`. Such text
+    says that no structure follows: the answer ends there, for the reader at once and here soon after.
     """
 
     structures: tuple[TaggedText, ...]
     triggers: tuple[str, ...]
     at_least_one: bool = False
-    may_stop_early: bool = False
+    stops_at_text: bool = False
     stop_after_first: bool = False
     max_structures: Annotated[int, Meta(ge=1, le=1000)] | None = None
     prefix: str = ""
@@ -192,8 +193,9 @@ def _tags(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
         rules.append(f"body_{index}: %json {schema}\nclosed_{index}: body_{index}{end}")
     names = range(len(tags.structures))
     if tags.at_least_one:
-        begins = [_literal(structure.begin, special_token_ids) for structure in tags.structures]
-        start = _only_structures(tags, begins, special_token_ids)
+        start = _only_structures(tags, special_token_ids)
+        if tags.stops_at_text and not tags.stop_after_first:
+            rules.append(_text_behind(tags))
         if tags.otherwise is not None:
             start = f"{start} | otherwise"
             rules.append(f"otherwise: %json {json.dumps(_with_options(tags.otherwise))}")
@@ -220,21 +222,30 @@ def _thinking_first(
     return f"start: {before}{thoughts} free\n{rules}"
 
 
-def _only_structures(
-    tags: StructuralTags, begins: Sequence[str], special_token_ids: Mapping[str, int]
-) -> str:
-    one = " | ".join(f"{begin} closed_{index}" for index, begin in enumerate(begins))
-    prefix, separator, suffix = (
-        _literal(text, special_token_ids) + " " if text else ""
-        for text in (tags.prefix, tags.separator, tags.suffix)
-    )
-    if tags.may_stop_early and suffix:
-        suffix = f"({suffix})? "
+def _only_structures(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
+    def any_behind(before: str) -> str:
+        return " | ".join(
+            f"{_literal(before + structure.begin, special_token_ids)} closed_{index}"
+            for index, structure in enumerate(tags.structures)
+        )
+
+    prefix = f"{_literal(tags.prefix, special_token_ids)} " if tags.prefix else ""
+    end = f" {_literal(tags.suffix, special_token_ids)}" if tags.suffix else ""
+    if tags.stops_at_text and end:
+        end = f" ({end})?"
     if tags.stop_after_first:
-        return f"{prefix}({one}) {suffix}".strip()
+        return f"{prefix}({any_behind('')}){end}"
+    if tags.stops_at_text:
+        end += " text_behind?"
     times = "*" if tags.max_structures is None else f"{{0,{tags.max_structures - 1}}}"
-    trailing = f"({separator})? " if tags.may_stop_early and separator else ""
-    return f"{prefix}({one}) ({separator}({one})){times} {trailing}{suffix}".strip()
+    # A separator and what follows are one literal: alone, the separator would be taken for the text behind.
+    return f"{prefix}({any_behind('')}) ({any_behind(tags.separator)}){times}{end}"
+
+
+def _text_behind(tags: StructuralTags) -> str:
+    holding = "|".join(map(re.escape, tags.triggers))
+    without = " & ~" + _regex(rf"(.|\n)*({holding})(.|\n)*") if holding else ""
+    return f"text_behind: TEXT_BEHIND\nTEXT_BEHIND: /(.|\\n){{1,{MAX_TEXT_BEHIND}}}/{without}"
 
 
 def _triggered(index: int, tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:

@@ -145,15 +145,15 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
 class ParsedAnswer:
     """Takes what a parser found (`tools.parser.AnswerSink`) and keeps what is new until the reader comes."""
 
-    __slots__ = ("_calls", "_num_calls", "_parallel", "_reasoning", "_text", "is_over")
+    __slots__ = ("_calls", "_form", "_num_calls", "_reasoning", "_text", "is_over")
 
-    def __init__(self, text: list[str], *, parallel: bool) -> None:
+    def __init__(self, text: list[str], form: AnswerForm) -> None:
         self._text = text  # the choice's own
         self._reasoning: list[str] = []
         self._calls: list[tuple[ToolCallDelta, list[str]]] = []
         self._num_calls = 0
-        self._parallel = parallel
-        self.is_over = False  # a call beyond the only one allowed has begun: nothing more is taken
+        self._form = form
+        self.is_over = False  # what has begun does not belong to the answer any more: nothing more is taken
 
     @property
     def has_news(self) -> bool:
@@ -163,11 +163,13 @@ class ParsedAnswer:
         self._reasoning.append(text)
 
     def add_text(self, text: str) -> None:
+        """Text behind calls ends an answer that must consist of calls: the model has no more of them."""
+        self.is_over = self.is_over or (self._form.stops_at_text and bool(self._num_calls))
         if not self.is_over:
             self._text.append(text)
 
     def begin_call(self, name: str) -> None:
-        self.is_over = bool(self._num_calls) and not self._parallel
+        self.is_over = self.is_over or (bool(self._num_calls) and not self._form.parallel)
         if self.is_over:
             return
         begun = ToolCallDelta(self._num_calls, id=f"call_{secrets.token_hex(12)}", name=name)
@@ -262,7 +264,7 @@ class Choice:
         )
         self._wants_details = sampling.logprobs is not None
         self._parts: list[str] = []
-        self._parsed = None if form is None else ParsedAnswer(self._parts, parallel=form.parallel)
+        self._parsed = None if form is None else ParsedAnswer(self._parts, form)
         self._parser = None if form is None or self._parsed is None else form.parser(self._parsed)
         self._details: list[TokenDetail] = []
         self._num_seen_chars = 0  # of the detokenized text, held back or not

@@ -74,9 +74,9 @@ def _only_calls(
     return _grammar(
         StructuralTags(
             structures=_structures(tools, tool_format),
-            triggers=(),
+            triggers=(*tool_format.markers.opening, "{"),
             at_least_one=True,
-            may_stop_early=True,
+            stops_at_text=True,
             stop_after_first=not parallel,
             max_structures=MAX_FORCED_CALLS,
             prefix=tool_format.list_start,
@@ -131,6 +131,7 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     tool_format: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
     parallel: bool = True
+    stops_at_text: bool = False  # behind a call: the grammar lets nothing but calls through
     reasons: bool = False
     reasoning_is_open: bool = False  # the prompt ends inside the reasoning
     grammar: Grammar | None = None  # replaces the request's own
@@ -174,6 +175,7 @@ def answer_form(
             tool_format=tool_format,
             tool_names=frozenset(tool.name for tool in prompt.tools),
             parallel=prompt.tool_choice.parallel,
+            stops_at_text=forces_calls(prompt) or grammar is not None,
             reasons=reasons,
             reasoning_is_open=reasoning_is_open,
             grammar=bound if budget is None else with_thinking_budget(bound, budget),

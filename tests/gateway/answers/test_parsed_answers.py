@@ -24,12 +24,17 @@ CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
 async def submit(
-    engine: FakeEngine, *, tools: bool = True, parallel: bool = True, n: int = 1, **sampling: Any
+    engine: FakeEngine,
+    *,
+    tools: bool = True,
+    choice: ToolChoice | None = None,
+    n: int = 1,
+    **sampling: Any,
 ) -> AnswerStream:
     prompt = ChatPrompt(
         messages=(ChatMessage("user", "hi"),),
         tools=(Tool("f"),) if tools else (),
-        tool_choice=ToolChoice(parallel=parallel),
+        tool_choice=choice or ToolChoice(),
     )
     request = GenerationRequest(prompts=(prompt,), n=n, sampling=SamplingOptions(**sampling))
     return await Gateway(engine, GatewayConfig()).submit(request)
@@ -65,6 +70,15 @@ async def test_what_piled_up_comes_as_one_delta() -> None:
     assert answer.usage.reasoning_tokens == len("hm</think>")
 
 
+async def test_text_behind_calls_that_were_demanded_ends_the_answer() -> None:
+    engine = engine_with()
+    answer = await submit(engine, choice=ToolChoice("required"))
+    emit(engine, f"{CALL}\n{CALL}\n<tool_r")
+    (delta,) = await read(answer)
+    assert (delta.text, len(delta.tool_calls), delta.finish_reason) == ("", 2, FinishReason.STOP)
+    assert engine.aborted == [engine.added[0].id]
+
+
 async def test_id_and_name_come_once() -> None:
     engine = engine_with()
     answer = await submit(engine)
@@ -90,7 +104,7 @@ async def test_a_reader_is_not_woken_for_what_is_held_back() -> None:
 
 async def test_where_only_one_call_is_wanted_a_second_ends_the_answer() -> None:
     engine = engine_with()
-    answer = await submit(engine, parallel=False)
+    answer = await submit(engine, choice=ToolChoice(parallel=False))
     emit(engine, CALL + CALL[: CALL.index(", ")])
     (delta,) = await read(answer)
     assert [call.arguments for call in delta.tool_calls] == ['{"x": 1}']
@@ -100,7 +114,7 @@ async def test_where_only_one_call_is_wanted_a_second_ends_the_answer() -> None:
 
 async def test_a_second_call_that_comes_with_the_end_is_dropped_too() -> None:
     engine = engine_with()
-    answer = await submit(engine, parallel=False)
+    answer = await submit(engine, choice=ToolChoice(parallel=False))
     ids = tuple((CALL + CALL + "bye").encode())
     engine.emit(engine.added[0].id, *ids, EOS_ID, finish_reason=FinishReason.STOP)
     (delta,) = await read(answer)

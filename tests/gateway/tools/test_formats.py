@@ -11,7 +11,7 @@ import pytest
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.gateway_config import GatewayConfig
-from penstock.core.grammar_text import grammar_text, token_ids_by_number
+from penstock.core.grammar_text import MAX_TEXT_BEHIND, grammar_text, token_ids_by_number
 from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
 from penstock.engine.grammar import with_unspellable_tokens
@@ -235,6 +235,32 @@ def test_a_model_that_must_call_may_stop_behind_a_call_and_behind_its_separator(
         parsed = parse_calls(tool_format, written + end)
         assert (parsed.calls, parsed.text) == ([("get_time", "{}")] * num_calls, "")
     assert accepts(named, tool_format.written(calls[:1]).removesuffix(tool_format.list_end))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("tool_format", FORMATS.values())
+def test_text_behind_forced_calls_may_begin_but_holds_no_calls(
+    tool_format: ToolFormat, *, special: bool
+) -> None:
+    tokenizer = byte_tokenizer()
+    if special:
+        tokenizer.add_tokens(list(tool_format.markers.texts))
+    card = model_card(tokenizer=tokenizer)
+    time, rome = ToolCall("1", "get_time", "{}"), ToolCall("2", "weather", '{"city": "Rome"}')
+    written, another = tool_format.written((time,)), tool_format.written((time, rome))
+    grammar = tool_grammar(choosing("required", WEATHER, TIME), tool_format)
+    assert grammar is not None
+    allows = token_matcher(grammar, card)
+    for text in ("\nIt is", "\n\nIt is", tool_format.separator + "It is", "\n<tool_response>"):
+        assert allows(tokenizer.encode(written + text).ids)
+        assert parse_calls(tool_format, written + text).calls == [("get_time", "{}")]
+    assert allows(tokenizer.encode(another).ids)
+    assert not allows(tokenizer.encode(another.replace("city", "town")).ids)
+    assert not allows(tokenizer.encode(f"{written} and {written}").ids)
+    assert not allows(tokenizer.encode(written + "\n" + "." * (MAX_TEXT_BEHIND + 1)).ids)
+    single = tool_grammar(choosing("required", WEATHER, TIME, parallel=False), tool_format)
+    assert single is not None
+    assert not token_matcher(single, card)(tokenizer.encode(f"{written}\nIt is").ids)
 
 
 @pytest.mark.parametrize("tool_format", FORMATS.values())
