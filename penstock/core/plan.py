@@ -21,6 +21,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     them begin at its slot `tail_offset`: the rest of that block is another request's. `in_flight` counts the
     trailing tokens of the chunk whose ids an earlier, not yet committed step is still sampling: the executor takes
     those from its own last output. `samples` asks for one sampled token from the chunk's last position.
+    `scores_from` asks for the log-probability of each prompt token that follows a position of the chunk, from this
+    position on.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     begins: bool = False
     in_flight: int = 0
     tail_offset: int = 0
+    scores_from: int | None = None
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, tag="block"):
@@ -76,6 +79,29 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of `num_tokens` consecutive prompt tokens, of which the first is at position `start`.
+
+    They are packed, because a long prompt has too many for an object each: rows of `1 + num_top` little-endian
+    numbers. A row of `values` (float32) has the token's own log-probability and those of the most likely tokens; a
+    row of `ids` (int32) has the token's rank, 1 for the most likely one, and the ids of the most likely tokens."""
+
+    start: int
+    num_tokens: int
+    num_top: int
+    values: bytes
+    ids: bytes
+
+
+class ScoredChunk(msgspec.Struct, frozen=True, array_like=True):
+    """What the executor computed for one chunk with `scores_from`, or for a part of that chunk. `error` replaces the
+    log-probabilities where the model produced no numbers; the request then finishes with FinishReason.ERROR."""
+
+    request_id: str
+    logprobs: PromptLogprobs | None
+    error: str | None = None
+
+
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """What the executor sampled for one chunk with `samples`. `error` replaces the token when the position could
     not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR.
@@ -100,6 +126,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     sampled: tuple[SampledToken, ...]
     elapsed_s: float
+    scored: tuple[ScoredChunk, ...] = ()
 
 
 class CacheUse(msgspec.Struct, frozen=True, array_like=True):
@@ -111,10 +138,10 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """News about one request after a commit: a token, its end, or both.
+    """News about one request after a commit: a token, its end, or both; before them, log-probabilities of the prompt.
 
-    `num_cached_tokens` is set on a request's first event only: how many prompt tokens were reused. `cache_use`
-    comes with it when the request has breakpoints.
+    `num_cached_tokens` is set on the first event with a token or an end only: how many prompt tokens were reused.
+    `cache_use` comes with it when the request has breakpoints.
     """
 
     request_id: str
@@ -126,3 +153,4 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     error: str | None = None
     cache_use: CacheUse | None = None
     embedding: bytes | None = None  # the whole answer to a request with pooling
+    prompt_logprobs: PromptLogprobs | None = None  # of one chunk, in the order of the prompt

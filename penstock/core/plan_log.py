@@ -107,13 +107,16 @@ def encode_record(record: LogRecord) -> bytes:
 
 
 def _without_numbers(result: StepResult) -> StepResult:
-    if all(token.logprobs is None and token.embedding is None for token in result.sampled):
+    if not result.scored and all(
+        token.logprobs is None and token.embedding is None for token in result.sampled
+    ):
         return result
     sampled = (
         msgspec.structs.replace(token, logprobs=None, embedding=None if token.embedding is None else b"")
         for token in result.sampled
     )
-    return msgspec.structs.replace(result, sampled=tuple(sampled))
+    failed = tuple(chunk for chunk in result.scored if chunk.error is not None)
+    return msgspec.structs.replace(result, sampled=tuple(sampled), scored=failed)
 
 
 def read_plan_log(lines: Iterable[bytes]) -> tuple[LogHeader, Iterator[SchedulerCall]]:

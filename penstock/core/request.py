@@ -63,7 +63,7 @@ class Adapter(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens. `n` is not here: the gateway submits n requests that share a prefix."""
 
-    max_tokens: int
+    max_tokens: int  # 0 computes the prompt alone, and samples nothing
     min_tokens: int = 0
     temperature: float = 1.0  # 0 means greedy
     top_p: float = 1.0
@@ -77,6 +77,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = (
         None  # number of alternatives to report beside the sampled token; 0 reports it alone
     )
+    # The same for every prompt token but the first, which nothing predicts; None reports none of them. An answer that
+    # another engine has begun does not report them again.
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()  # looked for by the gateway, which alone sees text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

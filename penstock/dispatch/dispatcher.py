@@ -224,7 +224,9 @@ class Dispatcher:
         replica.num_sent += 1
         replica.breaker = self._breaker.sent(replica.breaker, now)
         record.begin_attempt(replica.id, now)
-        kv_source = self.kv_sources.choose(routed, decision, replica, now)
+        kv_source = None
+        if request.sampling.prompt_logprobs is None or request.output_token_ids:
+            kv_source = self.kv_sources.choose(routed, decision, replica, now)
         actions.append(Send(replica.id, request, time_left_s, kv_source))
 
     def _choose(self, record: RequestRecord, request: Request, now: float) -> tuple[RoutingRequest, Decision]:

@@ -184,8 +184,13 @@ def _plain(events: Sequence[TokenEvent]) -> tuple[TokenEvent, ...]:
     """The events without log-probabilities and embeddings."""
     return tuple(
         event
-        if event.embedding is None and not event.logprobs
-        else msgspec.structs.replace(event, logprobs=(), embedding=None if event.embedding is None else b"")
+        if event.embedding is None and event.prompt_logprobs is None and not event.logprobs
+        else msgspec.structs.replace(
+            event,
+            logprobs=(),
+            embedding=None if event.embedding is None else b"",
+            prompt_logprobs=None,
+        )
         for event in events
     )
 

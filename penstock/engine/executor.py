@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ from penstock.engine.faults import halves
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.pooling import HiddenPooler, sampled_vector
+from penstock.engine.prompt_scores import PromptScorer, Scores
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
 from penstock.models.model import Model
@@ -48,8 +49,16 @@ class _Submitted:
     token_ids: Tensor | None  # int64 [S] on the host once the step is done; None when nothing was sampled
     logprobs: dict[int, Tensor]
     masks: StepMasks | None
-    embeddings: dict[str, Tensor]  # on the device, by request
+    hidden: _FromHidden
     timer: StepTimer
+
+
+@dataclass(slots=True)
+class _FromHidden:
+    """What one step makes of hidden states besides samples."""
+
+    embeddings: dict[str, Tensor] = field(default_factory=dict)  # on the device, by request
+    scores: list[Scores] = field(default_factory=list)
 
 
 class ModelExecutor:
@@ -80,12 +89,14 @@ class ModelExecutor:
         self._masks = masks
         self._lora = lora
         self._pooler = HiddenPooler()
+        self._scorer = PromptScorer(model, staging, sampler.vocab_size, has_logits=sampler.has_logits)
         self._live: dict[str, _Live] = {}
         self._submitted: deque[_Submitted] = deque()
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         self._live[request.id] = _Live(request, list(request.output_token_ids))
         self._pooler.begin(request)
+        self._scorer.begin(request)
         if self._lora is not None:
             self._lora.begin(request)
         if grammar is not None:
@@ -104,6 +115,7 @@ class ModelExecutor:
     def remove(self, request_id: str) -> None:
         self._live.pop(request_id, None)
         self._pooler.end(request_id)
+        self._scorer.end(request_id)
         if self._lora is not None:
             self._lora.end(request_id)
         if self._masks is not None:
@@ -121,11 +133,15 @@ class ModelExecutor:
         token_ids: Tensor | None = None
         logprobs: dict[int, Tensor] = {}
         masks: StepMasks | None = None
-        embeddings: dict[str, Tensor] = {}
+        hidden = _FromHidden()
         with torch.inference_mode():
             self._copy_blocks(plan.copies)
             only_argmax = self._needs_only_argmax(request_ids, sampled_rows)
-            made, failed = self._compute_somehow(plan.chunks, step, embeddings, only_argmax)
+            made, failed = self._compute_somehow(plan.chunks, step, hidden, only_argmax)
+            hidden.scores = [
+                replace(each, values=self._to_host(each.values), ids=self._to_host(each.ids))
+                for each in hidden.scores
+            ]
             if made is not None:
                 sampled = made
                 if made.dim() == 1:
@@ -138,7 +154,7 @@ class ModelExecutor:
                 token_ids = self._to_host(sampled)
         timer.stop()
         self._submitted.append(
-            _Submitted(plan, request_ids, sampled_rows, token_ids, logprobs, masks, embeddings, timer)
+            _Submitted(plan, request_ids, sampled_rows, token_ids, logprobs, masks, hidden, timer)
         )
         return tuple(failed)
 
@@ -159,39 +175,44 @@ class ModelExecutor:
         self,
         chunks: Sequence[Chunk],
         step: HostStep,
-        embeddings: dict[str, Tensor],
+        taken: _FromHidden,
         *,
         graphs: bool = True,
         only_argmax: bool = False,
     ) -> Tensor | None:
         """Run the model; float32 [S, V] of the requests that sample, if any does. With `only_argmax` it may be
-        int64 [S]: the argmax of each row. `embeddings` takes in the vectors of prompts that ended."""
+        int64 [S]: the argmax of each row. `taken` gets embeddings of prompts that ended, and scores of prompts."""
         adapters = None if self._lora is None else self._lora.adapters_of(chunks)
-        if self._pooler.any_of(chunks):
-            hidden = self._hidden(step, adapters)
-            embeddings.update(self._pooler.take(hidden, step, chunks))
-            return self._head(hidden, step)
-        if graphs and adapters is None and self._graphs is not None and self._graphs.fits(step):
+        pools, scores = self._pooler.any_of(chunks), self._scorer.any_of(chunks)
+        graphs = graphs and adapters is None and not pools
+        if graphs and not scores and self._graphs is not None and self._graphs.fits(step):
             return self._graphs.logits(step)
-        if graphs and adapters is None and self._prompt_graphs is not None:
-            replayed = self._prompt_graphs.hidden(step)
-            if replayed is not None:
-                return self._head(replayed, step)
-        return self._head(self._hidden(step, adapters), step, only_argmax)
+        hidden = None
+        if graphs and self._prompt_graphs is not None:
+            hidden = self._prompt_graphs.hidden(step)
+        only_argmax = only_argmax and hidden is None and not pools
+        if hidden is None:
+            hidden = self._hidden(step, adapters)
+        made = self._head(hidden, step, only_argmax)
+        scored = self._scorer.take(hidden, step, chunks) if scores else []
+        if pools:
+            taken.embeddings.update(self._pooler.take(hidden, step, chunks))
+        taken.scores += scored  # nothing is taken of a pass that lacks memory
+        return made
 
     def _compute_somehow(
-        self, chunks: Sequence[Chunk], step: HostStep, embeddings: dict[str, Tensor], only_argmax: bool
+        self, chunks: Sequence[Chunk], step: HostStep, taken: _FromHidden, only_argmax: bool
     ) -> tuple[Tensor | None, list[Chunk]]:
         """As `_compute`, in as many passes as the memory asks for; also returns the chunks, or what was left of them,
         that no pass had room for. Their logits and vectors are not numbers."""
         try:
-            return self._compute(chunks, step, embeddings, only_argmax=only_argmax), []
+            return self._compute(chunks, step, taken, only_argmax=only_argmax), []
         except torch.OutOfMemoryError:
             pass  # the exception keeps what the pass had allocated, so the next attempt comes after this block
-        return self._compute_in_pieces(chunks, embeddings)
+        return self._compute_in_pieces(chunks, taken)
 
     def _compute_in_pieces(
-        self, chunks: Sequence[Chunk], embeddings: dict[str, Tensor]
+        self, chunks: Sequence[Chunk], taken: _FromHidden
     ) -> tuple[Tensor | None, list[Chunk]]:
         logger.warning("out of memory in a step of %d tokens", sum(chunk.num_tokens for chunk in chunks))
         made: list[Tensor] = []
@@ -205,7 +226,7 @@ class ModelExecutor:
                 if self._ops.device.type == "cuda":
                     torch.cuda.empty_cache()
                 try:
-                    logits = self._compute(piece, self._build(piece), embeddings, graphs=False)
+                    logits = self._compute(piece, self._build(piece), taken, graphs=False)
                 except torch.OutOfMemoryError:
                     parts = halves(piece)
                 else:
@@ -215,7 +236,7 @@ class ModelExecutor:
                 pieces += reversed(parts)
             else:
                 lost.setdefault(first.request_id, first)
-                made += self._nothing_for(first, embeddings)
+                made += self._nothing_for(first, taken.embeddings)
         return torch.cat(made) if made else None, list(lost.values())
 
     def _nothing_for(self, chunk: Chunk, embeddings: dict[str, Tensor]) -> list[Tensor]:
@@ -260,8 +281,11 @@ class ModelExecutor:
             sampled = self._sampler.report(
                 step.request_ids, step.rows, step.token_ids.tolist(), step.logprobs, step.masks
             )
-        embedded = (sampled_vector(request_id, vector) for request_id, vector in step.embeddings.items())
-        return StepResult(step.plan.step_id, (*sampled, *embedded), elapsed_s)
+        embedded = (
+            sampled_vector(request_id, vector) for request_id, vector in step.hidden.embeddings.items()
+        )
+        scored = tuple(scores.report() for scores in step.hidden.scores)
+        return StepResult(step.plan.step_id, (*sampled, *embedded), elapsed_s, scored)
 
     def _start_timer(self) -> StepTimer:
         return CudaTimer() if self._ops.device.type == "cuda" else HostTimer(self._clock)

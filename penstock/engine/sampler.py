@@ -59,6 +59,8 @@ class LogitEdits:
 
 
 class Sampler:
+    has_logits = True  # whether this process gets the logits of all tokens
+
     def __init__(
         self,
         ops: Ops,

@@ -16,6 +16,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of each; what an answer might begin to say is held back
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = (
+    1 << 20
+)  # numbers in one answer: for each token of all prompts, its own and the alternatives'
 MAX_TOP_K = 2**31 - 1  # what engines count with
 REPETITION_PENALTIES = (0.01, 100)  # beyond them logits overflow
 MAX_LOGIT_BIASES = 1024
@@ -35,7 +38,9 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
             "request may ask for.",
             param="n",
         )
-    _check_sampling(request.sampling, vocab_size)
+    # A completion without a token still echoes its prompt, and a scored prompt is an answer of its own.
+    needs_tokens = request.endpoint != "completions" and request.sampling.prompt_logprobs is None
+    _check_sampling(request.sampling, vocab_size, min_max_tokens=int(needs_tokens))
     for prompt in request.prompts:
         if isinstance(prompt, ChatPrompt) and prompt.tools:
             _check_tools(prompt.tools)
@@ -66,7 +71,7 @@ def resolve_max_tokens(
     if num_prompt_tokens < 1:
         raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)
     room = context - num_prompt_tokens
-    if room < 1:
+    if room < (1 if asked is None else min(1, asked)):
         raise too_long(context, f"the prompt alone has {num_prompt_tokens}", prompt_param)
     if asked is None:
         return min(room, engine.max_output_tokens, default or room)
@@ -85,9 +90,24 @@ def resolve_max_tokens(
     return asked
 
 
-def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens must be at least 1, not {options.max_tokens}.", param="max_tokens")
+def check_num_prompt_logprobs(options: SamplingOptions, prompt_lengths: Sequence[int]) -> None:
+    if options.prompt_logprobs is None:
+        return
+    count = sum(prompt_lengths) * (1 + options.prompt_logprobs)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{count} log-probabilities of prompt tokens are asked for, and one request may have at most "
+            f"{MAX_PROMPT_LOGPROBS}.",
+            param="prompt_logprobs",
+            hint="Send fewer prompts at a time, or ask for fewer alternatives.",
+        )
+
+
+def _check_sampling(options: SamplingOptions, vocab_size: int, *, min_max_tokens: int) -> None:
+    if options.max_tokens is not None and options.max_tokens < min_max_tokens:
+        raise InvalidRequest(
+            f"max_tokens must be at least {min_max_tokens}, not {options.max_tokens}.", param="max_tokens"
+        )
     if options.min_tokens < 0:
         raise InvalidRequest(f"min_tokens must be at least 0, not {options.min_tokens}.", param="min_tokens")
     if options.max_tokens is not None and options.min_tokens > options.max_tokens:
@@ -107,6 +127,7 @@ def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
     if options.seed is not None:
         _check_range("seed", options.seed, -(2**63), 2**63 - 1)
     check_top_logprobs(options.logprobs, param="logprobs")
+    check_top_logprobs(options.prompt_logprobs, param="prompt_logprobs")
     _check_stop(options.stop)
     if len(options.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(

@@ -16,7 +16,8 @@ from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim
 from penstock.gateway.answers.choice import Choice
-from penstock.gateway.checks import resolve_max_tokens
+from penstock.gateway.answers.prompt_scores import PromptScores
+from penstock.gateway.checks import check_num_prompt_logprobs, resolve_max_tokens
 from penstock.gateway.external.calls import calls_for
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.policy import Case
@@ -86,6 +87,7 @@ async def prepare_for_engine(
     work.prompts = [await model.prepare(prompt, request.sampling.grammar) for prompt in prompts]
     # Without a better reason, requests go where the adapter is likely loaded already.
     affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
+    check_num_prompt_logprobs(request.sampling, [len(prepared.token_ids) for prepared in work.prompts])
     for prompt, prepared in zip(prompts, work.prompts, strict=True):
         max_tokens = resolve_max_tokens(
             request.sampling.max_tokens,
@@ -112,10 +114,13 @@ async def prepare_for_engine(
                     min_cacheable_tokens=prompt_cache.min_tokens if prepared.breakpoints else None,
                 )
             )
-    work.choices = [
-        Choice(index, each, model.tokenizer, model.card.eos_token_ids, work.prompts[index // request.n].form)
-        for index, each in enumerate(work.engine_requests)
-    ]
+    asks_for_scores = request.sampling.prompt_logprobs is not None
+    scores = [PromptScores(prepared.token_ids) if asks_for_scores else None for prepared in work.prompts]
+    for index, each in enumerate(work.engine_requests):
+        place = index // request.n
+        choice = Choice(index, each, model.tokenizer, model.card.eos_token_ids, work.prompts[place].form)
+        choice.prompt_scores = scores[place]
+        work.choices.append(choice)
 
 
 def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
@@ -140,10 +145,12 @@ def _sampling_params(request: GenerationRequest, prompt: PreparedPrompt, max_tok
 
 
 def _for_sibling(sampling: SamplingParams, sibling: int) -> SamplingParams:
-    """Answers to one prompt have consecutive seeds, which wrap around at 64 bits."""
-    if not sibling or sampling.seed is None:
+    """Answers to one prompt have consecutive seeds, which wrap around at 64 bits. The first of them scores the
+    prompt."""
+    if not sibling or (sampling.seed is None and sampling.prompt_logprobs is None):
         return sampling
-    return msgspec.structs.replace(sampling, seed=(sampling.seed + sibling + 2**63) % 2**64 - 2**63)
+    seed = None if sampling.seed is None else (sampling.seed + sibling + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None)
 
 
 async def _cut_to_fit(prompt: Prompt, model: ServedModel, max_tokens: int | None) -> Prompt:

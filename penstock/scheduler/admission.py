@@ -118,12 +118,13 @@ def check_request(request: Request, max_length: int, max_model_len: int) -> None
     num_prompt = len(request.prompt_token_ids)
     if not num_prompt:
         raise InvalidRequest("The prompt is empty.", param="prompt")
-    if request.sampling.max_tokens < 1:
-        raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
-    if num_prompt + 1 > max_length:
+    if request.sampling.max_tokens < 0:
+        raise InvalidRequest("max_tokens must be at least 0.", param="max_tokens")
+    num_answer = min(1, request.sampling.max_tokens)
+    if num_prompt + num_answer > max_length:
         is_cache_small = max_length < max_model_len
         raise ContextLengthExceeded(
-            f"The prompt has {num_prompt} tokens, and this server takes at most {max_length - 1}.",
+            f"The prompt has {num_prompt} tokens, and this server takes at most {max_length - num_answer}.",
             param="prompt",
             hint="The KV cache is smaller than the model's context." if is_cache_small else None,
         )

@@ -38,10 +38,10 @@ class PrefixSharing:
         ] = {}  # running prefills, by the next block they will publish
 
     def lookup(self, sequence: Sequence) -> int:
-        """How many leading blocks are in the cache. The last token never counts: its logits are needed."""
-        if not self._enabled or sequence.reads_every_token:
+        """How many leading blocks are in the cache, of those that the request may reuse."""
+        if not self._enabled:
             return 0
-        limit = (sequence.num_known - 1) // self._block_size
+        limit = sequence.num_reusable_tokens // self._block_size
         found = 0
         while found < limit:
             end = min(limit, found + _LOOKUP_BLOCKS)
@@ -54,7 +54,8 @@ class PrefixSharing:
         """Put a waiting request, of which `num_found` blocks are cached, behind a running prefill that is about to
         publish the next one. False when there is none."""
         limit = (sequence.num_prompt - 1) // self._block_size
-        if not self._frontiers or sequence.was_held or sequence.reads_every_token or num_found >= limit:
+        reads_prefix = sequence.num_reusable_tokens < sequence.num_prompt - 1
+        if not self._frontiers or sequence.was_held or reads_prefix or num_found >= limit:
             return False
         leader = self._frontiers.get(sequence.hash_blocks(num_found + 1, self._block_size)[num_found])
         if leader is None or leader.rank > sequence.rank:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.messages import EngineStats, KVEvent
-from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import Chunk, SampledToken, ScoredChunk, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request
@@ -45,6 +45,7 @@ class _StepInFlight:
     step_id: int
     # Records, not ids alone: an id may be used again while the step is in flight.
     sampling: dict[str, Sequence]
+    scoring: dict[str, Sequence]
     load: StepLoad
 
 
@@ -105,7 +106,8 @@ class Scheduler:
             request,
             self._num_arrivals,
             now,
-            length_limit=min(num_prompt + max_tokens, self._max_length),
+            # A prompt that is computed alone counts a sample too, which is dropped and needs no room.
+            length_limit=min(num_prompt + max_tokens, self._max_length) if max_tokens else num_prompt + 1,
             account=self._accounts.enter(request.tenant),
         )
         if not request.sampling.ignore_eos:
@@ -171,7 +173,7 @@ class Scheduler:
         if not step.chunks:
             return None
         self._num_steps += 1
-        self._steps.append(_StepInFlight(self._num_steps, step.sampling, step.load))
+        self._steps.append(_StepInFlight(self._num_steps, step.sampling, step.scoring, step.load))
         return StepPlan(
             self._num_steps, tuple(step.chunks), self._running.take_released(), self._cache.take_copies()
         )
@@ -185,7 +187,11 @@ class Scheduler:
             raise ValueError(f"step {step.step_id} has {len(result.sampled)} samples of {len(step.sampling)}")
         self._steps.popleft()
         self._predictor.observe(step.load, result.elapsed_s)
-        events = []
+        events = [
+            self._take_scores(sequence, scored, now)
+            for scored in result.scored
+            if (sequence := step.scoring[scored.request_id]).state is not State.ENDED
+        ]
         for sampled in result.sampled:
             sequence = step.sampling[sampled.request_id]
             if sequence.state is State.ENDED:  # while this step was in flight
@@ -329,9 +335,9 @@ class Scheduler:
     def _take_sample(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
         if sampled.error is not None or sampled.embedding is not None:
             reason = FinishReason.STOP if sampled.error is None else FinishReason.ERROR
-            event = last_event(sequence, reason, sampled.error, sampled.embedding)
-            self._end(sequence, now)
-            return event
+            return self._end_with(sequence, reason, sampled.error, now, sampled.embedding)
+        if not sequence.request.sampling.max_tokens:
+            return self._end_with(sequence, FinishReason.LENGTH, None, now)
         token_id = sampled.token_id
         sequence.output_token_ids.append(token_id)
         sequence.num_known += 1
@@ -361,6 +367,24 @@ class Scheduler:
             queue_s(sequence),
             cache_use=self._breakpoints.use(sequence),
         )
+
+    def _take_scores(self, sequence: Sequence, scored: ScoredChunk, now: float) -> TokenEvent:
+        if scored.error is not None:
+            return self._end_with(sequence, FinishReason.ERROR, scored.error, now)
+        return TokenEvent(sequence.request_id, prompt_logprobs=scored.logprobs)
+
+    def _end_with(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None,
+        now: float,
+        embedding: bytes | None = None,
+    ) -> TokenEvent:
+        """End a request without another token; returns its last event."""
+        event = last_event(sequence, reason, error, embedding)
+        self._end(sequence, now)
+        return event
 
     def _postpone(self, sequence: Sequence) -> None:
         """A sample was not taken: the request stands where it stood before the step."""

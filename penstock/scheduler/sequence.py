@@ -79,6 +79,7 @@ class Sequence:
         "num_known",
         "num_prompt",
         "num_published",
+        "num_scored",
         "number",
         "output_token_ids",
         "predicted_length",
@@ -110,6 +111,9 @@ class Sequence:
         self.is_constrained = request.sampling.grammar is not None
         # An average over the prompt needs the hidden states of all its tokens, and the cache holds none.
         self.reads_every_token = request.pooling is not None and request.pooling != "last"
+        # Leading tokens that were planned with the log-probability of the next token, where a request asks for these.
+        asks_for_scores = request.sampling.prompt_logprobs is not None and not request.output_token_ids
+        self.num_scored = 0 if asks_for_scores else len(request.prompt_token_ids)
         self.stop_token_ids: frozenset[int] = frozenset(request.sampling.stop_token_ids)
 
         self.arrival_s = arrival_s
@@ -157,6 +161,14 @@ class Sequence:
     @property
     def num_in_flight(self) -> int:
         return self.num_expected - self.num_known
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens whose KV may come from the cache, because nothing else of their computation is needed. The
+        last known token never counts: its logits are needed."""
+        if self.reads_every_token:
+            return 0
+        return self.num_scored if self.num_scored < self.num_prompt - 1 else self.num_known - 1
 
     @property
     def blocks(self) -> BlockTable:

@@ -113,7 +113,16 @@ WORTHWHILE_TILES = 4  # below this, what is left out to end with a whole one wei
 
 
 class StepBuilder:
-    __slots__ = ("_predictor", "_target_s", "_tile_tokens", "chunks", "load", "num_tokens_left", "sampling")
+    __slots__ = (
+        "_predictor",
+        "_target_s",
+        "_tile_tokens",
+        "chunks",
+        "load",
+        "num_tokens_left",
+        "sampling",
+        "scoring",
+    )
 
     def __init__(
         self, num_tokens: int, predictor: StepTimePredictor, target_s: float | None, tile_tokens: int
@@ -124,6 +133,7 @@ class StepBuilder:
         self.num_tokens_left = num_tokens
         self.chunks: list[Chunk] = []
         self.sampling: dict[str, Sequence] = {}
+        self.scoring: dict[str, Sequence] = {}  # requests with chunks whose prompt tokens are scored
         self.load = StepLoad()
 
     def add_decodes(self, sequences: list[Sequence], moved: set[int]) -> None:
@@ -174,9 +184,21 @@ class StepBuilder:
         samples = start + num_tokens == sequence.num_known
         new_blocks = tuple(sequence.blocks.block_ids) if begins else ()
         tail_offset = (sequence.blocks.half_offset or 0) if begins else 0
+        scores_from = None
+        if sequence.num_scored < min(start + num_tokens, sequence.num_prompt - 1):
+            scores_from = sequence.num_scored
+            sequence.num_scored = start + num_tokens
+            self.scoring[sequence.request_id] = sequence
         self.chunks.append(
             Chunk(
-                sequence.request_id, start, num_tokens, samples, new_blocks, begins, tail_offset=tail_offset
+                sequence.request_id,
+                start,
+                num_tokens,
+                samples,
+                new_blocks,
+                begins,
+                tail_offset=tail_offset,
+                scores_from=scores_from,
             )
         )
         sequence.num_computed = start + num_tokens

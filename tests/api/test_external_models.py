@@ -254,6 +254,9 @@ async def test_what_takes_a_tokenizer_is_refused() -> None:
             ("/tokenize", {"model": "theirs", "prompt": "x"}),
             ("/v1/messages/count_tokens", CHAT),
             ("/v1/embeddings", {"model": "theirs", "input": "x"}),
+            ("/v1/completions", {"model": "theirs", "prompt": "x", "echo": True, "logprobs": 1}),
+            ("/v1/completions", {"model": "theirs", "prompt": "x", "echo": True, "max_tokens": 0}),
+            ("/v1/chat/completions", CHAT | {"prompt_logprobs": 1}),
         ):
             answer = await ours.http.post(path, json=body)
             assert answer.status_code == 400, answer.text

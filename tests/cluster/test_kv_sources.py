@@ -62,10 +62,12 @@ class Rig:
                     EngineStats(num_steps=step, step_tokens=tokens, step_s=0.01 + tokens * 1e-3)
                 )
 
-    def ask(self, prompt: bytes = PROMPT) -> tuple[str, KVSource | None]:
+    def ask(self, prompt: bytes = PROMPT, **sampling: int) -> tuple[str, KVSource | None]:
         """Who serves it, and with whose KV."""
         self.num_asked += 1
         request = make_request(f"r{self.num_asked}", prompt=prompt)
+        options = msgspec.structs.replace(request.sampling, **sampling)
+        request = msgspec.structs.replace(request, sampling=options)
         self.fleet.add(request, timeout_s=None, on_event=ignore, on_error=fail)
         (server,) = [replica for replica in self.replicas.values() if request.id in replica.sources]
         return server.replica_id, server.sources[request.id]
@@ -100,6 +102,15 @@ async def test_long_prompts_go_by_way_of_prefill_replicas(rig: Rig) -> None:
     rig.cache("d", PROMPT[::-1])
     assert rig.ask(PROMPT[::-1]) == ("d", None), "and one that is cached there"
     assert rig.fleet.dispatcher.kv_sources.ways == {"prefill": 1, "here": 2}
+
+
+async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_where_it_is_served(
+    rig: Rig,
+) -> None:
+    """KV of another replica comes without the logits of its tokens."""
+    rig.join(("p", "prefill", "a"), ("d", "decode", "a"))
+    assert rig.ask(prompt_logprobs=1) == ("d", None)
+    assert rig.ask() == ("d", KVSource("kv://p"))
 
 
 async def test_only_replicas_of_one_revision_are_paired(rig: Rig) -> None:

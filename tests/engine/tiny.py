@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.plan import TokenEvent
 from penstock.core.request import CacheBreakpoint, Request, SamplingParams
@@ -98,6 +100,20 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, list[TokenEvent]]:
 
 def tokens(events: list[TokenEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
+
+
+def unpacked(events: list[TokenEvent]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The log-probabilities of a prompt, and its ranks and ids. Their pieces must follow each other."""
+    values, ids, position = [], [], 1
+    for piece in (event.prompt_logprobs for event in events if event.prompt_logprobs is not None):
+        assert piece.start == position
+        position += piece.num_tokens
+        shape = (piece.num_tokens, 1 + piece.num_top)
+        values.append(np.frombuffer(piece.values, "<f4").reshape(shape))
+        ids.append(np.frombuffer(piece.ids, "<i4").reshape(shape))
+    if not values:
+        return np.zeros((0, 4)), np.zeros((0, 4))
+    return np.concatenate(values), np.concatenate(ids)
 
 
 def teach_short_answers(engine: Engine) -> None:

@@ -7,6 +7,7 @@ a few longer words.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.core.errors import PenstockError
 from penstock.core.messages import EngineReady, EngineStats, ModelCard
-from penstock.core.plan import TokenEvent, TokenLogprobs
+from penstock.core.plan import PromptLogprobs, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
 
 EOS_ID = 256
@@ -92,7 +93,9 @@ def script_text(text: str, *, num_cached_tokens: int = 0) -> Script:
         if len(ids) > request.sampling.max_tokens:
             ids = ids[: request.sampling.max_tokens]
             reason = FinishReason.LENGTH
-        events = []
+        events = prompt_scores(request)
+        if not ids:
+            events.append(TokenEvent(request.id, finish_reason=reason, num_cached_tokens=0, queue_s=0.0))
         for position, token_id in enumerate(ids):
             events.append(
                 TokenEvent(
@@ -107,6 +110,24 @@ def script_text(text: str, *, num_cached_tokens: int = 0) -> Script:
         return events
 
     return script
+
+
+def prompt_scores(request: Request, piece: int = 3) -> list[TokenEvent]:
+    """Events with the scores of a prompt, a few tokens at a time. The token at position p has the log-probability
+    -p / 4 and rank 2; the most likely token is the next byte value, and the token itself comes second."""
+    num_top = request.sampling.prompt_logprobs
+    events = []
+    prompt = request.prompt_token_ids
+    for start in range(1, len(prompt), piece) if num_top is not None else ():
+        values, ids = array("f"), array("i")
+        for position in range(start, min(start + piece, len(prompt))):
+            own = -position / 4
+            values.extend([own, *([0.0, own, *([-99.0] * 18)][:num_top])])
+            ids.extend([2, *([(prompt[position] + 1) % 256, prompt[position], *range(18)][:num_top])])
+        count = min(piece, len(prompt) - start)
+        scores = PromptLogprobs(start, count, num_top or 0, values.tobytes(), ids.tobytes())
+        events.append(TokenEvent(request.id, prompt_logprobs=scores))
+    return events
 
 
 def _logprobs(token_id: int, num_alternatives: int | None) -> tuple[TokenLogprobs, ...]:

@@ -10,11 +10,22 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from zlib import crc32
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.hashing import chain_hashes, root_hash
-from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import (
+    Chunk,
+    HalfCopy,
+    KVCopy,
+    PromptLogprobs,
+    SampledToken,
+    ScoredChunk,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from penstock.core.request import CacheBreakpoint, FinishReason, Request, SamplingParams, Tier
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler import Scheduler
@@ -35,6 +46,20 @@ def root(tenant: str) -> int:
 
 def sample(digest: int) -> int:
     return (digest >> 7) % VOCABULARY
+
+
+def score(digest: int, token_id: int) -> bytes:
+    """What this executor says of a prompt token that follows a slot, in place of a log-probability."""
+    return extend(digest, token_id).to_bytes(8, "little")
+
+
+def expected_scores(request: Request) -> list[bytes]:
+    digest = root(request.tenant)
+    scores = []
+    for token_id, following in pairwise(request.prompt_token_ids):
+        digest = extend(digest, token_id)
+        scores.append(score(digest, following))
+    return scores
 
 
 def expected_answer(request: Request, count: int) -> list[int]:
@@ -95,6 +120,7 @@ class StrictExecutor:
         self.num_halves_copied = 0
         self.last_step_id = 0
         self.faults = Faults()
+        self.prompts: dict[str, tuple[int, ...]] = {}
 
     def execute(self, plan: StepPlan, tokens: dict[str, list[int]], tenants: dict[str, str]) -> StepResult:
         assert plan.step_id == self.last_step_id + 1
@@ -112,12 +138,25 @@ class StrictExecutor:
         self._write(plan)
         self._read(plan)
         self._check_contexts()
+        scored = tuple(self._score(chunk) for chunk in plan.chunks if chunk.scores_from is not None)
         sampled = []
         for chunk in plan.chunks:
             if chunk.samples:
                 sampled.append(self._sample(chunk))
         self.num_tokens_computed += plan.num_tokens
-        return StepResult(plan.step_id, tuple(sampled), self.faults.step_s(plan.num_tokens))
+        return StepResult(plan.step_id, tuple(sampled), self.faults.step_s(plan.num_tokens), scored)
+
+    def _score(self, chunk: Chunk) -> ScoredChunk:
+        assert chunk.scores_from is not None
+        prompt, digests = self.prompts[chunk.request_id], self.rows[chunk.request_id].digests
+        end = min(chunk.start + chunk.num_tokens, len(prompt) - 1)
+        assert chunk.start <= chunk.scores_from < end, "there is nothing to score"
+        positions = range(chunk.scores_from, end)
+        scores = b"".join(score(digests[position], prompt[position + 1]) for position in positions)
+        logprobs = PromptLogprobs(chunk.scores_from + 1, len(positions), 0, scores, b"")
+        if self.faults.happens(self.faults.error_share):
+            return ScoredChunk(chunk.request_id, None, "not a number")
+        return ScoredChunk(chunk.request_id, logprobs)
 
     def _sample(self, chunk: Chunk) -> SampledToken:
         request_id = chunk.request_id
@@ -284,6 +323,7 @@ class Driver:
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
+        self.scores: dict[str, list[bytes]] = {}  # of prompt tokens, from the second on
         self.finished: dict[str, TokenEvent] = {}
         self.first_events: dict[str, TokenEvent] = {}
         self.plans: list[StepPlan] = []
@@ -299,6 +339,8 @@ class Driver:
         constrained = self.executor.faults.constrained
         (constrained.add if request.sampling.grammar else constrained.discard)(request.id)
         self.answers[request.id] = list(request.output_token_ids)
+        self.scores[request.id] = []
+        self.executor.prompts[request.id] = request.prompt_token_ids
         self.finished.pop(request.id, None)
         self.first_events.pop(request.id, None)
         self.aborted.discard(request.id)
@@ -421,6 +463,9 @@ class Driver:
             request_id = event.request_id
             assert request_id not in self.finished, "news of a request that ended"
             assert request_id not in self.aborted, "news of a request that was aborted"
+            if event.prompt_logprobs is not None:
+                self._take_scores(event, event.prompt_logprobs)
+                continue
             answer = self.answers[request_id]
             if request_id not in self.first_events:
                 self.first_events[request_id] = event
@@ -428,6 +473,8 @@ class Driver:
                 assert event.num_cached_tokens is None
                 assert event.queue_s is None
                 assert event.cache_use is None
+            if event.token_ids or event.finish_reason is FinishReason.LENGTH:
+                self._check_scores(self.requests[request_id])
             answer.extend(event.token_ids)
             self.executor.deliver(request_id, event.token_ids)
             assert answer == expected_answer(self.requests[request_id], len(answer))
@@ -435,6 +482,18 @@ class Driver:
                 self.finished[request_id] = event
             if event.finish_reason is FinishReason.LENGTH:
                 assert len(answer) == self.length_of(self.requests[request_id])
+
+    def _take_scores(self, event: TokenEvent, piece: PromptLogprobs) -> None:
+        scores = self.scores[event.request_id]
+        assert not self.answers[event.request_id], "scores after the first token"
+        assert piece.start == len(scores) + 1, "scores are lost, doubled or out of order"
+        scores += [piece.values[at : at + 8] for at in range(0, len(piece.values), 8)]
+        assert scores == expected_scores(self.requests[event.request_id])[: len(scores)]
+
+    def _check_scores(self, request: Request) -> None:
+        """Before its first token, a request has got the scores of its whole prompt, if it asked for them."""
+        is_asked = request.sampling.prompt_logprobs is not None and not request.output_token_ids
+        assert self.scores[request.id] == (expected_scores(request) if is_asked else [])
 
     def length_of(self, request: Request) -> int:
         """Tokens that a request gets if nothing ends it before its limit."""

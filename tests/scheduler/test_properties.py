@@ -23,7 +23,8 @@ requests = st.fixed_dictionaries(
         "prefix": st.sampled_from(PREFIXES),
         "num_prefix": st.integers(0, 120),
         "suffix": st.lists(st.integers(0, 3), max_size=6),
-        "max_tokens": st.integers(1, 40),
+        "max_tokens": st.integers(0, 40),
+        "prompt_logprobs": st.sampled_from([None, None, 0]),
         "tenant": st.sampled_from(["", "a", "bb"]),
         "tier": st.sampled_from(list(Tier)),
         "timeout_s": st.one_of(st.none(), st.none(), st.floats(0.0, 0.5)),
@@ -96,6 +97,7 @@ def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
             deadline_s=None if timeout_s is None else driver.now + timeout_s,
             stop_token_ids=argument["stop_token_ids"],
             min_tokens=argument["min_tokens"],
+            prompt_logprobs=argument["prompt_logprobs"],
             breakpoints=breakpoints_of(argument["breakpoints"], len(prompt)),
         )
         request = begun_elsewhere(driver, request, argument["num_begun"])
@@ -105,7 +107,10 @@ def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
             stats = driver.scheduler.stats()
             assert stats.num_running + stats.num_waiting >= driver.config.max_num_seqs
         except ContextLengthExceeded:
-            assert len(prompt) + 1 > driver.cache.num_blocks * driver.cache.block_size
+            assert (
+                len(prompt) + min(1, argument["max_tokens"])
+                > driver.cache.num_blocks * driver.cache.block_size
+            )
     elif operation == "abort":
         driver.abort(f"r{argument}")
     elif operation == "plan":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -55,9 +55,29 @@ class ChatLogprobs(msgspec.Struct):
 
 class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float] | None] | None
+
+    def followed_by(self, other: CompletionLogprobs) -> CompletionLogprobs:
+        tops = self.top_logprobs
+        return CompletionLogprobs(
+            self.text_offset + other.text_offset,
+            self.token_logprobs + other.token_logprobs,
+            self.tokens + other.tokens,
+            tops if tops is None or other.top_logprobs is None else tops + other.top_logprobs,
+        )
+
+
+class PromptLogprob(msgspec.Struct):
+    """One token that might stand at a position of the prompt, as vLLM describes it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobList: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class AnsweredFunction(msgspec.Struct):
@@ -94,6 +114,7 @@ class ChatCompletion(msgspec.Struct, omit_defaults=True):
     choices: list[ChatChoice]
     usage: WireUsage
     service_tier: str | None = None
+    prompt_logprobs: PromptLogprobList | None = None
 
 
 class CompletionChoice(msgspec.Struct):
@@ -101,6 +122,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: WireFinishReason
+    prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, omit_defaults=True):
@@ -153,7 +175,12 @@ def wire_finish_reason(reason: FinishReason, *, called_tools: bool) -> WireFinis
     return "tool_calls" if called_tools else "stop"
 
 
-def chat_completion(header: AnswerHeader, deltas: Sequence[Delta], usage: Usage) -> bytes:
+def chat_completion(
+    header: AnswerHeader,
+    deltas: Sequence[Delta],
+    usage: Usage,
+    prompt_logprobs: PromptLogprobList | None = None,
+) -> bytes:
     choices = [
         ChatChoice(
             delta.index,
@@ -172,20 +199,30 @@ def chat_completion(header: AnswerHeader, deltas: Sequence[Delta], usage: Usage)
             choices,
             wire_usage(usage),
             header.service_tier,
+            prompt_logprobs,
         )
     )
 
 
-def completion(header: AnswerHeader, deltas: Sequence[Delta], usage: Usage) -> bytes:
-    choices = [
-        CompletionChoice(
-            delta.index,
-            delta.text,
-            completion_logprobs(delta.details) if header.wants_logprobs else None,
-            _finish_reason_of(delta),
-        )
-        for delta in deltas
-    ]
+class ShowsPrompts(Protocol):
+    """What an answer that comes with its prompt (`prompt_echo`) writes besides the text of a delta."""
+
+    def logprobs(self, delta: Delta) -> CompletionLogprobs: ...
+    def prompt_logprobs(self, delta: Delta) -> PromptLogprobList | None: ...
+
+
+def completion(
+    header: AnswerHeader, deltas: Sequence[Delta], usage: Usage, prompts: ShowsPrompts | None = None
+) -> bytes:
+    choices = []
+    for delta in deltas:
+        logprobs = None
+        if header.wants_logprobs:
+            logprobs = prompts.logprobs(delta) if prompts else completion_logprobs(delta.details)
+        choice = CompletionChoice(delta.index, delta.text, logprobs, _finish_reason_of(delta))
+        if prompts and (scored := prompts.prompt_logprobs(delta)) is not None:
+            choice.prompt_logprobs = scored
+        choices.append(choice)
     return _to_json(
         Completion(
             f"cmpl-{header.generation_id}",
@@ -216,7 +253,7 @@ def _chat_answer(delta: Delta) -> ChatAnswer:
     return answer
 
 
-def _token_text(data: bytes) -> str:
+def token_text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
@@ -224,11 +261,11 @@ def chat_logprobs(details: Iterable[TokenDetail]) -> ChatLogprobs:
     return ChatLogprobs(
         [
             ChatLogprob(
-                _token_text(detail.data),
+                token_text(detail.data),
                 detail.logprob,
                 list(detail.data),
                 [
-                    TopLogprob(_token_text(top.data), top.logprob, list(top.data))
+                    TopLogprob(token_text(top.data), top.logprob, list(top.data))
                     for top in detail.alternatives
                 ],
             )
@@ -237,18 +274,27 @@ def chat_logprobs(details: Iterable[TokenDetail]) -> ChatLogprobs:
     )
 
 
-def completion_logprobs(details: Sequence[TokenDetail]) -> CompletionLogprobs:
-    """The shape of the older endpoint, where alternatives include the sampled token and none means null."""
+def completion_logprobs(details: Sequence[TokenDetail], prompt_length: int = 0) -> CompletionLogprobs:
+    """The shape of the older endpoint, where alternatives include the sampled token and none means null. Offsets
+    count from the beginning of an echoed prompt."""
     has_alternatives = any(detail.alternatives for detail in details)
     return CompletionLogprobs(
-        text_offset=[detail.text_offset for detail in details],
+        text_offset=[prompt_length + detail.text_offset for detail in details],
         token_logprobs=[detail.logprob for detail in details],
-        tokens=[_token_text(detail.data) for detail in details],
+        tokens=[token_text(detail.data) for detail in details],
         top_logprobs=[_top_logprobs(detail) for detail in details] if has_alternatives else None,
     )
 
 
 def _top_logprobs(detail: TokenDetail) -> dict[str, float]:
-    top = {_token_text(alternative.data): alternative.logprob for alternative in detail.alternatives}
-    top.setdefault(_token_text(detail.data), detail.logprob)
+    alternatives = ((token_text(each.data), each.logprob) for each in detail.alternatives)
+    return top_logprobs(alternatives, token_text(detail.data), detail.logprob)
+
+
+def top_logprobs(alternatives: Iterable[tuple[str, float]], token: str, logprob: float) -> dict[str, float]:
+    """By text; of several tokens with the same text, the most likely one, which comes first."""
+    top: dict[str, float] = {}
+    for text, each in alternatives:
+        top.setdefault(text, each)
+    top.setdefault(token, logprob)
     return top

@@ -11,6 +11,7 @@ import msgspec
 from penstock.api.http.errors import error_event
 from penstock.api.openai.answers import (
     AnswerHeader,
+    ShowsPrompts,
     chat_logprobs,
     completion_logprobs,
     wire_finish_reason,
@@ -114,7 +115,8 @@ def _wire_call(call: ToolCallDelta) -> _WireCall:
 
 
 class CompletionChunks:
-    def __init__(self, header: AnswerHeader) -> None:
+    def __init__(self, header: AnswerHeader, prompts: ShowsPrompts | None = None) -> None:
+        self._prompts = prompts
         self._frame = _ChunkFrame(header, "cmpl", "text_completion")
         self._plain_tail = b',"logprobs":null,"finish_reason":null' + self._frame.tail
 
@@ -124,9 +126,12 @@ class CompletionChunks:
     def chunk(self, delta: Delta) -> bytes:
         head, tail = self._frame.head, self._frame.tail
         text = _to_json(delta.text)
-        if delta.finish_reason is None and not delta.details:
+        if delta.finish_reason is None and not delta.details and delta.prompt is None:
             return b'%b%d,"text":%b%b' % (head, delta.index, text, self._plain_tail)
-        logprobs = _to_json(completion_logprobs(delta.details)) if delta.details else b"null"
+        logprobs = b"null"
+        if delta.details or delta.prompt is not None:
+            shown = self._prompts.logprobs(delta) if self._prompts else completion_logprobs(delta.details)
+            logprobs = _to_json(shown)
         reason = b"null"
         if delta.finish_reason is not None:
             reason = b'"%b"' % wire_finish_reason(delta.finish_reason, called_tools=False).encode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -15,13 +14,12 @@ from penstock.api.http.context import with_context
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.api.openai.answers import AnswerHeader, chat_completion, completion
 from penstock.api.openai.chunks import ChatChunks, CompletionChunks
+from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
 from penstock.api.openai.requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
-from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.models.catalogue import AnsweringModel
-from penstock.gateway.prompts import GenerationRequest, Prompt, TextPrompt, TokenPrompt, Usage
+from penstock.gateway.prompts import GenerationRequest, Usage
 
 
 class OpenAIEndpoints:
@@ -41,30 +39,36 @@ class OpenAIEndpoints:
         wire = self._completion_decoder.decode(await read_body(request, self._max_body_bytes))
         generation = wire.to_generation()
         answer = await self._submit(request, generation)
-        if wire.echo:
+        prompts = None
+        if wire.echo or wire.prompt_logprobs is not None:
             try:
-                echoed = await prompt_texts(
-                    generation.prompts, self._gateway.catalogue.answering(generation.model)
-                )
+                shown = await self._shown_prompts(wire, generation)
             except BaseException:
                 answer.cancel()
                 raise
-            answer = EchoedAnswer(answer, echoed, generation.n)
+            answer = prompts = EchoedAnswer(answer, shown, self._vocabulary_of)
         header_of = partial(
             AnswerHeader.of, wants_logprobs=wire.logprobs is not None, includes_usage=wire.includes_usage
         )
         if wire.stream:
-            return await EventStream.open(answer, request.receive, CompletionChunks(header_of(answer)))
+            return await EventStream.open(
+                answer, request.receive, CompletionChunks(header_of(answer), prompts)
+            )
 
         def build(deltas: Sequence[Delta], usage: Usage) -> bytes:
             # Not before the end: which model answers may turn out then.
-            return completion(header_of(answer), deltas, usage)
+            return completion(header_of(answer), deltas, usage, prompts)
 
         return await answer_whole(answer, request.receive, build)
 
     async def create_chat_completion(self, request: Request) -> ASGIApp:
         wire = self._chat_decoder.decode(await read_body(request, self._max_body_bytes))
-        answer = await self._submit(request, wire.to_generation())
+        generation = wire.to_generation()
+        answer = await self._submit(request, generation)
+        prompts = None
+        if wire.prompt_logprobs is not None:
+            shown = ShownPrompts(n=generation.n, scored_top=wire.prompt_logprobs)
+            answer = prompts = EchoedAnswer(answer, shown, self._vocabulary_of)
         header_of = partial(
             AnswerHeader.of, wants_logprobs=bool(wire.logprobs), includes_usage=wire.includes_usage
         )
@@ -72,40 +76,25 @@ class OpenAIEndpoints:
             return await EventStream.open(answer, request.receive, ChatChunks(header_of(answer)))
 
         def build(deltas: Sequence[Delta], usage: Usage) -> bytes:
-            return chat_completion(header_of(answer), deltas, usage)
+            scored = prompts.prompt_logprobs(deltas[0]) if prompts else None
+            return chat_completion(header_of(answer), deltas, usage, scored)
 
         return await answer_whole(answer, request.receive, build)
 
     async def _submit(self, request: Request, generation: GenerationRequest) -> AnswerStream:
         return await self._gateway.submit(with_context(request, generation))
 
+    async def _shown_prompts(self, wire: CompletionRequest, generation: GenerationRequest) -> ShownPrompts:
+        texts: list[str] = []
+        if wire.echo:
+            model = self._gateway.catalogue.answering(generation.model)
+            texts = await prompt_texts(generation.prompts, model)
+        return ShownPrompts(
+            n=generation.n,
+            texts=texts,
+            echoed_top=wire.logprobs if wire.echo else None,
+            scored_top=wire.prompt_logprobs,
+        )
 
-class EchoedAnswer(WrappedAnswer):
-    """`prompts` as text; the n answers of a prompt follow each other."""
-
-    def __init__(self, answer: AnswerStream, prompts: Sequence[str], n: int) -> None:
-        super().__init__(answer)
-        self._prompts = dict(enumerate(prompt for prompt in prompts for _ in range(n)))
-
-    async def __anext__(self) -> list[Delta]:
-        return list(map(self._echoed, await anext(self._answer)))
-
-    async def collect(self) -> list[Delta]:
-        return list(map(self._echoed, await self._answer.collect()))
-
-    def _echoed(self, delta: Delta) -> Delta:
-        prompt = self._prompts.pop(delta.index, "")  # once, before the first piece
-        return msgspec.structs.replace(delta, text=prompt + delta.text) if prompt else delta
-
-
-async def prompt_texts(prompts: Sequence[Prompt], model: AnsweringModel) -> list[str]:
-    """Raises InvalidRequest for token ids outside the vocabulary."""
-    texts = []
-    for prompt in prompts:
-        if isinstance(prompt, TextPrompt):
-            texts.append(prompt.text)
-        elif isinstance(prompt, TokenPrompt):
-            texts.append(await model.decode(prompt.token_ids))
-        else:
-            raise InvalidRequest("Only the prompts of completions can be echoed.", param="echo")
-    return texts
+    def _vocabulary_of(self, model: str) -> TokenBytes:
+        return self._gateway.model(model).tokenizer.token_bytes

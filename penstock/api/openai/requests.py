@@ -38,6 +38,7 @@ EXTENSION_FIELDS = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "prompt_logprobs",
     "structured_outputs",
     "guided_json",
     "guided_regex",
@@ -82,6 +83,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -102,9 +104,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def check_stream_options(self) -> None:
+    def check_options(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options may only be given with stream=true.", param="stream_options")
+        check_top_logprobs(self.prompt_logprobs, param="prompt_logprobs")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "prompt_logprobs cannot be combined with stream=true.",
+                param="prompt_logprobs",
+                hint="In streams of /v1/completions, echo with logprobs shows them.",
+            )
 
     def generation_request(
         self,
@@ -112,11 +121,13 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         *,
         max_tokens: int | None,
         logprobs: int | None,
+        prompt_logprobs: int | None = None,
         default_max_tokens: int | None = None,
     ) -> GenerationRequest:
+        options = self._sampling_options(max_tokens, logprobs)
         return GenerationRequest(
             prompts=prompts,
-            sampling=self._sampling_options(max_tokens, logprobs),
+            sampling=msgspec.structs.replace(options, prompt_logprobs=prompt_logprobs),
             n=1 if self.n is None else self.n,
             model=self.model,
             default_max_tokens=default_max_tokens,
@@ -186,19 +197,21 @@ class CompletionRequest(SamplingFields, kw_only=True):
     best_of: int | None = None
 
     def to_generation(self) -> GenerationRequest:
-        self.check_stream_options()
-        if self.echo and self.logprobs is not None:
+        self.check_options()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest(
-                "echo cannot be combined with logprobs: those of prompts are not computed.", param="echo"
+                "max_tokens must be at least 1, except with echo or prompt_logprobs.", param="max_tokens"
             )
         if self.suffix:
             raise InvalidRequest("suffix is not supported.", param="suffix")
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
             raise InvalidRequest("best_of other than n is not supported.", param="best_of")
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         return self.generation_request(
             _prompts(self.prompt),
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
+            prompt_logprobs=max((count for count in asked if count is not None), default=None),
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
         )
 
@@ -222,7 +235,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_generation(self) -> GenerationRequest:
-        self.check_stream_options()
+        self.check_options()
         self._refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs may only be given with logprobs=true.", param="top_logprobs")
@@ -232,6 +245,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             (self._prompt(),),
             max_tokens=max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def _prompt(self) -> ChatPrompt:

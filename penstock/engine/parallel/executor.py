@@ -19,14 +19,14 @@ import msgspec
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
+from penstock.core.plan import Chunk, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.batch import MAX_STEPS_IN_FLIGHT, BatchRows
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import CompiledGrammar
 from penstock.engine.parallel.mesh import Mesh
-from penstock.engine.parallel.messages import Added, Appended, News, Removed, Step
+from penstock.engine.parallel.messages import Added, Appended, News, Removed, Sampled, Step
 from penstock.engine.parallel.processes import RankProcesses
 
 _SMALLEST_PIECE = 16  # tokens of a prompt that are worth a part of their own
@@ -82,9 +82,12 @@ class MicroBatcher:
 
 
 def without_samples(plan: StepPlan) -> StepPlan:
-    """For stages that do not sample."""
+    """For stages that have no logits."""
     chunks = tuple(
-        msgspec.structs.replace(chunk, samples=False) if chunk.samples else chunk for chunk in plan.chunks
+        msgspec.structs.replace(chunk, samples=False, scores_from=None)
+        if chunk.samples or chunk.scores_from is not None
+        else chunk
+        for chunk in plan.chunks
     )
     return msgspec.structs.replace(plan, chunks=chunks)
 
@@ -149,8 +152,8 @@ class LocalRank:
             request, grammar = msgspec.structs.replace(request, pooling=None), None
         self.executor.add(request, grammar)
 
-    def run(self, plan: StepPlan, in_flight: Mapping[str, int]) -> tuple[SampledToken, ...] | None:
-        """What was sampled, on the rank that reports it; steps of other ranks are collected when they are done."""
+    def run(self, plan: StepPlan, in_flight: Mapping[str, int]) -> StepResult | None:
+        """The result, on the rank that reports it; steps of other ranks are collected when they are done."""
         if in_flight:
             rows = torch.tensor([self._rows.row(request_id) for request_id in in_flight])
             tokens = torch.tensor(list(in_flight.values()), dtype=torch.int32)
@@ -160,7 +163,7 @@ class LocalRank:
             self.collect()
         self.executor.submit(without_samples(plan) if self._samples_elsewhere else plan)
         self._num_submitted += 1
-        return self.collect().sampled if self._reports else None
+        return self.collect() if self._reports else None
 
     def collect(self) -> StepResult:
         self._num_submitted -= 1
@@ -248,7 +251,7 @@ class PipelineExecutor(FirstRank):
         self._clock = clock
         self._batcher = MicroBatcher(local.shard.num_stages)
         self._submitted: deque[_Submitted] = deque()
-        self._arrived: deque[tuple[SampledToken, ...]] = deque()  # of parts, in order
+        self._arrived: deque[Sampled] = deque()  # of parts, in order
         self._awaited: Counter[str] = Counter()  # samples in flight, by request
         self._latest: dict[str, int] = {}  # the newest sampled token of requests that have not ended
         self._finished_s = 0.0
@@ -279,17 +282,20 @@ class PipelineExecutor(FirstRank):
         step = self._submitted.popleft()
         while len(self._arrived) < step.num_parts:
             self._receive()
-        sampled = tuple(token for _ in range(step.num_parts) for token in self._arrived.popleft())
+        parts = [self._arrived.popleft() for _ in range(step.num_parts)]
+        sampled = tuple(token for part in parts for token in part.sampled)
+        scored = tuple(chunk for part in parts for chunk in part.scored)
         # Steps overlap: each has occupied the pipeline since the one before it left.
         before_s, self._finished_s = self._finished_s, self._clock.now()
-        return StepResult(step.step_id, sampled, self._finished_s - max(step.started_s, before_s))
+        elapsed_s = self._finished_s - max(step.started_s, before_s)
+        return StepResult(step.step_id, sampled, elapsed_s, scored)
 
     def _receive(self) -> None:
         message = self._others.sampled.get()
         if message is None:
             self._others.check()
             return
-        self._arrived.append(message.sampled)
+        self._arrived.append(message)
         for token in message.sampled:
             self._awaited[token.request_id] -= 1
             if not self._awaited[token.request_id]:

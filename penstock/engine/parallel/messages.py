@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.core.engine_config import EngineConfig
-from penstock.core.plan import SampledToken, StepPlan
+from penstock.core.plan import SampledToken, ScoredChunk, StepPlan
 from penstock.core.request import Request
 
 
@@ -59,9 +59,10 @@ class Present(msgspec.Struct, frozen=True, tag="present"):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
-    """What the last stage of a pipeline sampled in one plan."""
+    """What the last stage of a pipeline sampled in one plan, and its scores of prompt tokens."""
 
     sampled: tuple[SampledToken, ...]
+    scored: tuple[ScoredChunk, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -81,9 +81,9 @@ def _serve(rank: LocalRank, connection: Connection) -> None:
         match decode_to_rank(connection.recv_bytes()):
             case Step(news=news, plan=plan, in_flight=in_flight):
                 rank.take(news)
-                sampled = rank.run(plan, in_flight)
-                if sampled is not None:
-                    connection.send_bytes(encode(Sampled(sampled)))
+                result = rank.run(plan, in_flight)
+                if result is not None:
+                    connection.send_bytes(encode(Sampled(result.sampled, result.scored)))
             case Leave():
                 return
 

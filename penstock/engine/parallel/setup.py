@@ -107,6 +107,8 @@ class SharingSampler(Sampler):
 class ReceivingSampler(Sampler):
     """Of the other ranks, which have no logits to speak of and keep no state of requests."""
 
+    has_logits = False
+
     def __init__(self, group: TensorGroup, *settings: Any) -> None:
         super().__init__(*settings)
         self._group = group

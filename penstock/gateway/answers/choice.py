@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.core.plan import CacheUse, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
+from penstock.gateway.answers.prompt_scores import PromptScores, ScoredPrompt
 from penstock.gateway.text.tokenizer import TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm
 from penstock.gateway.tools.parser import OutputParser
@@ -121,6 +122,9 @@ class Delta(msgspec.Struct, frozen=True):
     reasoning: str = ""  # comes before the text of the same delta
     tool_calls: tuple[ToolCallDelta, ...] = ()  # come after it
     stop_sequence: str | None = None  # which stop string ended the answer, with finish_reason
+    prompt: ScoredPrompt | None = (
+        None  # once, with the first delta, where its log-probabilities were asked for
+    )
 
 
 def merge_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -139,6 +143,7 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
         details=tuple(detail for delta in deltas for detail in delta.details),
         reasoning="".join(delta.reasoning for delta in deltas),
         tool_calls=tuple(calls[index] for index in sorted(calls)),
+        prompt=next((delta.prompt for delta in deltas if delta.prompt is not None), None),
     )
 
 
@@ -229,6 +234,7 @@ class Choice:
         "num_prompt_tokens",
         "num_reasoning_tokens",
         "num_tokens",
+        "prompt_scores",
         "request_id",
     )
 
@@ -254,6 +260,7 @@ class Choice:
         self.last_token_at = 0.0
         self.is_dirty = False  # whether the owner has it on its list of choices with news
         self.buffered_bytes = 0
+        self.prompt_scores: PromptScores | None = None  # shared by all answers to the prompt
         self._is_announced = False
         self._tokenizer = tokenizer
         shown_ids = frozenset() if form is None else form.shown_token_ids
@@ -294,7 +301,9 @@ class Choice:
     @property
     def has_news(self) -> bool:
         """Whether a reader would see a difference. The first event counts even without text: it says that the
-        answer has begun."""
+        answer has begun. The answer is not shown before the scores of its prompt."""
+        if self.prompt_scores is not None and not self.prompt_scores.is_over:
+            return False
         return (
             bool(self._parts)
             or self.finish_reason is not None
@@ -304,13 +313,16 @@ class Choice:
 
     def take(self) -> Delta:
         """Everything new, as one delta; the buffer is empty afterwards."""
+        prompt = None
+        if self.prompt_scores is not None and not self._is_announced:
+            prompt = self.prompt_scores.scored()
         self._is_announced = True
         text = "".join(self._parts)
         self._parts.clear()
         self.buffered_bytes = 0
         details = self._take_details()
         if self._parsed is None and self.finish_reason is None:
-            return Delta(self.index, text, details)
+            return Delta(self.index, text, details, prompt=prompt)
         parsed = self._parsed
         return Delta(
             self.index,
@@ -320,6 +332,7 @@ class Choice:
             "" if parsed is None else parsed.take_reasoning(),
             () if parsed is None else parsed.take_calls(),
             None if self._matcher is None else self._matcher.matched,
+            prompt,
         )
 
     def drop_buffer(self) -> None:

@@ -53,6 +53,10 @@ class Generation(MeteredAnswer[Choice]):
         if self._error is not None or choice.finish_reason is not None:
             return
         self._context.metrics.observe_engines(self._context.engine)
+        if event.prompt_logprobs is not None and choice.prompt_scores is not None:
+            choice.prompt_scores.add(event.prompt_logprobs)
+            self._tell_of_prompt(choice)
+            return
         if event.num_cached_tokens is not None:
             choice.num_cached_tokens = event.num_cached_tokens
             if choice.index % self._n == 0:  # siblings share the prompt
@@ -62,9 +66,17 @@ class Generation(MeteredAnswer[Choice]):
         if event.finish_reason is not None and (error := self._early_end(event, choice)):
             self.fail(error)
             return
-        if event.token_ids:
+        is_prompt_alone = event.finish_reason is FinishReason.LENGTH and choice.first_token_at is None
+        if event.token_ids or is_prompt_alone:
             self._time_tokens(choice, event)
         choice.push(event)
+        if (
+            choice.prompt_scores is not None
+            and not choice.prompt_scores.is_over
+            and choice.index % self._n == 0
+        ):
+            choice.prompt_scores.is_over = True  # the scores come before the first token, if they come at all
+            self._tell_of_prompt(choice)
         if choice.finish_reason is not None:
             if event.finish_reason is None:  # a stop string: the engine does not know yet
                 self._context.engine.abort(choice.request_id)
@@ -74,6 +86,12 @@ class Generation(MeteredAnswer[Choice]):
             return
         if choice.has_news:
             self._tell(choice)
+
+    def _tell_of_prompt(self, leader: Choice) -> None:
+        """Answers to a prompt may be shown once its scores are over."""
+        for choice in self._choices[leader.index : leader.index + self._n]:
+            if choice.has_news:
+                self._tell(choice)
 
     def _time_tokens(self, choice: Choice, event: TokenEvent) -> None:
         now = self._context.clock.now()

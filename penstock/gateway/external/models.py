@@ -39,6 +39,12 @@ class ExternalModel:
     def check(self, request: GenerationRequest) -> None:
         """Everything that can be checked cheaply and without the server's tokenizer. Raises InvalidRequest."""
         check_request(request, UNKNOWN_VOCAB_SIZE)
+        if request.sampling.prompt_logprobs is not None or request.sampling.max_tokens == 0:
+            raise InvalidRequest(
+                f"The model {self.name!r} runs on another server, which is not asked to score prompts.",
+                param="max_tokens" if request.sampling.prompt_logprobs is None else "prompt_logprobs",
+                hint="Leave out prompt_logprobs, echo with logprobs, and max_tokens of 0.",
+            )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Refuses: guards read text, and the tokenizer is on the other server."""

@@ -140,16 +140,15 @@ class ServedModel:
         check_request(request, self.card.vocab_size)
         for prompt in request.prompts:
             if not isinstance(prompt, ChatPrompt):
-                self._check_length(
-                    prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids, "prompt"
-                )
+                content = prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids
+                self._check_length(content, "prompt", num_answer=0 if request.sampling.max_tokens == 0 else 1)
             elif not request.drops_oldest_turns:
                 self._check_num_characters(num_characters(prompt), "messages")
 
-    def _check_length(self, text: str | Sequence[int], param: str) -> None:
+    def _check_length(self, text: str | Sequence[int], param: str, num_answer: int) -> None:
         if isinstance(text, str):
             self._check_num_characters(len(text), param)
-        elif len(text) >= self.max_model_len:
+        elif len(text) + num_answer > self.max_model_len:
             raise too_long(self.max_model_len, f"the prompt alone has {len(text)}", param)
 
     def _check_num_characters(self, num_characters: int, param: str) -> None:

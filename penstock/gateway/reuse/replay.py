@@ -174,4 +174,5 @@ class RecordingAnswer(WrappedAnswer):
 
 def _weight(delta: Delta) -> int:
     calls = sum(len(call.arguments) for call in delta.tool_calls)
-    return len(delta.text) + len(delta.reasoning) + calls + 64 * len(delta.details)
+    prompt = 0 if delta.prompt is None else delta.prompt.num_bytes
+    return len(delta.text) + len(delta.reasoning) + calls + 64 * len(delta.details) + prompt

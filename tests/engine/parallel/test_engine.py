@@ -21,7 +21,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar, Pooling, Request, SamplingParams
 from penstock.engine.build import Engine
 from tests.engine.byte_model import constrained, text_of, write_byte_model
-from tests.engine.tiny import request, run, teach_short_answers, tiny_engine, tokens
+from tests.engine.tiny import request, run, teach_short_answers, tiny_engine, tokens, unpacked
 
 TOPOLOGIES = {
     "tensor": ParallelConfig(tensor_parallel_size=2),
@@ -108,6 +108,19 @@ def test_seeded_samples_with_penalties_and_log_probabilities(one: Engine, severa
         for ours, theirs in zip(given[each.id], expected[each.id], strict=True):
             ours_found = [found.logprob for found in ours.logprobs]
             assert ours_found == pytest.approx([found.logprob for found in theirs.logprobs], abs=1e-4)
+
+
+def test_log_probabilities_of_prompts(one: Engine, several: Engine) -> None:
+    requests = [
+        request(f"scored-{n}", prompt, 6 * (n % 2), prompt_logprobs=3) for n, prompt in enumerate(PROMPTS)
+    ]
+    expected, given = answers(one, requests), answers(several, requests)
+    for each in requests:
+        assert tokens(given[each.id]) == tokens(expected[each.id])
+        (values, ids), (expected_values, expected_ids) = map(unpacked, (given[each.id], expected[each.id]))
+        assert values.shape == (len(each.prompt_token_ids) - 1, 4)
+        assert values == pytest.approx(expected_values, abs=1e-4)
+        assert (ids == expected_ids).mean() > 0.95  # tokens that are almost equally likely may swap
 
 
 def test_grammars_hold_answers(several: Engine) -> None:
