@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from penstock.api.openai.prompt_echo import text_offsets
+from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.checks import MAX_PROMPT_LOGPROBS
@@ -20,6 +21,11 @@ from tests.gateway.fake_engine import BOS_ID, FakeEngine, engine_ready, model_ca
 from .conftest import Served
 
 Serve = Callable[..., Served]
+
+
+def no_numbers(count: int) -> list[Any]:
+    """The SDK's types know no null, which OpenAI sends for the first token."""
+    return [None] * count
 
 
 def test_the_shape_of_an_echoed_prompt(serve: Serve) -> None:
@@ -50,7 +56,7 @@ def test_a_prompt_alone_is_scored_and_nothing_is_sampled(serve: Serve) -> None:
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.token_logprobs == [None, -0.25]
     assert answer.choices[1].logprobs is not None
-    assert answer.choices[1].logprobs.token_logprobs == [None], "a single token has nothing before it"
+    assert answer.choices[1].logprobs.token_logprobs == no_numbers(1), "a single token has nothing before it"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
     assert [request.sampling.max_tokens for request in served.engine.added] == [0, 0]
@@ -91,12 +97,13 @@ def test_siblings_wait_for_the_scores_of_their_prompt(serve: Serve) -> None:
     """The second answer is whole before the first scores come, as when two engines serve them."""
     leader: list[Request] = []
 
-    def script(request: Request) -> list[TokenEvent]:
+    def script(request: Request) -> Sequence[TokenEvent | PenstockError]:
         if request.sampling.prompt_logprobs is not None:
             leader.append(request)
             return []
-        asyncio.get_running_loop().call_later(0.05, engine._play, leader[0].id, script_text("yes")(leader[0]))
-        return list(script_text("yes")(request))
+        late = list(script_text("yes")(leader[0]))
+        asyncio.get_running_loop().call_later(0.05, engine._play, leader[0].id, late)
+        return script_text("yes")(request)
 
     engine = FakeEngine(script)
     stream = (
@@ -223,7 +230,7 @@ def test_an_engine_that_does_not_score_leaves_null(serve: Serve) -> None:
     )
     assert choice.text == "ab!"
     assert choice.logprobs is not None
-    assert choice.logprobs.token_logprobs == [None, None]
+    assert choice.logprobs.token_logprobs == no_numbers(2)
 
 
 def test_a_client_that_leaves_while_its_prompt_is_scored_frees_the_engine(serve: Serve) -> None:

@@ -130,9 +130,12 @@ def test_logits_of_few_positions_exist_at_a_time(
     monkeypatch.setattr(prompt_scores, "MAX_LOGIT_BYTES", 4 * VOCAB_SIZE * 7)
     engine = tiny_engine(model)
     sizes = []
-    model_of_engine = engine.loop._executor._model
-    logits = model_of_engine.logits
-    monkeypatch.setattr(model_of_engine, "logits", lambda rows: (sizes.append(len(rows)), logits(rows))[1])
+
+    def noted(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Any:
+        sizes.append(len(logits))
+        return score_tokens(logits, token_ids, num_top)
+
+    monkeypatch.setattr(prompt_scores, "score_tokens", noted)
     values, ids = unpacked(run(engine, [asked])["scored"])
     assert max(sizes) == 7
     assert values == pytest.approx(expected[0], abs=1e-5)

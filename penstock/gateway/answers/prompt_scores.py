@@ -7,7 +7,7 @@ came, until an API writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import msgspec
@@ -20,7 +20,7 @@ class TokenScore(msgspec.Struct, frozen=True):
 
     logprob: float
     rank: int
-    top: list[tuple[int, float]]
+    top: Sequence[tuple[int, float]]
 
 
 class ScoredPrompt(msgspec.Struct, frozen=True):
@@ -47,8 +47,7 @@ def _scores(piece: PromptLogprobs, num_top: int) -> Iterator[TokenScore]:
     values, ids = memoryview(piece.values).cast("f"), memoryview(piece.ids).cast("i")
     for at in range(0, piece.num_tokens * width, width):
         row_values, row_ids = values[at : at + shown].tolist(), ids[at : at + shown].tolist()
-        top = list(zip(row_ids[1:], row_values[1:], strict=True))
-        yield TokenScore(row_values[0], row_ids[0], top)
+        yield TokenScore(row_values[0], row_ids[0], list(zip(row_ids[1:], row_values[1:], strict=True)))
 
 
 class PromptScores:
