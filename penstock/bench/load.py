@@ -81,6 +81,7 @@ class _ModelList(msgspec.Struct):
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
+_decode_models = msgspec.json.Decoder(_ModelList).decode
 
 
 class _StreamReader:
@@ -135,7 +136,7 @@ async def find_target(name: str | None, url: str, model: str | None, api_key: st
         hint = "Give its key with --api-key." if status in (401, 403) else "Check the address."
         raise UsageError(f"The server at {url} answered /v1/models with status {status}.", hint=hint)
     try:
-        served = [entry.id for entry in msgspec.json.decode(body, type=_ModelList).data]
+        served = [entry.id for entry in _decode_models(body).data]
     except msgspec.MsgspecError as error:
         raise UsageError(f"The server at {url} does not speak the OpenAI API: {error}.") from error
     if model is None and not served:

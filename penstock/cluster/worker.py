@@ -65,6 +65,7 @@ BROKEN_RECORDS_EXIT_CODE = 3
 # An engine that fails at once may do so before the process that started it has connected.
 FIRST_HELLO_TIMEOUT_S = 5.0
 _READABLE = int(zmq.POLLIN)
+_decode_config = msgspec.json.Decoder(EngineConfig).decode
 
 
 class _Every:
@@ -318,7 +319,7 @@ class _Job:
 
 
 def _job(arguments: list[str], config: bytes) -> _Job:
-    job = _Job(_parser().parse_args(arguments), msgspec.json.decode(config, type=EngineConfig))
+    job = _Job(_parser().parse_args(arguments), _decode_config(config))
     if job.arguments.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.arguments.gpus
     try:

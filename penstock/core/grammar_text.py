@@ -73,6 +73,9 @@ class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
 
 
+decode_tags = msgspec.json.Decoder(StructuralTags).decode
+
+
 def grammar_text(grammar: Grammar, special_token_ids: Mapping[str, int]) -> str:
     """Raises InvalidRequest when the grammar's own text cannot be read. Special tokens, which have no text of their
     own, are told from ordinary text by `special_token_ids`."""
@@ -89,7 +92,7 @@ def grammar_text(grammar: Grammar, special_token_ids: Mapping[str, int]) -> str:
             return _lark("start: " + " | ".join(_literal(choice, {}) for choice in _choices(grammar.text)))
         case "structural_tag":
             try:
-                tags = msgspec.json.decode(grammar.text, type=StructuralTags)
+                tags = decode_tags(grammar.text)
             except (msgspec.DecodeError, RecursionError) as error:
                 raise InvalidRequest(f"The structural tags cannot be read: {error}.") from None
             return _lark(_tags(tags, special_token_ids))
@@ -263,14 +266,14 @@ def _triggered(index: int, tags: StructuralTags, special_token_ids: Mapping[str,
 
 def special_token_ids(tokenizer_json: bytes) -> dict[str, int]:
     """The tokens of a `tokenizers` file that stand for no text, by how they are written."""
-    added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens
+    added = _decode_tokenizer(tokenizer_json).added_tokens
     return {token.content: token.id for token in added if token.special}
 
 
 def token_ids_by_number(tokenizer_json: bytes) -> dict[str, int]:
     """The tokens that a grammar cannot spell out: special ones, and all that were added in angle brackets, such as
     `<tool_call>`, which the matcher takes for special whatever the tokenizer says."""
-    added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens
+    added = _decode_tokenizer(tokenizer_json).added_tokens
     return {
         token.content: token.id
         for token in added
@@ -286,3 +289,7 @@ class _AddedToken(msgspec.Struct):
 
 class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
+
+
+# Built at import: msgspec describes a class when a decoder of it is built, and two threads must not do that at once.
+_decode_tokenizer = msgspec.json.Decoder(_TokenizerFile).decode

@@ -29,14 +29,24 @@ def root_hash(salt: str) -> BlockHash:
 
 def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of one full block that follows `parent`."""
-    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
+    try:
+        data, person = array("i", token_ids).tobytes(), b""
+    except OverflowError:  # no model has ids from 2^31 on, but a client may send one
+        data, person = repr(tuple(token_ids)).encode(), b"large ids"
+    return blake2b(parent + data, digest_size=_DIGEST_BYTES, person=person).digest()
 
 
 def chain_hashes(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """The hashes of all full blocks of `token_ids` that follow `parent`; an unfilled last block has none."""
-    data = array("i", token_ids).tobytes()
-    step = block_size * _TOKEN_BYTES
     hashes = []
+    try:
+        data = array("i", token_ids).tobytes()
+    except OverflowError:
+        for start in range(0, len(token_ids) - block_size + 1, block_size):
+            parent = chain_hash(parent, token_ids[start : start + block_size])
+            hashes.append(parent)
+        return hashes
+    step = block_size * _TOKEN_BYTES
     for start in range(0, len(data) - step + 1, step):
         parent = blake2b(parent + data[start : start + step], digest_size=_DIGEST_BYTES).digest()
         hashes.append(parent)
@@ -45,7 +55,6 @@ def chain_hashes(parent: BlockHash, token_ids: Sequence[int], block_size: int) -
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_DIGEST_BYTES = 16
 
 
 def adapter_digest(folder: Path) -> str:

@@ -17,7 +17,6 @@ from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
-from penstock.kernels.tensor_kv import kv_head_bytes
 from penstock.models.model import Model
 
 logger = logging.getLogger(__name__)
@@ -107,8 +106,9 @@ def physical_memory_bytes() -> int:
 
 
 def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * kv_head_bytes(model.head_dim, ops.kv_dtype)
-    return bytes_per_token * config.cache.block_size
+    """The size of one block as the backend lays it out: some backends pad small heads."""
+    size = config.cache.block_size
+    return ops.allocate_kv(model.num_layers, 1, size, model.num_kv_heads, model.head_dim).block_bytes
 
 
 def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:

@@ -16,6 +16,7 @@ from penstock.gateway.store.tables import releases
 
 logger = logging.getLogger(__name__)
 
+_decode = msgspec.json.Decoder(ReleaseRecord).decode
 MAX_LOADED = 1000  # the latest releases; older ones are not shown
 
 
@@ -37,7 +38,7 @@ def _load(connection: Connection) -> tuple[ReleaseRecord, ...]:
     found = []
     for name, body in connection.execute(newest):
         try:
-            found.append(msgspec.json.decode(body, type=ReleaseRecord))
+            found.append(_decode(body))
         except msgspec.ValidationError as error:
             # Its settings are of another Penstock's making: what it promoted cannot be started by this one.
             logger.warning("the release %s of an earlier version is passed over: %s", name, error)

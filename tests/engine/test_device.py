@@ -6,7 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import ConfigError
 from penstock.core.installation import install_command
 from penstock.engine import device as device_module
-from penstock.engine.device import choose_ops, leave_cores_to
+from penstock.engine.device import choose_ops, leave_cores_to, num_kv_blocks
 from penstock.kernels import library
 from penstock.kernels.interface import GroupQuantWeight
 from penstock.kernels.native_storage import NativeKVStore
+from penstock.models.model import Model
 from tests.engine.tiny import tiny_engine, write_tiny_model
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -161,3 +163,17 @@ def test_float16_on_a_cpu_says_what_is_fast(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     assert "--dtype bfloat16 or --dtype float32" in record.getMessage()
     assert "doctor" not in record.getMessage()
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_kv_cache_takes_no_more_memory_than_it_was_given(head_dim: int, kv_cache_dtype: str) -> None:
+    config = EngineConfig(
+        model=ModelConfig(device="cpu", dtype="float32"),
+        cache=CacheConfig(kv_cache_memory="1MiB", kv_cache_dtype=kv_cache_dtype),
+    )
+    ops = choose_ops(config)
+    model = cast(Model, SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=head_dim))
+    num_blocks = num_kv_blocks(config, model, ops)
+    kv = ops.allocate_kv(2, num_blocks, config.cache.block_size, 2, head_dim)
+    assert num_blocks * kv.block_bytes <= 1 << 20 < (num_blocks + 1) * kv.block_bytes

@@ -39,12 +39,13 @@ def test_a_reused_prefix_gives_the_same_tokens(model: Path) -> None:
     assert tokens(second) == tokens(fresh)
 
 
-def test_memory_is_counted_with_its_scales(model: Path) -> None:
+def test_memory_is_counted_with_its_scales(tmp_path: Path) -> None:
     assert kv_head_bytes(128, torch.int8) == 132
     assert kv_head_bytes(128, torch.bfloat16) == 256
+    model = write_tiny_model(tmp_path / "wide", head_dim=64)
     small, large = (
         tiny_engine(model, num_kv_blocks=None, kv_cache_memory="1MiB", kv_cache_dtype=dtype)
         for dtype in ("auto", "int8")
     )
-    # Heads of 16 entries: 64 bytes of float32, or 16 and a scale of 4.
-    assert large.ready.num_kv_blocks == pytest.approx(small.ready.num_kv_blocks * 64 / 20, abs=2)
+    # Heads of 64 entries: 256 bytes of float32, or 64 and a scale of 4.
+    assert large.ready.num_kv_blocks == pytest.approx(small.ready.num_kv_blocks * 256 / 68, abs=4)

@@ -108,6 +108,9 @@ class _Streams(msgspec.Struct):
     stream: bool | None = None
 
 
+_decode_streams = msgspec.json.Decoder(_Streams).decode
+
+
 class OpenAIBatches:
     """How OpenAI writes batches: a `BatchDialect`."""
 
@@ -244,7 +247,7 @@ class OpenAIBatchEndpoints:
 
 def refuse_stream(body: bytes) -> None:
     try:
-        streams = msgspec.json.decode(body, type=_Streams).stream
+        streams = _decode_streams(body).stream
     except (msgspec.DecodeError, RecursionError):
         return  # the endpoint says better what is wrong
     if streams:

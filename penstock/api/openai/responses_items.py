@@ -121,13 +121,16 @@ def response_id_of(item_id: str) -> str | None:
 def custom_input_of(arguments: str) -> str:
     """The text that the model passed to a custom tool. A call that was cut off gives what was written of it."""
     try:
-        return msgspec.json.decode(arguments, type=_CustomArguments).input
+        return _decode_arguments(arguments).input
     except msgspec.DecodeError:
         return arguments
 
 
 class _CustomArguments(msgspec.Struct):
     input: str
+
+
+_decode_arguments = msgspec.json.Decoder(_CustomArguments).decode
 
 
 def input_items(wire: str | list[InputItem]) -> list[InputItem]:

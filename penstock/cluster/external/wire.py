@@ -179,6 +179,9 @@ class _ErrorBody(msgspec.Struct, frozen=True):
     detail: Any = None
 
 
+_decode_error = msgspec.json.Decoder(_ErrorBody).decode
+
+
 class RequestRefused(Exception):
     """A server did not serve a request. `elsewhere` says that another one might."""
 
@@ -223,7 +226,7 @@ def refusal(server: str, status: int, body: bytes, retry_after_s: float | None =
 
 def _what_it_says(body: bytes) -> tuple[str, Any]:
     try:
-        decoded = msgspec.json.decode(body, type=_ErrorBody)
+        decoded = _decode_error(body)
         if isinstance(decoded.error, str):
             return decoded.error[:_MAX_SHOWN_CHARS], None
         if decoded.error is None:

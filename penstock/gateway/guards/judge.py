@@ -46,6 +46,9 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+_decode_verdict = msgspec.json.Decoder(Verdict).decode
+
+
 class JudgeGuard:
     detectors: tuple[Detector, ...] = ()
     reviews = True
@@ -105,7 +108,7 @@ def parse_verdict(answer: str) -> Verdict:
     a judge that was talked out of its form must not pass for one that allowed."""
     for candidate in re.findall(r"\{[^{}]*\}", answer):
         try:
-            verdict = msgspec.json.decode(candidate, type=Verdict)
+            verdict = _decode_verdict(candidate)
         except (msgspec.DecodeError, UnicodeError):
             continue
         if verdict.verdict in ("allow", "violation"):

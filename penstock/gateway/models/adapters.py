@@ -34,6 +34,9 @@ class RegisteredAdapter(msgspec.Struct, frozen=True):
     base_model: str | None = None  # None: the first model that is served
 
 
+_decode = msgspec.json.Decoder(list[RegisteredAdapter]).decode
+
+
 class AdapterRegistry:
     """Used from one event loop. Without a file, what is added is forgotten with the process."""
 
@@ -145,7 +148,7 @@ def _rewrite(
 
 def _read(file: Path) -> dict[str, RegisteredAdapter]:
     try:
-        entries = msgspec.json.decode(file.read_bytes(), type=list[RegisteredAdapter])
+        entries = _decode(file.read_bytes())
     except FileNotFoundError:
         return {}
     return {entry.adapter.name: entry for entry in entries}

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.grammar_text import StructuralTags, grammar_text, is_lenient, lenient
+from penstock.core.grammar_text import decode_tags, grammar_text, is_lenient, lenient
 from penstock.core.patterns import without_assertions
 from penstock.core.request import Grammar
 
@@ -157,7 +157,7 @@ def ebnf(text: str, *, param: str) -> Grammar:
 def structural_tag(tags: dict[str, Any] | str, *, param: str) -> Grammar:
     text = tags if isinstance(tags, str) else _bounded_json(tags, param)
     try:
-        msgspec.json.decode(text, type=StructuralTags)
+        decode_tags(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{param} cannot be read: {error}.", param=param) from None
     return Grammar("structural_tag", text)

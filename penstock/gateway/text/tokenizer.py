@@ -176,7 +176,7 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bos = (card.bos_token_id,) if card.add_bos_token and card.bos_token_id is not None else ()
-        file = msgspec.json.decode(card.tokenizer_json, type=_TokenizerFile)
+        file = _decode_file(card.tokenizer_json)
         self._decoder = _DecoderKind.of(file.decoder)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # No text has fewer tokens than its characters divided by this. For tokenizers that drop or join characters
@@ -334,6 +334,9 @@ class _TokenizerFile(msgspec.Struct):
 
     decoder: dict[str, Any] | None = None
     normalizer: dict[str, Any] | None = None
+
+
+_decode_file = msgspec.json.Decoder(_TokenizerFile).decode
 
 
 def _shrink_factor(normalizer: dict[str, Any] | None) -> int:
