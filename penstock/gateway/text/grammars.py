@@ -229,7 +229,7 @@ def _with_enforceable_patterns(grammar: Grammar) -> Grammar:
         return Grammar(grammar.kind, json.dumps(_softened(schema), ensure_ascii=False))
     if grammar.kind != "structural_tag":
         return grammar
-    tags = msgspec.json.decode(grammar.text, type=StructuralTags)
+    tags = decode_tags(grammar.text)
     structures = tuple(
         msgspec.structs.replace(each, schema=_softened(each.schema)) if is_lenient(each.schema) else each
         for each in tags.structures
