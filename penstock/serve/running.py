@@ -28,6 +28,8 @@ class RunningServer(msgspec.Struct, frozen=True):
     started_at: float  # Unix time
 
 
+_decode = msgspec.json.Decoder(RunningServer).decode
+
 Announce = Callable[[str, Sequence[str]], None]
 
 
@@ -59,7 +61,7 @@ def running_servers(folder: Path | None = None) -> list[RunningServer]:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 with suppress(msgspec.MsgspecError):
-                    found.append(msgspec.json.decode(file.read(), type=RunningServer))
+                    found.append(_decode(file.read()))
             else:
                 path.unlink()
     return sorted(found, key=lambda server: server.started_at)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.grammar_text import StructuralTags, TaggedText, ThinkingBudget, lenient
+from penstock.core.grammar_text import StructuralTags, TaggedText, ThinkingBudget, decode_tags, lenient
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatPrompt, Tool
 from penstock.gateway.tools.call_parser import CallParser
@@ -117,7 +117,7 @@ def with_thinking_budget(grammar: Grammar | None, budget: ThinkingBudget) -> Gra
     """The grammar of an answer, if there is one, behind thoughts of a bounded length."""
     tags = StructuralTags(structures=(), triggers=())
     if grammar is not None:
-        tags = msgspec.json.decode(grammar.text, type=StructuralTags)
+        tags = decode_tags(grammar.text)
     return _grammar(msgspec.structs.replace(tags, thinking=budget))
 
 
