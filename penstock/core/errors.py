@@ -33,6 +33,7 @@ Each knows its HTTP status, a code for programs and the sentence a person reads.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from penstock.core.identity import RateLimits
@@ -64,6 +65,12 @@ class PenstockError(Exception):
         error.rate_limits = rate_limits
         return error
 
+    def with_param(self, param: str) -> Self:
+        """A copy for an API that has another name for the parameter."""
+        error = copy.copy(self)
+        error.param = param
+        return error
+
 
 class InvalidRequest(PenstockError):
     status = 400
@@ -71,8 +78,31 @@ class InvalidRequest(PenstockError):
     type = "invalid_request_error"
 
 
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """The numbers of a request that does not fit a model's context, in tokens."""
+
+    context: int
+    prompt: int
+    answer: int | None = None  # None where the prompt alone is too long
+
+
 class ContextLengthExceeded(InvalidRequest):
+    """`overflow` is None where the numbers are known to another server or process only."""
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        hint: str | None = None,
+        overflow: Overflow | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, hint=hint, retry_after_s=retry_after_s)
+        self.overflow = overflow
 
 
 class ContentRefused(InvalidRequest):

@@ -36,6 +36,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ]
         | None
     ) = None
+    refuse_long_outputs: Annotated[
+        bool,
+        Meta(description="Refuse a max_tokens that does not fit, instead of lowering it to what fits."),
+    ] = False
     request_timeout_s: (
         Annotated[float, Meta(description="Longest life of one request. Default: none.", gt=0)] | None
     ) = None

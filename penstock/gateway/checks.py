@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from penstock.core.errors import ContextLengthExceeded, InvalidRequest
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overflow
 from penstock.core.messages import EngineReady
-from penstock.gateway.prompts import ChatPrompt, GenerationRequest, SamplingOptions, Tool
+from penstock.gateway.prompts import ChatPrompt, GenerationRequest, RequestWarning, SamplingOptions, Tool
 
 MAX_N = 128
 MAX_CHOICES = 2048  # prompts times n, in one request
@@ -22,6 +22,7 @@ MAX_PROMPT_LOGPROBS = (
 MAX_TOP_K = 2**31 - 1  # what engines count with
 REPETITION_PENALTIES = (0.01, 100)  # beyond them logits overflow
 MAX_LOGIT_BIASES = 1024
+MAX_MAX_TOKENS = 2**63 - 1  # which some clients send for "as many as fit"
 MAX_TOOLS = 1024
 MAX_TOOL_SCHEMA_DEPTH = 64
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -54,40 +55,72 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, *, param: str) 
             )
 
 
-def too_long(context: int, what: str, param: str) -> ContextLengthExceeded:
+def too_long(
+    context: int, num_prompt_tokens: int, param: str, *, is_lower_bound: bool = False
+) -> ContextLengthExceeded:
+    """The error for a prompt that leaves no room for an answer. The sentence is OpenAI's, because clients parse it.
+    With `is_lower_bound` the prompt was not tokenized, and may have more tokens."""
+    part = "messages" if param == "messages" else "prompt"
+    if num_prompt_tokens == context and not is_lower_bound:
+        return _too_long_together(Overflow(context, num_prompt_tokens), part, param)
+    more = " or more" if is_lower_bound else ""
     return ContextLengthExceeded(
-        f"The model's context holds {context} tokens, but {what}.",
+        f"This model's maximum context length is {context} tokens. However, your {part} resulted in "
+        f"{num_prompt_tokens} tokens{more}. Please reduce the length of the {part}.",
         param=param,
-        hint="Shorten it, and leave room for the answer.",
+        overflow=Overflow(context, num_prompt_tokens),
+    )
+
+
+def _too_long_together(overflow: Overflow, part: str, param: str) -> ContextLengthExceeded:
+    prompt, answer = overflow.prompt, overflow.answer or 1
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {overflow.context} tokens. However, you requested {prompt + answer} "
+        f"tokens ({prompt} in the {part}, {answer} in the completion). Please reduce the length of the {part} or "
+        "completion.",
+        param=param,
+        overflow=overflow,
     )
 
 
 def resolve_max_tokens(
-    asked: int | None, default: int | None, num_prompt_tokens: int, engine: EngineReady, *, prompt_param: str
+    asked: int | None,
+    default: int | None,
+    num_prompt_tokens: int,
+    engine: EngineReady,
+    *,
+    prompt_param: str,
+    refuses_long_outputs: bool = False,
 ) -> int:
-    """The number of tokens an answer may have. What a client asks for is granted or refused; a default is cut to
-    what fits."""
+    """The number of tokens an answer may have: what was asked for, or the default, cut to what fits the context and
+    the server's cap. With `refuses_long_outputs`, a number that a client asked for is never cut, but refused."""
     context = engine.model.max_model_len
     if num_prompt_tokens < 1:
         raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)
     room = context - num_prompt_tokens
     if room < (1 if asked is None else min(1, asked)):
-        raise too_long(context, f"the prompt alone has {num_prompt_tokens}", prompt_param)
-    if asked is None:
-        return min(room, engine.max_output_tokens, default or room)
-    if asked > room:
-        raise ContextLengthExceeded(
-            f"The model's context holds {context} tokens, but {num_prompt_tokens + asked} were asked for: "
-            f"{num_prompt_tokens} in the prompt and {asked} for the answer (max_tokens).",
-            param="max_tokens",
-            hint="Shorten the prompt or lower max_tokens.",
-        )
-    if asked > engine.max_output_tokens:
-        raise InvalidRequest(
-            f"max_tokens is {asked}, but this server allows at most {engine.max_output_tokens}.",
-            param="max_tokens",
-        )
-    return asked
+        raise too_long(context, num_prompt_tokens, prompt_param)
+    if asked is not None and refuses_long_outputs:
+        if asked > room:
+            raise _too_long_together(Overflow(context, num_prompt_tokens, asked), prompt_param, "max_tokens")
+        if asked > engine.max_output_tokens:
+            raise InvalidRequest(
+                f"max_tokens is too large: {asked}. This model supports at most {engine.max_output_tokens} "
+                f"completion tokens, whereas you provided {asked}.",
+                param="max_tokens",
+            )
+    return min(room, engine.max_output_tokens, default or room if asked is None else asked)
+
+
+def max_tokens_lowered(asked: int, given: int | None) -> RequestWarning:
+    """`given` is None where only another server knows."""
+    most = "fewer" if given is None else f"at most {given}"
+    return RequestWarning(
+        "max_tokens_lowered",
+        f"The answer may have {most} tokens, not the {asked} asked for: no more fit the model's context and the "
+        "server's limit.",
+        param="max_tokens",
+    )
 
 
 def check_num_prompt_logprobs(options: SamplingOptions, prompt_lengths: Sequence[int]) -> None:
@@ -108,6 +141,8 @@ def _check_sampling(options: SamplingOptions, vocab_size: int, *, min_max_tokens
         raise InvalidRequest(
             f"max_tokens must be at least {min_max_tokens}, not {options.max_tokens}.", param="max_tokens"
         )
+    if options.max_tokens is not None and options.max_tokens > MAX_MAX_TOKENS:
+        raise InvalidRequest(f"max_tokens must be at most {MAX_MAX_TOKENS}.", param="max_tokens")
     if options.min_tokens < 0:
         raise InvalidRequest(f"min_tokens must be at least 0, not {options.min_tokens}.", param="min_tokens")
     if options.max_tokens is not None and options.min_tokens > options.max_tokens:

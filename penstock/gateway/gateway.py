@@ -152,6 +152,7 @@ class Gateway:
             default_max_tokens=request.default_max_tokens or self.config.default_max_tokens,
             deadline=None if timeout_s is None else now + timeout_s,
             is_internal=is_internal,
+            refuses_long_outputs=self.config.refuse_long_outputs,
         )
 
     async def _guard(self, work: PreparedRequest) -> None:
@@ -186,10 +187,14 @@ class Gateway:
         if isinstance(work.model, ExternalModel):
             assert self.catalogue.external is not None
             elsewhere = ExternalAnswer(account, work.calls, n, self, self._forget)
+            elsewhere.warnings = work.warnings
+            elsewhere.asked_max_tokens = work.request.sampling.max_tokens
+            elsewhere.shortens_answers = not work.refuses_long_outputs
             with self._beginning(elsewhere):
                 elsewhere.start(self.catalogue.external.pool, work.time_left_s(self.clock.now()))
             return elsewhere
         generation = Generation(account, work.choices, n, self, self._forget)
+        generation.warnings = work.warnings
         with self._beginning(generation):
             generation.start(work.engine_requests, work.time_left_s(self.clock.now()))
         return generation

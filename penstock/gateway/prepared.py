@@ -17,13 +17,13 @@ from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim
 from penstock.gateway.answers.choice import Choice
 from penstock.gateway.answers.prompt_scores import PromptScores
-from penstock.gateway.checks import check_num_prompt_logprobs, resolve_max_tokens
+from penstock.gateway.checks import check_num_prompt_logprobs, max_tokens_lowered, resolve_max_tokens
 from penstock.gateway.external.calls import calls_for
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.policy import Case
 from penstock.gateway.models.catalogue import AnsweringModel
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, Prompt
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, Prompt, RequestWarning
 from penstock.gateway.text.caching import PromptCacheSettings
 
 # What is reserved for an external server's answer when the request names no limit.
@@ -42,18 +42,19 @@ class PreparedRequest:
     default_max_tokens: int | None
     deadline: float | None  # on the gateway's clock
     is_internal: bool  # asked by the gateway itself, on behalf of a request that was admitted
+    refuses_long_outputs: bool = False  # instead of lowering `max_tokens` to what fits
     admission: Admission | None = None
     case: Case | None = None  # what guards report to; None without a policy
     prompts: list[PreparedPrompt] = field(default_factory=list)
     engine_requests: list[Request] = field(default_factory=list)  # for a model of our own engines
     choices: list[Choice] = field(default_factory=list)  # one for each of them
     calls: list[ExternalCall] = field(default_factory=list)  # for a model of an external server
+    warnings: tuple[RequestWarning, ...] = ()  # for the answer
 
     def claim(self) -> Claim:
         """What the request may use at most, as far as it is known by now."""
-        n = self.request.n
-        estimated = sum(call.estimated_tokens for call in self.calls[::n])
-        external_tokens = self.request.sampling.max_tokens or self.default_max_tokens or ASSUMED_MAX_TOKENS
+        estimated = sum(call.estimated_tokens for call in self.calls[:: self.request.n])
+        external_tokens = sum(call.max_tokens or ASSUMED_MAX_TOKENS for call in self.calls)
         return Claim(
             request_id=self.id,
             principal=self.request.principal,
@@ -61,7 +62,7 @@ class PreparedRequest:
             endpoint=self.request.endpoint,
             tier=self.tier,
             input_tokens=estimated + sum(len(prompt.token_ids) for prompt in self.prompts),
-            max_output_tokens=len(self.calls) * external_tokens
+            max_output_tokens=external_tokens
             + sum(request.sampling.max_tokens for request in self.engine_requests),
             user=self.request.user,
         )
@@ -81,20 +82,22 @@ async def prepare_for_engine(
     """Render, tokenize, and check the grammar. One engine request per answer: the n answers of a prompt follow each
     other, with consecutive seeds."""
     request = work.request
+    asked = request.sampling.max_tokens
     prompts = request.prompts
     if request.drops_oldest_turns:
-        prompts = tuple([await _cut_to_fit(prompt, model, request.sampling.max_tokens) for prompt in prompts])
+        prompts = tuple([await _cut_to_fit(prompt, model, asked) for prompt in prompts])
     work.prompts = [await model.prepare(prompt, request.sampling.grammar) for prompt in prompts]
     # Without a better reason, requests go where the adapter is likely loaded already.
     affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
     check_num_prompt_logprobs(request.sampling, [len(prepared.token_ids) for prepared in work.prompts])
     for prompt, prepared in zip(prompts, work.prompts, strict=True):
         max_tokens = resolve_max_tokens(
-            request.sampling.max_tokens,
+            asked,
             work.default_max_tokens,
             len(prepared.token_ids),
             model.engine,
             prompt_param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
+            refuses_long_outputs=work.refuses_long_outputs,
         )
         sampling = await model.with_checked_grammar(_sampling_params(request, prepared, max_tokens))
         for sibling in range(request.n):
@@ -121,17 +124,29 @@ async def prepare_for_engine(
         choice = Choice(index, each, model.tokenizer, model.card.eos_token_ids, work.prompts[place].form)
         choice.prompt_scores = scores[place]
         work.choices.append(choice)
+    work.warnings = _warnings(request, min(each.sampling.max_tokens for each in work.engine_requests))
 
 
 def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
     """An external server renders and tokenizes. Until the server tells what a request used, that is estimated."""
+    request = work.request
     work.calls = calls_for(
         work.id,
-        work.request,
+        request,
         model=model.name,
-        max_tokens=work.request.sampling.max_tokens or work.default_max_tokens,
+        max_tokens=request.sampling.max_tokens or work.default_max_tokens,
+        context=None if work.refuses_long_outputs else model.max_model_len,
         region=work.region,
     )
+    asked = request.sampling.max_tokens or ASSUMED_MAX_TOKENS
+    work.warnings = _warnings(request, min(call.max_tokens or asked for call in work.calls))
+
+
+def _warnings(request: GenerationRequest, max_tokens: int) -> tuple[RequestWarning, ...]:
+    asked = request.sampling.max_tokens
+    if asked is None or max_tokens >= asked:
+        return request.warnings
+    return *request.warnings, max_tokens_lowered(asked, max_tokens)
 
 
 def _sampling_params(request: GenerationRequest, prompt: PreparedPrompt, max_tokens: int) -> SamplingParams:
@@ -155,10 +170,11 @@ def _for_sibling(sampling: SamplingParams, sibling: int) -> SamplingParams:
 
 async def _cut_to_fit(prompt: Prompt, model: ServedModel, max_tokens: int | None) -> Prompt:
     """The chat without as many of its oldest turns as the context has no room for. System messages at the beginning
-    and the last message stay."""
+    and the last message stay. Room for the answer is at most half of the context: clients ask for more than fits."""
     if not isinstance(prompt, ChatPrompt):
         return prompt
-    room = model.card.max_model_len - (max_tokens or 1)
+    context = model.card.max_model_len
+    room = context - min(max_tokens or 1, model.max_output_tokens, max(1, context // 2))
     low, high = 0, len(_droppable(prompt.messages))
     while low < high:
         middle = (low + high) // 2

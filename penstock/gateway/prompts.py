@@ -122,9 +122,17 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
         return (self.temperature, self.top_p) if self.top_p else (0.0, 1.0)
 
 
+class RequestWarning(msgspec.Struct, frozen=True):
+    """Something that a client asked for and gets in another form. The answer tells the client so."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`n` answers for each prompt. `default_max_tokens` fills in for an absent `max_tokens` and, unlike it, is cut
-    to the room that the context leaves."""
+    """`n` answers for each prompt. `default_max_tokens` fills in for an absent `max_tokens`, and is cut to the room
+    that the context leaves without a warning."""
 
     prompts: tuple[Prompt, ...]
     sampling: SamplingOptions
@@ -143,6 +151,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     idempotency_key: str | None = None
     cache_response_s: float | None = None  # reuse, and keep, an identical request's answer for so long
     timeout_s: float | None = None
+    warnings: tuple[RequestWarning, ...] = ()  # of the front end, for the answer
 
 
 class Usage(msgspec.Struct, frozen=True):

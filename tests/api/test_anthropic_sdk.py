@@ -419,7 +419,6 @@ def tool_result(content: Any = "x") -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": tool_use()["content"]}]}, "tool_use"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 100_000}, "context"),
         ({"temperature": 2.5}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),

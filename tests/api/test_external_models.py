@@ -358,3 +358,83 @@ async def test_a_reader_that_falls_behind_loses_the_request() -> None:
                 await asyncio.sleep(0.01)
         with pytest.raises(Overloaded, match="bytes behind"):
             await anext(answer)
+
+
+VLLM_OLD = (
+    "This model's maximum context length is 8192 tokens. However, you requested {total} tokens (471 in the messages, "
+    "{asked} in the completion). Please reduce the length of the messages or completion."
+)
+VLLM = (
+    "'max_tokens' or 'max_completion_tokens' is too large: {asked}. This model's maximum context length is 8192 "
+    "tokens and your request has 471 input tokens ({asked} > 8192 - 471)."
+)
+VLLM_NEW = (
+    "This model's maximum context length is 8192 tokens. However, you requested {asked} output tokens and your "
+    "prompt contains at least 400 input tokens, for a total of at least 8193 tokens."
+)
+SGLANG = (
+    "Requested token count exceeds the model's maximum context length of 8192 tokens. You requested a total of "
+    "{total} tokens: 471 tokens from the input messages and {asked} tokens for the completion."
+)
+
+
+def strict(sentence: str) -> OpenAIServer:
+    """A server whose prompts have 471 tokens, and that refuses answers beyond its context."""
+
+    def answer(body: dict[str, Any]) -> list[Any]:
+        asked = body.get("max_tokens", 0)
+        if asked <= 8192 - 471:
+            return text_chunks("Hello", usage=USAGE)
+        message = sentence.format(asked=asked, total=asked + 471)
+        return [JSONResponse({"error": {"message": message}}, status_code=400)]
+
+    return OpenAIServer(script=answer)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "given"), [(VLLM_OLD, 7721), (VLLM, 7721), (VLLM_NEW, None), (SGLANG, 7721)]
+)
+async def test_an_answer_longer_than_their_context_is_asked_for_again(
+    sentence: str, given: int | None
+) -> None:
+    server = strict(sentence)
+    async with platform(server) as ours:
+        answer = await ours.http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 32_000})
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello"
+        (warning,) = answer.json()["warnings"]
+        assert (warning["code"], str(given or "fewer") in warning["message"]) == ("max_tokens_lowered", True)
+        message = await ours.http.post("/v1/messages", json=CHAT | {"max_tokens": 32_000, "stream": True})
+        assert "max_tokens_lowered" in message.text.partition("content_block_start")[0]
+        assert message.headers["warning"].startswith("299 ")
+    assert [body.get("max_tokens") for body in server.bodies] == [32_000, given] * 2
+
+
+async def test_their_refusal_is_passed_on_where_answers_are_not_shortened() -> None:
+    server = strict(VLLM)
+    async with platform(server, refuse_long_outputs=True) as ours:
+        answer = await ours.http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 32_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(server.bodies) == 1
+
+
+async def test_a_prompt_that_is_too_long_for_them_is_asked_once() -> None:
+    message = "This model's maximum context length is 8 tokens. However, you requested 14 tokens (9 in the messages)."
+    server = OpenAIServer(
+        script=lambda body: [JSONResponse({"error": {"message": message}}, status_code=400)]
+    )
+    async with platform(server) as ours:
+        answer = await ours.http.post("/v1/messages", json=CHAT | {"max_tokens": 5})
+    assert answer.json()["error"]["message"] == "prompt is too long: 9 tokens > 8 maximum"
+    assert len(server.bodies) == 1
+
+
+async def test_no_more_is_asked_for_or_reserved_than_a_known_context_holds() -> None:
+    server = OpenAIServer(script=script("Hel", "lo"))
+    server.max_model_len = 1000
+    async with platform(server) as ours:
+        answer = await ours.http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 32_000})
+        assert answer.json()["warnings"][0]["code"] == "max_tokens_lowered"
+        (claim, _), *_ = ours.book.rows
+    (body,) = server.bodies
+    assert claim.max_output_tokens == body["max_tokens"]
+    assert 900 < body["max_tokens"] < 1000

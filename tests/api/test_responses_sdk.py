@@ -358,7 +358,7 @@ def test_input_tokens_are_counted(serve: Serve) -> None:
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
 def test_refusals(serve: Serve, options: dict[str, Any], param: str) -> None:

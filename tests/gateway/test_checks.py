@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.errors import ContextLengthExceeded, InvalidRequest
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overflow
 from penstock.gateway.checks import check_request, resolve_max_tokens
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from tests.gateway.fake_engine import engine_ready, model_card
@@ -98,27 +98,39 @@ def test_prompts_times_n_is_bounded() -> None:
 ENGINE = engine_ready(model_card(max_model_len=100), max_output_tokens=50)
 
 
-def resolve(wished: int | None, default: int | None, num_prompt_tokens: int) -> int:
-    return resolve_max_tokens(wished, default, num_prompt_tokens, ENGINE, prompt_param="prompt")
+def resolve(asked: int | None, default: int | None, num_prompt_tokens: int, *, refuses: bool = False) -> int:
+    return resolve_max_tokens(
+        asked, default, num_prompt_tokens, ENGINE, prompt_param="prompt", refuses_long_outputs=refuses
+    )
 
 
 def test_max_tokens_is_granted_or_filled_in() -> None:
-    assert resolve(50, None, 50) == 50
+    assert resolve(50, None, 50) == resolve(50, None, 50, refuses=True) == 50
     assert resolve(None, None, 10) == 50, "the server's cap"
     assert resolve(None, None, 90) == 10, "the room in the context"
     assert resolve(None, 16, 10) == 16
     assert resolve(None, 16, 99) == 1
 
 
-def test_max_tokens_past_the_context_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ContextLengthExceeded, match=r"100 tokens.*110.*70 in the prompt and 40") as error:
-        resolve(40, None, 70)
+def test_max_tokens_is_lowered_to_what_fits() -> None:
+    assert resolve(40, None, 70) == 30, "the room in the context"
+    assert resolve(2**40, None, 99) == 1
+    assert resolve(51, None, 1) == 50, "the server's cap"
+    assert resolve(51, 16, 1) == 50, "a default is for requests that name no number"
+
+
+def test_max_tokens_past_the_context_can_be_refused_with_the_numbers() -> None:
+    with pytest.raises(
+        ContextLengthExceeded, match=r"100 tokens.*110.*70 in the prompt, 40 in the comp"
+    ) as error:
+        resolve(40, None, 70, refuses=True)
     assert error.value.param == "max_tokens"
+    assert error.value.overflow == Overflow(100, 70, 40)
 
 
-def test_max_tokens_past_the_cap_is_refused() -> None:
+def test_max_tokens_past_the_cap_can_be_refused() -> None:
     with pytest.raises(InvalidRequest, match="at most 50"):
-        resolve(51, None, 1)
+        resolve(51, None, 1, refuses=True)
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [100, 101])
@@ -126,6 +138,7 @@ def test_prompt_that_fills_the_context_is_refused(num_prompt_tokens: int) -> Non
     with pytest.raises(ContextLengthExceeded) as error:
         resolve(None, None, num_prompt_tokens)
     assert error.value.param == "prompt"
+    assert error.value.message.startswith("This model's maximum context length is 100 tokens. However, you")
 
 
 def test_empty_prompt_is_refused() -> None:

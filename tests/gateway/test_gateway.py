@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.core.clock import VirtualClock
@@ -119,6 +120,35 @@ class TestSubmit:
         assert [request.sampling.max_tokens for request in engine.added] == [5, 6]
         assert engine.added[1].sampling.min_tokens == 6
 
+    async def test_max_tokens_is_lowered_and_the_answer_says_so(self) -> None:
+        engine = FakeEngine(script_text("ok"))
+        gateway = gateway_for(engine)
+        generation = await gateway.submit(
+            request_for(TextPrompt("x" * 250), TextPrompt("hi"), max_tokens=32_000)
+        )
+        assert [request.sampling.max_tokens for request in engine.added] == [6, 128]
+        (warning,) = generation.warnings
+        assert (warning.code, warning.param) == ("max_tokens_lowered", "max_tokens")
+        assert "at most 6 tokens, not the 32000" in warning.message
+        assert generation.account.claim.max_output_tokens == 6 + 128, "no more is reserved than can be used"
+        assert (await gateway.submit(request_for(max_tokens=128))).warnings == ()
+
+    @pytest.mark.parametrize(("max_tokens", "error"), [(300, ContextLengthExceeded), (129, InvalidRequest)])
+    async def test_max_tokens_can_be_refused(self, max_tokens: int, error: type[PenstockError]) -> None:
+        engine = FakeEngine()
+        with pytest.raises(error):
+            await gateway_for(engine, refuse_long_outputs=True).submit(request_for(max_tokens=max_tokens))
+        assert engine.added == []
+
+    async def test_a_chat_that_drops_turns_leaves_room_for_half_a_context(self) -> None:
+        engine = FakeEngine()
+        turns = tuple(ChatMessage("user", f"{number:02}" + "x" * 20) for number in range(20))
+        request = msgspec.structs.replace(
+            request_for(ChatPrompt(messages=turns), max_tokens=32_000), drops_oldest_turns=True
+        )
+        await gateway_for(engine).submit(request)
+        assert 90 < len(engine.added[0].prompt_token_ids) <= 128
+
     @pytest.mark.parametrize(
         ("request_", "error"),
         [
@@ -127,8 +157,6 @@ class TestSubmit:
             (request_for(TokenPrompt((-1,))), InvalidRequest),
             (request_for(TokenPrompt(())), InvalidRequest),
             (request_for(TextPrompt("x" * 256)), ContextLengthExceeded),
-            (request_for(max_tokens=300), ContextLengthExceeded),
-            (request_for(max_tokens=129), InvalidRequest),
             (request_for(temperature=float("nan")), InvalidRequest),
         ],
     )

@@ -194,7 +194,9 @@ class TestSizes:
     ) -> None:
         house = House(JUDGE, max_model_len=1024)
         forbid(monkeypatch, "encode", "decode", "decode_later")
-        with pytest.raises(ContextLengthExceeded, match="context holds 1024 tokens"):
+        with pytest.raises(
+            ContextLengthExceeded, match=r"maximum context length is 1024 tokens\..*resulted in \d+ tokens"
+        ):
             await house.ask(prompt)
         assert house.engine.added == []
 

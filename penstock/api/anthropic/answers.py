@@ -19,7 +19,7 @@ from penstock.core.request import FinishReason, Tier
 from penstock.gateway.answers.choice import Delta, ToolCallDelta
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.models.catalogue import ListedModel
-from penstock.gateway.prompts import Usage
+from penstock.gateway.prompts import RequestWarning, Usage
 
 _to_json = msgspec.json.Encoder().encode
 
@@ -78,6 +78,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    warnings: tuple[RequestWarning, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 def message_usage(usage: Usage, tier: Tier) -> MessageUsage:
@@ -112,6 +113,7 @@ def message(answer: AnswerStream, delta: Delta) -> Message:
         stop_reason=_stop_reason(delta, has_tool_use=bool(delta.tool_calls)),
         stop_sequence=delta.stop_sequence,
         usage=message_usage(answer.usage, answer.tier),
+        warnings=answer.warnings or msgspec.UNSET,
     )
 
 
@@ -137,6 +139,7 @@ class MessageEvents:
             stop_reason=None,
             stop_sequence=None,
             usage=message_usage(answer.usage, answer.tier),
+            warnings=answer.warnings or msgspec.UNSET,
         )
         return (
             b'event: message_start\ndata: {"type":"message_start","message":%b}\n\n' % _to_json(start) + PING

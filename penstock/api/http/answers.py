@@ -8,7 +8,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.http.context import cache_headers, note_limits_told
+from penstock.api.http.context import answer_headers, note_limits_told
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import Headers, limit_headers
 from penstock.core.errors import PenstockError
@@ -61,7 +61,7 @@ async def answer_whole(
         watch.stop()
         generation.cancel()
     return WholeAnswer(
-        build(deltas, generation.usage), generation.rate_limits, more_headers=cache_headers(generation)
+        build(deltas, generation.usage), generation.rate_limits, more_headers=answer_headers(generation)
     )
 
 
@@ -151,7 +151,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             limits = _limits_told(scope, self._generation.rate_limits)
-            headers = [*self.stream_headers, *limits, *cache_headers(self._generation)]
+            headers = [*self.stream_headers, *limits, *answer_headers(self._generation)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send_events(send)
         except ReaderGone:

@@ -22,7 +22,7 @@ ANY_ORIGIN = "*"
 PREFLIGHT_LIFETIME_S = 600
 _METHODS = b"GET, POST, DELETE, OPTIONS"
 _READABLE_HEADERS = (
-    b"x-request-id, request-id, retry-after, retry-after-ms, x-penstock-cache, x-ratelimit-limit-requests, "
+    b"x-request-id, request-id, retry-after, retry-after-ms, warning, x-penstock-cache, x-ratelimit-limit-requests, "
     b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
     b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )

@@ -70,6 +70,9 @@ async def current_principal_of(connection: HTTPConnection) -> Principal:
 
 
 CACHE_HEADER = "x-penstock-cache"  # asks for seconds, or "off"; answers "hit" or "miss"
+WARNING_HEADER = b"warning"
+MAX_WARNINGS = 8  # in headers; the body of the answer has all
+MAX_WARNING_CHARS = 500
 IDEMPOTENCY_HEADER = "idempotency-key"
 REGION_HEADER = "x-penstock-region"
 MAX_REGION_LENGTH = 64
@@ -89,10 +92,18 @@ def with_context(connection: HTTPConnection, request: GenerationRequest) -> Gene
     )
 
 
-def cache_headers(answer: AnswerStream) -> list[tuple[bytes, bytes]]:
-    """Empty for a request that did not ask the response cache."""
+def answer_headers(answer: AnswerStream) -> list[tuple[bytes, bytes]]:
+    """Whether the response cache had the answer, for a request that asked the cache, and the answer's warnings."""
     status = answer.cache_status
-    return [] if status is None else [(CACHE_HEADER.encode(), status.encode())]
+    headers = [] if status is None else [(CACHE_HEADER.encode(), status.encode())]
+    return headers + [(WARNING_HEADER, _warning(each.message)) for each in answer.warnings[:MAX_WARNINGS]]
+
+
+def _warning(message: str) -> bytes:
+    """Code 299 stands for a lasting warning of any kind. The text is one quoted line of ASCII."""
+    line = "".join(each if each.isprintable() else " " for each in message[:MAX_WARNING_CHARS])
+    quoted = line.replace("\\", "\\\\").replace('"', '\\"')
+    return b'299 penstock "%b"' % quoted.encode("ascii", "replace")
 
 
 def _region(text: str) -> str:

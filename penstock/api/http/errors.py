@@ -6,7 +6,8 @@ that is too large, a missing key. So does Ollama's API, below /api. Every other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -15,7 +16,13 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.api.http.limit_headers import limit_headers, retry_headers
-from penstock.core.errors import NotFound, Overloaded, PenstockError, ThreadsUnsupported
+from penstock.core.errors import (
+    ContextLengthExceeded,
+    NotFound,
+    Overloaded,
+    PenstockError,
+    ThreadsUnsupported,
+)
 
 CLIENT_CLOSED_REQUEST = 499
 ANTHROPIC_OVERLOADED = 529
@@ -36,6 +43,10 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     ANTHROPIC_OVERLOADED: "overloaded_error",
 }
+
+
+AnswerT = TypeVar("AnswerT")
+Endpoint = Callable[[Request], Awaitable[AnswerT]]
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -128,7 +139,23 @@ def error_event(error: PenstockError) -> bytes:
 
 def anthropic_error(error: PenstockError) -> AnthropicErrorDetail:
     details = AnthropicErrorFacts(error.code) if isinstance(error, ThreadsUnsupported) else None
-    return AnthropicErrorDetail(_anthropic_type(anthropic_status(error)), sentence(error), details)
+    message = _anthropic_too_long(error) if isinstance(error, ContextLengthExceeded) else sentence(error)
+    return AnthropicErrorDetail(_anthropic_type(anthropic_status(error)), message, details)
+
+
+def _anthropic_too_long(error: ContextLengthExceeded) -> str:
+    """Anthropic's own sentences, because clients read the numbers in them and shorten what they send."""
+    size = error.overflow
+    if size is not None and size.prompt >= size.context:
+        # A prompt that fills the context to the last token leaves no room for an answer.
+        maximum = size.context - (size.prompt == size.context)
+        return f"prompt is too long: {size.prompt} tokens > {maximum} maximum"
+    if size is not None and size.answer is not None:
+        return (
+            f"input length and `max_tokens` exceed context limit: {size.prompt} + {size.answer} > {size.context}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+    return f"prompt is too long: {sentence(error)}"
 
 
 def anthropic_error_body(error: PenstockError, request_id: str | None) -> bytes:
@@ -147,6 +174,20 @@ def anthropic_status(error: PenstockError) -> int:
 def sentence(error: PenstockError) -> str:
     """What a person reads: the message, and the hint where there is one."""
     return f"{error.message} {error.hint}" if error.hint else error.message
+
+
+def named_params(endpoint: Endpoint[AnswerT], names: Mapping[str, str]) -> Endpoint[AnswerT]:
+    """The endpoint of an API that has other names than the gateway for some parameters: errors say the API's."""
+
+    async def named(request: Request) -> AnswerT:
+        try:
+            return await endpoint(request)
+        except PenstockError as error:
+            if (name := names.get(error.param or "")) is None:
+                raise
+            raise error.with_param(name) from error
+
+    return named
 
 
 async def on_penstock_error(request: Request, error: Exception) -> Response:

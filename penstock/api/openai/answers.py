@@ -11,7 +11,7 @@ import msgspec
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.answers.choice import Delta, TokenDetail
 from penstock.gateway.answers.stream import AnswerStream
-from penstock.gateway.prompts import Usage
+from penstock.gateway.prompts import RequestWarning, Usage
 
 _to_json = msgspec.json.Encoder().encode
 
@@ -115,6 +115,7 @@ class ChatCompletion(msgspec.Struct, omit_defaults=True):
     usage: WireUsage
     service_tier: str | None = None
     prompt_logprobs: PromptLogprobList | None = None
+    warnings: tuple[RequestWarning, ...] = ()
 
 
 class CompletionChoice(msgspec.Struct):
@@ -133,6 +134,7 @@ class Completion(msgspec.Struct, omit_defaults=True):
     choices: list[CompletionChoice]
     usage: WireUsage
     service_tier: str | None = None
+    warnings: tuple[RequestWarning, ...] = ()
 
 
 class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +145,7 @@ class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
     wants_logprobs: bool
     includes_usage: bool = False
     service_tier: str | None = None
+    warnings: tuple[RequestWarning, ...] = ()
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -153,6 +156,7 @@ class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
             wants_logprobs=wants_logprobs,
             includes_usage=includes_usage,
             service_tier=SERVICE_TIERS[answer.tier],
+            warnings=answer.warnings,
         )
 
 
@@ -200,6 +204,7 @@ def chat_completion(
             wire_usage(usage),
             header.service_tier,
             prompt_logprobs,
+            header.warnings,
         )
     )
 
@@ -232,6 +237,7 @@ def completion(
             choices,
             wire_usage(usage),
             header.service_tier,
+            header.warnings,
         )
     )
 

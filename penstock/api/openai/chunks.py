@@ -42,6 +42,12 @@ class _ChunkFrame:
         self.tail = b'}],"usage":null}\n\n' if header.includes_usage else b"}]}\n\n"
         self._includes_usage = header.includes_usage
 
+    def first_head(self, answer: AnswerStream) -> bytes:
+        """`head` of the first chunk, which tells the answer's warnings."""
+        if not answer.warnings:
+            return self.head
+        return b'%b,"warnings":%b,"choices":[{"index":' % (self._start, _to_json(answer.warnings))
+
     def closing(self, usage: Usage) -> bytes:
         if not self._includes_usage:
             return b"data: [DONE]\n\n"
@@ -70,9 +76,9 @@ class ChatChunks:
 
     def opening(self, answer: AnswerStream) -> bytes:
         delta = b',"delta":{"role":"assistant","content":""'
+        heads = [self._frame.first_head(answer)] + [self._frame.head] * (answer.num_choices - 1)
         return b"".join(
-            b"%b%d%b%b" % (self._frame.head, index, delta, self._plain_tail)
-            for index in range(answer.num_choices)
+            b"%b%d%b%b" % (head, index, delta, self._plain_tail) for index, head in enumerate(heads)
         )
 
     def chunk(self, delta: Delta) -> bytes:
@@ -121,7 +127,9 @@ class CompletionChunks:
         self._plain_tail = b',"logprobs":null,"finish_reason":null' + self._frame.tail
 
     def opening(self, answer: AnswerStream) -> bytes:
-        return b""
+        if not answer.warnings:
+            return b""
+        return b'%b0,"text":""%b' % (self._frame.first_head(answer), self._plain_tail)
 
     def chunk(self, delta: Delta) -> bytes:
         head, tail = self._frame.head, self._frame.tail

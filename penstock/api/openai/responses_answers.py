@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.api.http.errors import sentence
 from penstock.api.openai.answers import SERVICE_TIERS, chat_logprobs
 from penstock.api.openai.responses_items import (
     OutputCall,
@@ -30,15 +31,17 @@ from penstock.api.openai.responses_requests import (
     TextFormat,
     TextOptions,
 )
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PenstockError, RateLimited
 from penstock.core.request import FinishReason
 from penstock.gateway.answers.choice import Delta, ToolCallDelta
 from penstock.gateway.answers.stream import AnswerStream
-from penstock.gateway.prompts import Usage
+from penstock.gateway.prompts import RequestWarning, Usage
 
 _to_json = msgspec.json.Encoder().encode
 
 _ID_PREFIX = "resp_"
+# This API's names for what the gateway calls by the names of the older ones.
+PARAMS = {"messages": "input", "max_tokens": "max_output_tokens"}
 
 ResponseStatus = Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
 
@@ -100,6 +103,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, str]
+    warnings: tuple[RequestWarning, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 def new_response(request: ResponseRequest, answer: AnswerStream) -> ResponseBody:
@@ -144,6 +148,15 @@ def response_usage(usage: Usage) -> ResponseUsage:
     )
 
 
+def _error_code(error: PenstockError) -> str:
+    """Clients act on some codes: they compact their history, wait, or give up."""
+    if isinstance(error, ContextLengthExceeded | RateLimited):
+        return error.code
+    if isinstance(error, Overloaded):
+        return "server_is_overloaded"
+    return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
+
+
 class ResponseEvents:
     """Implements EventWriter and ResponseBuilder. At most one output item is open at a time."""
 
@@ -166,7 +179,15 @@ class ResponseEvents:
         self.body.model = model
         return _to_json(self.body)
 
+    def note_warnings(self, answer: AnswerStream) -> None:
+        if answer.warnings:
+            self.body.warnings = tuple(
+                msgspec.structs.replace(each, param=PARAMS.get(each.param or "", each.param))
+                for each in answer.warnings
+            )
+
     def opening(self, answer: AnswerStream) -> bytes:
+        self.note_warnings(answer)
         return self._event("response.created", response=self.body) + self._event(
             "response.in_progress", response=self.body
         )
@@ -200,7 +221,7 @@ class ResponseEvents:
 
     def fail(self, error: PenstockError) -> None:
         self.body.status = "failed"
-        self.body.error = ResponseError("server_error", error.message)
+        self.body.error = ResponseError(_error_code(error), sentence(error))
 
     def _end(self, reason: FinishReason) -> bytes:
         if reason is not FinishReason.STOP:

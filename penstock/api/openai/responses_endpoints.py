@@ -13,8 +13,15 @@ from starlette.types import ASGIApp
 
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole
 from penstock.api.http.context import note_model, principal_of, with_context
+from penstock.api.http.errors import named_params
 from penstock.api.http.parsing import BodyDecoder, read_body
-from penstock.api.openai.responses_answers import ResponseBody, ResponseError, ResponseEvents, new_response
+from penstock.api.openai.responses_answers import (
+    PARAMS,
+    ResponseBody,
+    ResponseError,
+    ResponseEvents,
+    new_response,
+)
 from penstock.api.openai.responses_items import InputItem, input_items, response_id_of
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.core.errors import InvalidRequest, NotFound
@@ -127,8 +134,10 @@ class ResponsesEndpoints:
     def routes(self) -> list[Route]:
         one = "/v1/responses/{response_id}"
         return [
-            Route("/v1/responses", self.create, methods=["POST"]),
-            Route("/v1/responses/input_tokens", self.count_input_tokens, methods=["POST"]),
+            Route("/v1/responses", named_params(self.create, PARAMS), methods=["POST"]),
+            Route(
+                "/v1/responses/input_tokens", named_params(self.count_input_tokens, PARAMS), methods=["POST"]
+            ),
             Route(one, self.retrieve, methods=["GET"]),
             Route(one, self.delete, methods=["DELETE"]),
             Route(f"{one}/cancel", self.cancel, methods=["POST"]),
@@ -147,6 +156,7 @@ class ResponsesEndpoints:
             events = ResponseEvents(
                 new_response(wire, answer), wants_logprobs=wire.wants_logprobs, custom_tools=wire.custom_tools
             )
+            events.note_warnings(answer)
             return events
 
         answer = await self._responses.submit(

@@ -87,6 +87,7 @@ class MessageWriter:
                 "model": self._answer.model,
                 "request_id": self._answer.id,
                 "usage": wire_usage(self._answer.usage),
+                **({"warnings": self._answer.warnings} if self._answer.warnings else {}),
             }
         )
 

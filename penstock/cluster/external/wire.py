@@ -5,6 +5,7 @@ Servers agree on OpenAI's shape and differ in what they add to it, so every fiel
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from penstock.core.errors import (
     EngineUnavailable,
     InvalidRequest,
     ModelNotFound,
+    Overflow,
     Overloaded,
     PenstockError,
 )
@@ -41,11 +43,39 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def estimated_tokens(self) -> int:
         """Of the prompt."""
-        return len(self.text.encode()) // BYTES_PER_TOKEN + 1
+        return estimated_tokens(self.text)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Of the answer; None where the server decides."""
+        return self.body.get("max_tokens")
+
+    def with_shorter_answer(self, error: ContextLengthExceeded) -> ExternalCall | None:
+        """The call with a `max_tokens` that fits, after a server refused it with `error`. A server that does not say
+        how long the prompt is decides by itself. None where no shorter answer could help."""
+        if self.max_tokens is None:
+            return None
+        overflow = error.overflow
+        body = {name: value for name, value in self.body.items() if name != "max_tokens"}
+        if overflow is not None:
+            room = overflow.context - overflow.prompt
+            if not 0 < room < self.max_tokens:
+                return None
+            body["max_tokens"] = room
+        return msgspec.structs.replace(self, body=body)
+
+
+def estimated_tokens(text: str) -> int:
+    return len(text.encode()) // BYTES_PER_TOKEN + 1
 
 
 _MAX_SHOWN_CHARS = 500
 _TOO_LONG = ("context length", "context size", "context window", "maximum context", "too many tokens")
+# In the sentences of OpenAI, vLLM and SGLang. A prompt of "at least" so many tokens was not counted by its server.
+_CONTEXT = re.compile(r"maximum context length (?:is|of) (\d{1,9})")
+_PROMPT = re.compile(
+    r"(?<!at least )\b(\d{1,9}) (?:in the messages|in your prompt|input tokens|tokens from the input|in the prompt)"
+)
 
 
 class WireFunction(msgspec.Struct, frozen=True):
@@ -217,11 +247,19 @@ def refusal(server: str, status: int, body: bytes, retry_after_s: float | None =
         return RequestRefused(error, elsewhere=True)
     if 400 <= status < 500:
         is_too_long = code == "context_length_exceeded" or any(sign in message.lower() for sign in _TOO_LONG)
-        kind = ContextLengthExceeded if is_too_long else InvalidRequest
-        return RequestRefused(kind(f"The model's server refused the request.{quoted}"), elsewhere=False)
+        said = f"The model's server refused the request.{quoted}"
+        refused = (
+            ContextLengthExceeded(said, overflow=_overflow(message)) if is_too_long else InvalidRequest(said)
+        )
+        return RequestRefused(refused, elsewhere=False)
     return RequestRefused(
         EngineUnavailable(f"The external server {server!r} failed with status {status}."), elsewhere=True
     )
+
+
+def _overflow(message: str) -> Overflow | None:
+    context, prompt = _CONTEXT.search(message), _PROMPT.search(message)
+    return None if context is None or prompt is None else Overflow(int(context[1]), int(prompt[1]))
 
 
 def _what_it_says(body: bytes) -> tuple[str, Any]:

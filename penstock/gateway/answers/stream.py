@@ -19,7 +19,7 @@ from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.metrics.gateway import GatewayMetrics
-from penstock.gateway.prompts import Usage
+from penstock.gateway.prompts import RequestWarning, Usage
 
 # The engine ends a request at its deadline; this much later the gateway does it for an engine that hangs.
 ENGINE_GRACE_S = 1.0
@@ -72,6 +72,11 @@ class AnswerStream(Protocol):
         """Whether the response cache had the answer; None when the cache was not asked."""
         ...
 
+    @property
+    def warnings(self) -> tuple[RequestWarning, ...]:
+        """What the answer does not do as it was asked. Complete when the first delta has come."""
+        ...
+
     def __aiter__(self) -> AnswerStream: ...
     async def __anext__(self) -> list[Delta]: ...
     async def collect(self) -> list[Delta]:
@@ -109,6 +114,7 @@ class MeteredAnswer(Generic[ChoiceT]):
     """
 
     cache_status: CacheStatus | None = None
+    warnings: tuple[RequestWarning, ...] = ()
 
     def __init__(
         self,
@@ -298,6 +304,10 @@ class WrappedAnswer:
     @property
     def cache_status(self) -> CacheStatus | None:
         return self._answer.cache_status
+
+    @property
+    def warnings(self) -> tuple[RequestWarning, ...]:
+        return self._answer.warnings
 
     def __aiter__(self) -> Self:
         return self

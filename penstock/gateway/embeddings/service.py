@@ -322,7 +322,7 @@ async def _token_ids(
 
 def _too_long(index: int, num_tokens: str, longest: int) -> ContextLengthExceeded:
     return ContextLengthExceeded(
-        f"input[{index}] has {num_tokens} tokens, and this model embeds at most {longest}.",
+        f"This model's maximum context length is {longest} tokens. However, input[{index}] has {num_tokens} tokens.",
         param="input",
         hint="Split it, and embed the parts.",
     )

@@ -24,11 +24,12 @@ from penstock.cluster.external.wire import (
     WireToolCall,
     WireUsage,
 )
-from penstock.core.errors import DeadlineExceeded, EngineUnavailable, PenstockError
+from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded, EngineUnavailable, PenstockError
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Account
 from penstock.gateway.answers.choice import LOGPROB_BYTES, Delta, TokenAlternative, TokenDetail, ToolCallDelta
 from penstock.gateway.answers.stream import MeteredAnswer, StreamContext
+from penstock.gateway.checks import max_tokens_lowered
 from penstock.gateway.prompts import Usage
 
 _FINISH_REASONS = {
@@ -207,7 +208,11 @@ logger = logging.getLogger(__name__)
 
 
 class ExternalAnswer(MeteredAnswer[ExternalChoice]):
-    """`start` it once."""
+    """`start` it once. With `shortens_answers`, a server that refuses a `max_tokens` beyond its context is asked
+    again for an answer that fits."""
+
+    shortens_answers = False
+    asked_max_tokens: int | None = None  # by the client
 
     def __init__(
         self,
@@ -247,11 +252,14 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
 
     async def _follow(self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice) -> None:
         try:
-            async with contextlib.aclosing(pool.stream(call)) as chunks:
-                async for chunk in chunks:
-                    if choice.push(chunk):
-                        self._time_token(choice)
-                        self._pass_on(choice)
+            try:
+                await self._read(pool, call, choice)
+            except ContextLengthExceeded as error:
+                shorter = call.with_shorter_answer(error) if self.shortens_answers else None
+                if shorter is None:
+                    raise
+                self._warn_of(shorter.max_tokens)
+                await self._read(pool, shorter, choice)
             if choice.ending is None:
                 raise EngineUnavailable("The server of this model broke off its answer.", hint="Try again.")
         except PenstockError as error:
@@ -261,6 +269,19 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
             self.fail(PenstockError("The server met an error that it did not foresee."))
         else:
             self._finish(choice, choice.ending)
+
+    def _warn_of(self, max_tokens: int | None) -> None:
+        if self.asked_max_tokens is not None:
+            warning = max_tokens_lowered(self.asked_max_tokens, max_tokens)
+            others = (each for each in self.warnings if each.code != warning.code)
+            self.warnings = (*others, warning)
+
+    async def _read(self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice) -> None:
+        async with contextlib.aclosing(pool.stream(call)) as chunks:
+            async for chunk in chunks:
+                if choice.push(chunk):
+                    self._time_token(choice)
+                    self._pass_on(choice)
 
     def _time_token(self, choice: ExternalChoice) -> None:
         now = self._context.clock.now()

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cluster.external.wire import ExternalCall
+from penstock.cluster.external.wire import ExternalCall, estimated_tokens
 from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import is_lenient, without_options
 from penstock.core.request import Grammar
@@ -40,17 +40,25 @@ _PLAIN_OPTIONS = (
 
 
 def calls_for(
-    request_id: str, request: GenerationRequest, *, model: str, max_tokens: int | None, region: str
+    request_id: str,
+    request: GenerationRequest,
+    *,
+    model: str,
+    max_tokens: int | None,
+    context: int | None,
+    region: str,
 ) -> list[ExternalCall]:
-    """One call for each answer: the n answers of a prompt follow each other, with consecutive seeds."""
+    """One call for each answer: the n answers of a prompt follow each other, with consecutive seeds. `context` is the
+    length of the model's context where `max_tokens` is to be cut to it."""
     calls: list[ExternalCall] = []
     for prompt in request.prompts:
         is_chat = isinstance(prompt, ChatPrompt)
         body = {**_prompt_fields(prompt), **_sampling_fields(request.sampling, is_chat=is_chat)}
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
-        body["stream_options"] = {"include_usage": True}
         text = _text_of(prompt)
+        if max_tokens is not None:
+            room = None if context is None else context - estimated_tokens(text)
+            body["max_tokens"] = max_tokens if room is None or room < 1 else min(max_tokens, room)
+        body["stream_options"] = {"include_usage": True}
         for sibling in range(request.n):
             seed = request.sampling.seed
             calls.append(

@@ -149,17 +149,13 @@ class ServedModel:
         if isinstance(text, str):
             self._check_num_characters(len(text), param)
         elif len(text) + num_answer > self.max_model_len:
-            raise too_long(self.max_model_len, f"the prompt alone has {len(text)}", param)
+            raise too_long(self.max_model_len, len(text), param)
 
     def _check_num_characters(self, num_characters: int, param: str) -> None:
         """Refuse a text before it is tokenized: no token has more characters than the vocabulary's longest."""
         at_least = num_characters // self.tokenizer.max_characters_per_token
         if at_least >= self.max_model_len:
-            raise too_long(
-                self.max_model_len,
-                f"the prompt's {num_characters} characters are at least {at_least}",
-                param,
-            )
+            raise too_long(self.max_model_len, at_least, param, is_lower_bound=True)
 
     def known(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         """The same token ids. A tokenizer may know tokens that the model has no embedding for; a text that spells

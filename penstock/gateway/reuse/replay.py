@@ -14,7 +14,7 @@ from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta, merge_deltas
 from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
-from penstock.gateway.prompts import Usage
+from penstock.gateway.prompts import RequestWarning, Usage
 
 # A deadline is an accident of the moment; these two would come again.
 _REPEATABLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -28,6 +28,7 @@ class RecordedAnswer(msgspec.Struct, frozen=True, array_like=True):
     num_choices: int
     usage: Usage
     batches: list[list[Delta]]
+    warnings: tuple[RequestWarning, ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -35,7 +36,11 @@ _decoder = msgspec.msgpack.Decoder(RecordedAnswer)
 
 
 def encode_answer(answer: AnswerStream, batches: list[list[Delta]]) -> bytes:
-    return _encoder.encode(RecordedAnswer(answer.id, answer.model, answer.num_choices, answer.usage, batches))
+    return _encoder.encode(
+        RecordedAnswer(
+            answer.id, answer.model, answer.num_choices, answer.usage, batches, tuple(answer.warnings)
+        )
+    )
 
 
 def decode_answer(data: bytes) -> RecordedAnswer:
@@ -100,6 +105,10 @@ class ReplayedAnswer:
     @property
     def usage(self) -> Usage:
         return self._recorded.usage
+
+    @property
+    def warnings(self) -> tuple[RequestWarning, ...]:
+        return self._recorded.warnings
 
     def __aiter__(self) -> ReplayedAnswer:
         return self

@@ -37,6 +37,7 @@ class OpenAIServer:
     def __init__(self, *models: str, script: Script | None = None) -> None:
         self.models = models or ("theirs",)
         self.owned_by = "vllm"
+        self.max_model_len: int | None = None
         self.script: Script = script or (lambda body: text_chunks("Hel", "lo"))
         self.metrics: str | None = None
         self.is_well = True
@@ -61,9 +62,8 @@ class OpenAIServer:
         self.num_probes += 1
         if not self.is_well:
             return Response(status_code=503)
-        return JSONResponse(
-            {"object": "list", "data": [{"id": name, "owned_by": self.owned_by} for name in self.models]}
-        )
+        described = {"owned_by": self.owned_by, "max_model_len": self.max_model_len}
+        return JSONResponse({"object": "list", "data": [{"id": name, **described} for name in self.models]})
 
     async def _metrics(self, request: Request) -> Response:
         return Response(status_code=404) if self.metrics is None else PlainTextResponse(self.metrics)

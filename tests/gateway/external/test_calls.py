@@ -42,7 +42,7 @@ def bodies(
         user="somebody",
         prompt_cache_key="session",
     )
-    calls = calls_for("r", request, model="m", max_tokens=max_tokens, region="eu")
+    calls = calls_for("r", request, model="m", max_tokens=max_tokens, context=None, region="eu")
     for number, call in enumerate(calls):
         assert (call.id, call.model, call.tenant) == (f"r-{number}", "m", "w")
         assert (call.region, call.affinity_key) == ("eu", "session")
@@ -189,7 +189,7 @@ def test_structural_tags_cannot_be_passed_on() -> None:
 def test_prompts_that_begin_alike_have_texts_that_do() -> None:
     def text(*messages: ChatMessage) -> str:
         request = GenerationRequest(prompts=(chat(*messages, tools=(WEATHER,)),), sampling=SamplingOptions())
-        return calls_for("r", request, model="m", max_tokens=None, region="")[0].text
+        return calls_for("r", request, model="m", max_tokens=None, context=None, region="")[0].text
 
     first = text(USER)
     assert text(USER, ChatMessage("assistant", "Hi."), USER).startswith(first)
