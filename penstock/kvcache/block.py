@@ -9,7 +9,7 @@ from penstock.core.hashing import BlockHash
 
 
 class IntegrityError(AssertionError):
-    """The records of the cache contradict each other, or a caller broke a rule. Always a bug, never a matter of
+    """The records of the cache contradict each other, or a caller broke a rule. This is always a bug, whatever the
     load."""
 
 
@@ -22,8 +22,8 @@ class BlockState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RetentionTerm:
-    """A block's contents are retained until a time. The record moves with the contents, to host memory and back. A
-    pin is how the device's pool honours it, and may be given up before that time."""
+    """Says until when a block's contents are retained. The record moves with the contents, to host memory and back.
+    On the device a pin keeps the block, and may be given up before that time."""
 
     until: float
     depth: int  # from the root of the chain

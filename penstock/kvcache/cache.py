@@ -5,8 +5,7 @@
     publish     other requests may find a full block from now on
     Retention   which prefixes are kept until when
 
-What a decision means for bytes is a list of copies, which `take_copies` returns. The states of a block are described
-in `pool`.
+`take_copies` returns the copies of bytes that decisions need. `pool` describes the states of a block.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class KVCache:
         num_host_blocks: int = 0,
         halves_blocks: bool = False,
     ) -> None:
-        """`halves_blocks`: the executor can have the last tokens of two requests in one block."""
+        """`halves_blocks`: the executor can keep the last tokens of two requests in one block."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -50,7 +49,7 @@ class KVCache:
         self.lookup_tokens = 0
         self.hit_tokens = 0
 
-        # What is called most often goes to the pool without a detour.
+        # The most frequent calls go straight to the pool.
         self.match = self.pool.match
         self.match_on_device = self.pool.match_on_device
         self.publish = self.pool.publish
@@ -58,32 +57,32 @@ class KVCache:
 
     @property
     def num_available(self) -> int:
-        """Blocks that tables could get now."""
+        """Return the number of blocks that tables could get now."""
         return self.pool.num_available
 
     @property
     def usage(self) -> float:
-        """The share of blocks that no request can have now: active or pinned."""
+        """Return the share of blocks that no request can get now: active or pinned blocks."""
         return 1.0 - self.num_available / self.num_blocks
 
     @property
     def tail_slots(self) -> int:
-        """Tokens that a table gets room for when it grows."""
+        """Return the number of tokens by which a table grows."""
         return self._tails.num_slots
 
     def open_table(self, found: Sequence[BlockHash] = ()) -> BlockTable:
-        """A table that begins with the blocks of a matched prefix, which cannot be evicted from now on."""
+        """Open a table that begins with the blocks of a matched prefix, which cannot be evicted from now on."""
         return BlockTable(self.pool, self._tails, found)
 
     def share_blocks(self, block_ids: Sequence[int]) -> BlockTable:
-        """A table of blocks that another table has too, whether or not they can be found."""
+        """Open a table of blocks that another table has too, whether or not requests can find them."""
         self.pool.share(block_ids)
         table = BlockTable(self.pool, self._tails)
         table.block_ids = list(block_ids)
         return table
 
     def num_blocks_to_grow(self, tables: Iterable[BlockTable]) -> int:
-        """Blocks that must be available for these tables to grow together."""
+        """Return the number of blocks that these tables need to grow together."""
         return num_blocks_to_grow(tables, self._tails)
 
     def record_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
@@ -93,21 +92,23 @@ class KVCache:
 
     @property
     def has_copies(self) -> bool:
-        """Whether blocks that were given away still hold what is to be copied out of them."""
+        """Say whether blocks that were handed out still hold contents to be copied."""
         return self.pool.has_copies
 
     def take_copies(self) -> tuple[KVCopy, ...]:
-        """The copies that decisions since the last call need, in the order to make them: after all steps planned
-        before, and before anything is written that is planned from now on."""
+        """Return the copies that decisions since the last call need, in order. They are made after all steps planned
+        before, and before any step planned from now on writes."""
         return self.pool.take_copies()
 
     def take_events(self) -> list[KVEvent]:
-        """What happened to the index since the last call, in order. When no reader took events for so long
-        that catching up would cost more than starting anew, this is `cleared` and then everything that is indexed."""
+        """Return the changes of the index since the last call, in order. When a reader was away for so long that
+        catching up would cost more than starting anew, the events are `cleared` and then everything that is
+        indexed."""
         return self.pool.events.take(self.pool.indexed())
 
     def restart_events(self) -> None:
-        """A reader of events has missed some: the next `take_events` is `cleared` and all that is indexed."""
+        """Make the next `take_events` return `cleared` and all that is indexed, for a reader that has missed
+        events."""
         self.pool.events.restart()
 
     def check_integrity(self, tables: Collection[BlockTable] | None = None) -> None:

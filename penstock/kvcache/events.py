@@ -1,7 +1,7 @@
-"""The events of the prefix index that no reader has taken yet.
+"""Keeps the events of the prefix index that no reader has taken yet.
 
-Bounded without losing anything: when more is waiting than a fresh start would need, the log forgets it all
-and the next reader gets `cleared` and the whole index instead. A cache whose events have no reader thus pays
+The log is bounded and loses nothing: when it holds more than a fresh start would need, it drops its events, and the
+next reader gets `cleared` and the whole index instead. A cache whose events have no reader thus pays
 almost nothing for them, and a reader needs no special case. Sequence numbers are given out when events are
 taken, so that they have no gaps whatever was folded together before.
 """
@@ -19,7 +19,7 @@ class EventLog:
         self._max_pending_hashes = max_pending_hashes
         self._pending: list[_Pending] = []
         self._num_pending_hashes = 0
-        self._restart = False  # pending news was dropped: the next reader starts from the index as it is then
+        self._restart = False  # events were dropped: the next reader starts with the whole index
         self._next_sequence = 0
 
     def stored(self, block_hash: BlockHash, parent: BlockHash) -> None:
@@ -41,19 +41,19 @@ class EventLog:
             self._pending.append(_Pending([block_hash], None))
 
     def cleared(self) -> None:
-        """Whatever happened before no longer matters to any reader."""
+        """Drop all pending events, because the index was cleared."""
         self._restart = False
         self._pending = [_Pending([], None)]
         self._num_pending_hashes = 0
 
     def restart(self) -> None:
-        """A reader has missed news: the next one to take it starts from the index as it is then."""
+        """Make the next reader start with the whole index, because a reader has missed events."""
         self._restart = True
         self._pending = []
 
     def take(self, index: Iterable[tuple[BlockHash, BlockHash]]) -> list[KVEvent]:
-        """The news since the last call. `index` is (hash, parent) of everything indexed now, read only when
-        pending news was dropped."""
+        """Return the events since the last call. `index` gives (hash, parent) of everything indexed now, and is read
+        only when pending events were dropped."""
         if self._restart:
             self.cleared()
             for block_hash, parent in index:

@@ -1,14 +1,13 @@
 """Decides which cached block is evicted next, and which pin ends next. Knows expiry times as plain numbers and never
 reads a clock.
 
-A pin that ends before its parent's leaves a chain that can still be matched; the reverse would not. Chains
+When a pin ends before its parent's pin, the rest of the chain can still be matched; the reverse would not. Chains
 are pinned from their root with one expiry, and pins are only ever extended, so a parent's pin never ends
 first; among equal expiries the deepest block loses its pin first.
 
 The rule of eviction: among cached blocks that no other cached block follows (the tails), the least recently used goes
-first. A chain is therefore eaten from its end, and what is left of it always starts at its root and can still
-be matched. Since a tree of blocks has a leaf, a tail exists whenever anything is cached: whatever is cached
-can be evicted.
+first. A chain therefore shrinks from its end, and the rest always starts at its root and can still be matched. Since
+a tree of blocks has a leaf, a tail exists whenever anything is cached: every cached block can be evicted.
 
 Tails sit in a heap by last use. Blocks inside a chain are in no structure at all: they are only counted, by
 the hash they follow, so that giving back or taking again a chain of any length costs one heap entry or none.
@@ -25,7 +24,7 @@ from penstock.kvcache.block import Block, BlockState, IntegrityError
 
 
 class PinHeap:
-    """Every pin, on active blocks too: such a pin takes effect when the block's last reference goes."""
+    """Holds every pin. The pin of an active block takes effect when the block's last reference goes."""
 
     def __init__(self, blocks: list[Block]) -> None:
         self._blocks = blocks
@@ -52,24 +51,24 @@ class PinHeap:
         heapq.heappush(self._expiries, (term.until, -term.depth, block.block_id))
 
     def pop_expired(self, now: float) -> Block | None:
-        """Take away one pin that ended, the earliest; None when every pin has time left."""
+        """Remove the pin that ended first; return None when every pin has time left."""
         first = self._first()
         return self._take() if first is not None and first[0] <= now else None
 
     def first_to_end(self) -> Block:
-        """The block whose pin has the least time left."""
+        """Return the block whose pin has the least time left."""
         first = self._first()
         if first is None:
             raise IntegrityError("nothing is pinned, so no pin can be given up")
         return self._blocks[first[2]]
 
     def pop_first_to_end(self) -> Block:
-        """Take away the pin with the least time left."""
+        """Remove the pin with the least time left."""
         self.first_to_end()
         return self._take()
 
     def end(self, block: Block) -> None:
-        """Take away the pin of this block."""
+        """Remove the pin of this block."""
         if block.pinned_until is None:
             raise IntegrityError(f"block {block.block_id} is not pinned")
         block.pinned_until = None
@@ -92,7 +91,7 @@ class PinHeap:
     def _is_current(self, entry: tuple[float, int, int]) -> bool:
         until, negative_depth, block_id = entry
         block = self._blocks[block_id]
-        # The depth too: a block may have been used anew, and pinned until the same time.
+        # The depth must match too: a block may have been reused, and pinned until the same time.
         return block.pinned_until == until and block.term is not None and block.term.depth == -negative_depth
 
     def _first(self) -> tuple[float, int, int] | None:
@@ -120,7 +119,7 @@ class EvictionOrder:
         return self._num_cached
 
     def add(self, block: Block) -> None:
-        """A block became cached; its `last_use` says when it was last released."""
+        """Add a block that became cached. Its `last_use` says when it was last released."""
         parent = block.parent
         children = self._cached_children
         assert parent is not None
@@ -130,7 +129,7 @@ class EvictionOrder:
             self._push(block)
 
     def remove(self, block: Block) -> None:
-        """A cached block became something else. Call it after the change: the block must not look cached."""
+        """Remove a block that is no longer cached. Call this after the block's state has changed."""
         parent = block.parent
         children = self._cached_children
         assert parent is not None
@@ -145,7 +144,7 @@ class EvictionOrder:
             self._push(above)
 
     def oldest_tail(self) -> Block:
-        """The block to evict next. It stays in the order until `remove`."""
+        """Return the block to evict next, which stays in the order until `remove`."""
         while self._tails:
             last_use, block_id = self._tails[0]
             if self._is_tail(last_use, block_id):

@@ -1,8 +1,8 @@
-"""Slots of host memory for blocks that leave the device before their time. Knows ids and hashes, no bytes.
+"""Keeps blocks that leave the device before their time in slots of host memory. Knows ids and hashes, no bytes.
 
-Only retained blocks come here, so every slot in use carries a pin until its retention ends. When all slots are in
-use, the block with the least time left is dropped, deepest block first, so that what is left of a chain can still be
-matched.
+Only retained blocks go to host memory, so every slot in use carries a pin until its retention ends. When all slots
+are in use, the block with the least time left is dropped, deepest block first, so that what is left of a chain can
+still be matched.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class HostTier:
         return len(self._free)
 
     def store(self, block: Block) -> BlockHash | None:
-        """Take in a retained block, or not, if every block held here has more time left. Returns the hash that is
-        lost by that, of the block itself or of the one that made room; None while there are free slots."""
+        """Store a retained block, unless every stored block has more time left. Returns the hash that is lost, which
+        is that of the block itself or of the block that made room; None while there are free slots."""
         assert block.block_hash is not None
         assert block.term is not None
         lost: BlockHash | None = None
@@ -52,8 +52,8 @@ class HostTier:
         return lost
 
     def _weakest(self, block: Block) -> Block:
-        """Of this block and those held here, the block that is to be dropped."""
-        if not self.index:  # there are no slots, or all hold what is on its way back
+        """Return the block to be dropped, among this block and the stored ones."""
+        if not self.index:  # there are no slots, or the contents of all are being restored
             return block
         held = self._pins.first_to_end()
         assert held.term is not None
@@ -72,7 +72,7 @@ class HostTier:
         self._free.append(slot.block_id)
 
     def prolong(self, block_hash: BlockHash, until: float, *, was_asked_for: bool) -> bool:
-        """Keep a block at least until then. False when it is not here."""
+        """Keep a block at least until a time. Returns False when the block is not in host memory."""
         slot = self.index.get(block_hash)
         if slot is None:
             return False

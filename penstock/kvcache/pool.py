@@ -14,7 +14,7 @@ reference, also while other requests hold one, and nothing is copied. A hash lea
 computes the same prefix at the same time gets a private block, which becomes free on release.
 
 An evicted block that is still retained goes to a slot of host memory, if there is one, and `restore` brings it back.
-A hash leads to a block or to a slot, never to both. `take_copies` returns the copies that this means for bytes.
+A hash leads to a block or to a slot, never to both. `take_copies` returns the copies of bytes that follow.
 
 Methods that take hashes expect them in chain order from the start of the chain. All work is O(1) per block, except
 for an eviction, which is O(log) of the number of chain tails.
@@ -62,7 +62,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now."""
+        """Return the number of blocks that `allocate` could hand out now."""
         return len(self._free) + len(self.cached)
 
     @property
@@ -79,11 +79,11 @@ class BlockPool:
 
     @property
     def num_pinned(self) -> int:
-        """Blocks held by a pin alone. A pinned block that requests use counts as active."""
+        """Return the number of blocks held by a pin alone. A pinned block that requests use counts as active."""
         return self.num_blocks - len(self._free) - len(self.cached) - self._num_active
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading hashes are indexed, here or in host memory. Changes nothing."""
+        """Count the leading hashes that are indexed, here or in host memory. Changes nothing."""
         index, host = self.index, self.host.index
         for position, block_hash in enumerate(hashes):
             if block_hash not in index and block_hash not in host:
@@ -91,7 +91,7 @@ class BlockPool:
         return len(hashes)
 
     def match_on_device(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading hashes are indexed here. Changes nothing."""
+        """Count the leading hashes that are indexed here. Changes nothing."""
         index = self.index
         for position, block_hash in enumerate(hashes):
             if block_hash not in index:
@@ -113,8 +113,8 @@ class BlockPool:
         return [block.block_id for block in blocks]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Blocks with unknown contents and one reference each, evicting cached ones as needed. None, and no
-        change, when there are not that many."""
+        """Hand out blocks with unknown contents and one reference each, and evict cached blocks as needed. Returns
+        None, and changes nothing, when there are too few."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} blocks")
         free = self._free
@@ -130,7 +130,7 @@ class BlockPool:
         return taken
 
     def restore(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Bring blocks back from host memory, with one reference each. There must be as many available."""
+        """Bring blocks back from host memory, with one reference each. As many blocks must be available."""
         # Their slots stay out of use meanwhile: making room may send other blocks to host memory.
         slots = [self.host.take(block_hash) for block_hash in hashes]
         block_ids = self.allocate(len(slots))
@@ -143,12 +143,12 @@ class BlockPool:
         return block_ids
 
     def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
-        """Half a block goes to the start of another block, or of its own."""
+        """Copy half a block to the start of another block, or of the same block."""
         self._copies.append(HalfCopy(block_id, offset, to_block_id))
 
     def take_copies(self) -> tuple[KVCopy, ...]:
-        """The copies that what was decided since the last call needs, in the order to make them: after all
-        steps planned before, and before anything is written that is planned from now on."""
+        """Return the copies that decisions since the last call need, in order. They are made after all steps planned
+        before, and before any step planned from now on writes."""
         if not self._copies:
             return ()
         copies, self._copies = tuple(self._copies), []
@@ -156,7 +156,7 @@ class BlockPool:
 
     @property
     def has_copies(self) -> bool:
-        """Whether blocks that were given away still hold what is to be copied out of them."""
+        """Say whether blocks that were handed out still hold contents to be copied."""
         return bool(self._copies)
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ class BlockPool:
             raise IntegrityError(f"block {block_id} is published twice, with different contents")
         if not self.enable_prefix_caching or block_hash in self.index:
             return
-        if block_hash in self.host.index:  # computed anew, though it was there: the older copy is of no use
+        if block_hash in self.host.index:  # computed again: the older copy in host memory is of no use
             self._move_in(self.host.take(block_hash), block)
             return
         block.block_hash = block_hash
@@ -246,7 +246,7 @@ class BlockPool:
             raise IntegrityError(f"the count of active blocks, {self._num_active}, is wrong")
 
     def indexed(self) -> Iterator[tuple[BlockHash, BlockHash]]:
-        """(hash, parent) of every block and slot that a hash leads to."""
+        """Yield (hash, parent) of every block and slot that a hash leads to."""
         for index in (self.index.items(), self.host.index.items()):
             for block_hash, block in index:
                 if block.parent is not None:
@@ -267,7 +267,7 @@ class BlockPool:
         self.evictions += 1
 
     def _move_out(self, block: Block) -> BlockHash | None:
-        """A retained block leaves the device; returns the hash that is now in neither tier, if there is one."""
+        """Move a retained block to host memory. Returns the hash that is now in neither tier, if there is one."""
         lost = self.host.store(block)
         if lost != block.block_hash:
             assert block.block_hash is not None
@@ -277,7 +277,7 @@ class BlockPool:
         return lost
 
     def _move_in(self, slot: Block, block: Block) -> None:
-        """An active block takes over what a slot of host memory held."""
+        """Move the contents of a slot of host memory into an active block."""
         assert slot.block_hash is not None
         block.block_hash, block.parent, block.term = slot.block_hash, slot.parent, slot.term
         self.index[slot.block_hash] = block

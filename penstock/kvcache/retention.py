@@ -1,4 +1,4 @@
-"""Retention: which cached prefixes are kept until when. Knows hashes and times; no request and no clock.
+"""Decides which cached prefixes are kept, and until when. Knows hashes and times; no request and no clock.
 
 Prompt caching retains a prefix until a time, which each use may prolong. The pool honours that with a pin, which
 keeps the block from being evicted, as long as the share of pinned blocks allows. When a pin must be given up before
@@ -25,13 +25,13 @@ class Retention:
 
     @property
     def num_pins(self) -> int:
-        """Blocks that carry a pin, active ones too."""
+        """Return the number of blocks that carry a pin, active ones too."""
         return len(self._pool.pins)
 
     @property
     def num_lost(self) -> int:
-        """Blocks that a client asked to retain, and that were dropped before their time because neither the device
-        nor host memory had room."""
+        """Return the number of blocks that a client asked to retain, and that were dropped before their time because
+        neither the device nor host memory had room."""
         return self._pool.host.num_lost
 
     def retain(self, hashes: Sequence[BlockHash], until: float, now: float) -> int:
@@ -71,7 +71,7 @@ class Retention:
 
     def retain_entry(self, hashes: Sequence[BlockHash], ttl_s: float, since: float, now: float) -> int:
         """Retain a prefix until `ttl_s` after `since`, as an entry that `entry_ttl_s` finds by its last hash. Returns
-        what `retain` does."""
+        the same as `retain`."""
         num_pinned = self.retain(hashes, since + ttl_s, now)
         last = self._pool.index.get(hashes[-1]) or self._pool.host.index.get(hashes[-1])
         if last is not None and last.term is not None and since + ttl_s > now:
@@ -101,7 +101,7 @@ class Retention:
         return num_expired
 
     def give_way(self, num_available: int) -> None:
-        """Give up pins, those with the least time left first, until so many blocks are available, or no pin is
+        """Give up pins, the pin with the least time left first, until so many blocks are available, or no pin is
         left."""
         while self._pool.num_available < num_available and len(self._pool.pins):
             self._give_up_pins(1)
@@ -111,7 +111,7 @@ class Retention:
             raise IntegrityError(f"{self.num_pins} blocks are pinned, and {self.max_pinned_blocks} may be")
 
     def _pin(self, block: Block, depth: int, until: float) -> None:
-        """Pin a block until then, or for as long as it was retained before."""
+        """Pin a block until a time, or for as long as it was retained before."""
         was_cached = not block.references and block.pinned_until is None
         term = block.term
         if term is None or term.until <= self._pool.now:
@@ -123,12 +123,12 @@ class Retention:
             self._pool.cached.remove(block)
 
     def _give_up_pins(self, count: int) -> None:
-        """The blocks stay retained: they go to host memory when they are evicted."""
+        """Give up pins of blocks that stay retained, and go to host memory when they are evicted."""
         for _ in range(count):
             self._unpinned(self._pool.pins.pop_first_to_end())
             self.pins_given_up += 1
 
     def _unpinned(self, block: Block) -> None:
-        """A block lost its pin. Without references it is an ordinary cached block, as old as its last use."""
+        """Note that a block lost its pin. Without references it is a cached block, as old as its last use."""
         if not block.references:
             self._pool.cached.add(block)

@@ -1,11 +1,11 @@
-"""Block tables: the blocks that one holder, such as a running request, has references on, and the halves of blocks
-that hold the last tokens of requests. Knows counts of tokens.
+"""Block tables list the blocks on which one holder, such as a running request, has references. Their tails may be
+halves of blocks. Knows counts of tokens.
 
 The last block of a running request is on average half empty. So two requests may share one block, a half each, while
 half a block holds the last tokens of each. Other requests never find such a block, since only full blocks are found.
 
-A request that outgrows its half gets a whole block, with its tokens at the start of it: the block it is in if it is
-alone there, else another one. Unless they are there already, this costs a copy of half a block.
+A request that outgrows its half gets a whole block, with its tokens at the start: its own block if no other request
+uses that block, else another one. Tokens that are not at the start yet are copied there.
 
 Two requests in a block are two references to it, so the cache sees nothing unusual.
 
@@ -30,20 +30,20 @@ class TailHalves:
         self._pool = pool
         self._enabled = enabled
         self.num_slots = pool.block_size // 2 if enabled else pool.block_size  # of a tail
-        self._spare: dict[int, int] = {}  # by block, the first slot of the half that no request has
+        self._spare: dict[int, int] = {}  # by block, the first slot of the unused half
 
     @property
     def num_spare(self) -> int:
-        """Tails that can be had without a block."""
+        """Return the number of tails that need no new block."""
         return len(self._spare)
 
     def suffices(self, num_tokens: int) -> bool:
-        """Whether half a block holds so many tokens, the last of a request."""
+        """Say whether half a block holds so many tokens, the last of a request."""
         return self._enabled and 0 < num_tokens <= self.num_slots
 
     def take(self) -> tuple[int, int | None]:
-        """A tail: its block, and the first slot of a half, or None for the whole of it. There must be a spare half or
-        an available block."""
+        """Take a tail. Returns its block, and the first slot of a half, or None for a whole block. There must be a
+        spare half or an available block."""
         if self._spare:
             block_id, offset = self._spare.popitem()
             self._pool.share((block_id,))
@@ -55,11 +55,11 @@ class TailHalves:
         return block_id, 0
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether both halves of this block are taken."""
+        """Say whether both halves of this block are taken."""
         return block_id not in self._spare
 
     def widen(self, block_id: int, offset: int) -> int:
-        """Exchange a half for a whole block, which holds at its start what the half did. If the half's block is
+        """Exchange a half for a whole block, which begins with the contents of the half. If the half's block is
         shared, a block must be available."""
         pool = self._pool
         if self._spare.pop(block_id, None) is not None:
@@ -72,7 +72,7 @@ class TailHalves:
         return whole_id
 
     def give_back(self, block_id: int, offset: int) -> None:
-        """A half is no longer needed."""
+        """Give back a half that is no longer needed."""
         if self._spare.pop(block_id, None) is None:
             self._spare[block_id] = offset
         self._pool.release((block_id,))
@@ -96,7 +96,7 @@ class BlockTable:
     __slots__ = ("_found", "_pool", "_tails", "block_ids", "half_offset", "num_reused_blocks", "num_slots")
 
     def __init__(self, pool: BlockPool, tails: TailHalves, found: Sequence[BlockHash] = ()) -> None:
-        """Takes references on the blocks of a matched prefix, except on those that are in host memory."""
+        """Take references on the blocks of a matched prefix, except on blocks in host memory."""
         host = pool.host.index
         self._pool = pool
         self._tails = tails
@@ -109,7 +109,7 @@ class BlockTable:
 
     @property
     def num_own_blocks(self) -> int:
-        """Blocks that come free for certain when the table is closed."""
+        """Return the number of blocks that certainly come free when the table is closed."""
         return len(self.block_ids) - self.num_reused_blocks - (self.half_offset is not None)
 
     @property
@@ -118,15 +118,16 @@ class BlockTable:
 
     @property
     def tail(self) -> tuple[int, int] | None:
-        """The block that the table has only half of, and the first slot of that half."""
+        """Return the block of which the table has only half, and the first slot of that half."""
         return None if self.half_offset is None else (self.block_ids[-1], self.half_offset)
 
     def num_missing(self, num_tokens: int) -> int:
-        """Blocks that must be available to fill the table for so many tokens. Half a block counts as a whole one."""
+        """Return the number of blocks needed to fill the table for so many tokens. Half a block counts as a whole
+        one."""
         return -(-num_tokens // self._pool.block_size) - len(self.block_ids)
 
     def fill(self, num_tokens: int) -> None:
-        """Add the blocks that are missing for so many tokens: from host memory, or with unknown contents. The last
+        """Add the missing blocks for so many tokens: from host memory, or with unknown contents. The last
         tokens get half a block where that is enough."""
         pool = self._pool
         if len(self.block_ids) < len(self._found):
@@ -142,8 +143,8 @@ class BlockTable:
             self.num_slots += self._tails.num_slots
 
     def grow(self) -> bool:
-        """Add room for the next tokens, for which `num_blocks_to_grow` must be available; returns whether the last
-        tokens belong elsewhere now."""
+        """Add room for the next tokens, for which `num_blocks_to_grow` must be available. Returns whether the last
+        tokens moved."""
         tails = self._tails
         self.num_slots += tails.num_slots
         before = self.tail
@@ -165,7 +166,7 @@ class BlockTable:
         self.num_slots = 0
 
     def _restore(self) -> None:
-        """Bring the blocks of the found prefix back that are in host memory."""
+        """Bring blocks of the found prefix back from host memory."""
         host = self._pool.host.index
         to_restore = [block_hash for block_hash in self._found if block_hash in host]
         restored = dict(zip(to_restore, self._pool.restore(to_restore), strict=True))
@@ -174,7 +175,7 @@ class BlockTable:
 
 
 def num_blocks_to_grow(tables: Iterable[BlockTable], tails: TailHalves) -> int:
-    """Blocks that must be available for these tables to grow together."""
+    """Return the number of blocks that these tables need to grow together."""
     num_tails = num_blocks = 0
     num_spare = tails.num_spare
     for table in tables:

@@ -2,8 +2,9 @@
 will still need. Knows no token budget and no order of the waiting requests.
 
 For the forecast, running requests are binned by predicted remaining growth, in blocks, with edges that double. By the
-time a bin's requests end, those of longer bins have grown as much as they did, and those of shorter bins have given
-back what they held. The worst such moment is the headroom to keep. Where the forecast fails, preemption repairs it.
+time a bin's requests end, requests of longer bins have grown as much as they did, and requests of shorter bins have
+given their blocks back. The worst such moment is the headroom to keep. Where the forecast fails, preemption repairs
+it.
 
 A request gets blocks for all known tokens at once: the prompt, and after a preemption the answer so far. While it
 runs it needs at most one more block at a time, for its next sampled token. Its last tokens may get half a block;
@@ -25,14 +26,14 @@ _NUM_BINS = 16
 
 
 class _Group:
-    """Sums over requests, by bin."""
+    """Holds sums over requests, by bin."""
 
     __slots__ = ("counts", "growth_blocks", "own_blocks")
 
     def __init__(self) -> None:
         self.counts = [0] * _NUM_BINS
         self.growth_blocks = [0] * _NUM_BINS
-        self.own_blocks = [0] * _NUM_BINS  # what comes free when the bin's requests end
+        self.own_blocks = [0] * _NUM_BINS  # blocks that come free when the bin's requests end
 
     def add(self, growth_blocks: int, own_blocks: int, count: int = 1) -> None:
         index = min((growth_blocks - 1).bit_length(), _NUM_BINS - 1)
@@ -41,7 +42,8 @@ class _Group:
         self.own_blocks[index] += own_blocks * count
 
     def needed(self) -> int:
-        """Blocks that must be free now, so that no request lacks one at the worst moment to come."""
+        """Return the number of blocks that must be free now, so that no request lacks one at the worst moment to
+        come."""
         num_alive = sum(self.counts)
         worst = given_back = 0
         for count, growth_blocks, own_blocks in zip(
@@ -63,7 +65,8 @@ class _Group:
 
 
 class Headroom:
-    """Batch requests are counted apart, since they yield their blocks to more urgent requests."""
+    """Forecasts the blocks that running requests will still need. Batch requests are counted apart, since they yield
+    their blocks to more urgent requests."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -71,16 +74,16 @@ class Headroom:
         self._batch = _Group()
 
     def enter(self, sequence: Sequence) -> None:
-        """A request starts to run, with its table as of now."""
+        """Count a request that starts to run, with its present table."""
         sequence.growth_blocks = self._growth(sequence, len(sequence.blocks.block_ids))
         self._group(sequence).add(sequence.growth_blocks, sequence.blocks.num_own_blocks)
 
     def leave(self, sequence: Sequence) -> None:
-        """It stops running; its table is still as when it entered."""
+        """Stop counting a request. Its table must still be the one with which it entered."""
         self._group(sequence).add(sequence.growth_blocks, sequence.blocks.num_own_blocks, count=-1)
 
     def allows(self, candidate: Sequence, num_blocks: int, num_spare: int) -> bool:
-        """Whether a request may start with a table of `num_blocks`, after which `num_spare` blocks are left."""
+        """Say whether a request may start with a table of `num_blocks`, after which `num_spare` blocks are left."""
         if candidate.rank == BATCH_RANK:
             others = self._urgent.plus(self._batch)
         else:
@@ -90,7 +93,7 @@ class Headroom:
         return num_spare >= others.needed()
 
     def needed(self) -> int:
-        """Blocks to keep free for those that run."""
+        """Return the number of blocks to keep free for running requests."""
         return self._urgent.plus(self._batch).needed()
 
     def check_integrity(self, running: Collection[Sequence]) -> None:
@@ -105,7 +108,7 @@ class Headroom:
         return self._batch if sequence.rank == BATCH_RANK else self._urgent
 
     def _growth(self, sequence: Sequence, num_blocks: int) -> int:
-        """Predicted, from a table of `num_blocks`; at least one, since the end is never certain."""
+        """Predict the growth of a table of `num_blocks`: at least one block, since the end is never certain."""
         return max(1, -(-sequence.predicted_length // self._block_size) - num_blocks)
 
 
@@ -137,7 +140,8 @@ class Outcome(enum.Enum):
 
 
 class Admission:
-    """Remembers the last request that was turned away, so that a long prompt is not looked up in every plan."""
+    """Gives waiting requests their tables. Remembers the last request that was turned away, so that a long prompt is
+    not looked up in every plan."""
 
     def __init__(self, cache: KVCache, sharing: PrefixSharing, headroom: Headroom) -> None:
         self._cache = cache
@@ -148,11 +152,11 @@ class Admission:
         self._num_missing_blocks = 0
 
     def room_changed(self) -> None:
-        """Blocks came free: it is worth asking again."""
+        """Forget the request that was turned away, because blocks came free."""
         self._blocked = None
 
     def num_missing_blocks(self, sequence: Sequence) -> int:
-        """How many blocks the last attempt was short of, when it was this request's; else 0."""
+        """Return how many blocks this request lacked, if it was the last to be turned away; else 0."""
         return self._num_missing_blocks if self._blocked is sequence else 0
 
     def admit(self, sequence: Sequence, *, is_alone: bool) -> Outcome:

@@ -1,4 +1,5 @@
-"""When and why a request ends. Knows no blocks and no queue; stop strings belong to the gateway, which sees text."""
+"""Decides when and why a request ends. Knows no blocks and no queue; the gateway, which sees text, handles stop
+strings."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from penstock.scheduler.sequence import Sequence
 
 
 def finish_reason_of(sequence: Sequence, token_id: int, now: float) -> FinishReason | None:
-    """Whether the newest token, which is already counted, is the last one."""
+    """Return the reason if the newest token, which is already counted, is the last one."""
     if (
         token_id in sequence.stop_token_ids
         and sequence.num_known - sequence.num_prompt >= sequence.min_tokens
@@ -28,7 +29,7 @@ def finish_reason_of(sequence: Sequence, token_id: int, now: float) -> FinishRea
 def last_event(
     sequence: Sequence, reason: FinishReason, error: str | None, embedding: bytes | None = None
 ) -> TokenEvent:
-    """The end of a request without another token."""
+    """Return the event that ends a request without another token."""
     is_first = not sequence.num_sampled
     return TokenEvent(
         sequence.request_id,
@@ -41,19 +42,20 @@ def last_event(
 
 
 def queue_s(sequence: Sequence) -> float | None:
-    """Seconds from arrival to the first planned chunk, if there was one."""
+    """Return the seconds from arrival to the first planned chunk, if there was one."""
     return None if sequence.first_planned_s is None else sequence.first_planned_s - sequence.arrival_s
 
 
 class Deadlines:
-    """Requests by when they must end: at their own deadline, or before they start also at the queue's."""
+    """Orders requests by the time at which they must end: their own deadline, or, before they start, also the
+    queue's timeout."""
 
     def __init__(self, queue_timeout_s: float | None) -> None:
         self._queue_timeout_s = queue_timeout_s
         self._heap: KeyedHeap[Sequence] = KeyedHeap()
 
     def watch(self, sequence: Sequence) -> None:
-        """Called on arrival, and again when the request has started."""
+        """Set the time of a request: on arrival, and again when the request has started."""
         deadline_s = sequence.request.deadline_s
         if self._queue_timeout_s is not None and not sequence.has_started:
             given_up_s = sequence.arrival_s + self._queue_timeout_s
@@ -71,7 +73,7 @@ class Deadlines:
         return deadline_s
 
     def overdue(self, now: float) -> Iterator[Sequence]:
-        """Requests whose time is up, each of which the caller must end before it asks for the next."""
+        """Yield the requests whose time is up. The caller must end each one before it asks for the next."""
         while (deadline_s := self._heap.first_key()) is not None and deadline_s <= now:
             sequence = self._heap.first()
             assert sequence is not None

@@ -1,4 +1,4 @@
-"""KV blocks on their way between engines, filled or read outside of any plan. Knows no other engine and no bytes.
+"""Manages KV blocks that move between engines, outside of any plan. Knows no other engine and no bytes.
 
 An import is room for KV that another engine has: blocks that no request reads until they are filled, and that can
 then be found like any other cached prefix. An export keeps blocks as they are while another engine reads them,
@@ -19,7 +19,7 @@ from penstock.scheduler.admission import Headroom
 
 @dataclass(frozen=True, slots=True)
 class BlockImport:
-    """The leading full blocks of a request: those that were here, and after them those to be filled."""
+    """The leading full blocks of a request: first the blocks that were here, then the blocks to be filled."""
 
     number: int
     parent: BlockHash  # of the first block to be filled
@@ -45,16 +45,18 @@ class BlockExchange:
         self._num_begun = 0
 
     def __len__(self) -> int:
-        """Imports and exports that have not finished."""
+        """Return the number of imports and exports that have not finished."""
         return len(self._tables)
 
     def num_missing(self, request: Request) -> int:
-        """Leading full blocks of a request, without that of its last token, that are not here."""
+        """Count the leading full blocks of a request that are not here. The block of its last token does not
+        count."""
         hashes = self._hashes(request)
         return len(hashes) - self._cache.match_on_device(hashes)
 
     def begin_import(self, request: Request) -> BlockImport | None:
-        """Room for what is missing of a request; None when running requests need it more, or nothing is missing."""
+        """Make room for the missing blocks of a request. Returns None when running requests need the room, or no
+        block is missing."""
         cache = self._cache
         hashes = self._hashes(request)
         num_found = cache.match_on_device(hashes)
@@ -63,7 +65,7 @@ class BlockExchange:
         has_room = num_new and num_new <= cache.num_available - self._headroom.needed()
         if has_room:
             table.fill(len(hashes) * cache.block_size)
-        # The former contents of new blocks may have to leave with the next plan: nothing may be written before.
+        # The next plan may have to copy the former contents of new blocks: nothing may be written before.
         if not has_room or cache.has_copies:
             table.close()
             return None
@@ -74,7 +76,7 @@ class BlockExchange:
         return begun
 
     def finish_import(self, number: int, num_filled: int) -> None:
-        """The first `num_filled` blocks of an import are filled, and nothing writes to any of them any more."""
+        """End an import of which the first `num_filled` blocks are filled. Nothing writes to its blocks any more."""
         begun = self._imports.pop(number)
         parent = begun.parent
         for block_id, block_hash in zip(begun.block_ids[:num_filled], begun.hashes[:num_filled], strict=True):
@@ -83,21 +85,21 @@ class BlockExchange:
         self._finish(number)
 
     def begin_export(self, block_ids: tuple[int, ...]) -> BlockExport:
-        """Keep these blocks, which a running request has."""
+        """Keep these blocks of a running request until the export ends."""
         return BlockExport(self._begin(self._cache.share_blocks(block_ids)), block_ids)
 
     def export_prefix(self, request: Request) -> BlockExport:
-        """Keep what is here of a request's leading full blocks, which may be nothing."""
+        """Keep the leading full blocks of a request that are here. There may be none."""
         hashes = self._hashes(request)
         table = self._cache.open_table(hashes[: self._cache.match_on_device(hashes)])
         return BlockExport(self._begin(table), tuple(table.block_ids))
 
     def finish_export(self, number: int) -> None:
-        """The other engine has read the blocks of an export."""
+        """End an export: the other engine has read its blocks."""
         self._finish(number)
 
     def tables(self) -> Iterator[BlockTable]:
-        """The tables of all imports and exports, for `KVCache.check_integrity`."""
+        """Return the tables of all imports and exports, for `KVCache.check_integrity`."""
         return iter(self._tables.values())
 
     def _begin(self, table: BlockTable) -> int:

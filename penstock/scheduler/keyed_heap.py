@@ -10,10 +10,11 @@ _SLACK_ENTRIES = 32
 
 
 class KeyedHeap(Generic[T]):
-    """Items by ascending key, then by ascending number. `number` identifies an item and is in the heap at most once.
+    """Orders items by ascending key, then by ascending number. `number` identifies an item and is in the heap at most
+    once.
 
-    Removal only forgets the item; what it leaves behind is dropped when it surfaces, or when such leftovers
-    outnumber the live entries. All operations are O(log n), amortised.
+    Removal only forgets the item. Its entry is dropped when it surfaces, or when such stale entries outnumber the
+    live ones. All operations are O(log n), amortised.
     """
 
     __slots__ = ("_entries", "_keys", "_num_pushes")
@@ -42,17 +43,17 @@ class KeyedHeap(Generic[T]):
         self._keys.pop(number, None)
 
     def first(self) -> T | None:
-        """The item with the smallest key, which stays; None when there is none."""
+        """Return the item with the smallest key, which stays, or None."""
         entry = self._first_entry()
         return None if entry is None else entry[3]
 
     def first_key(self) -> Any:
-        """The smallest key; None when there is none."""
+        """Return the smallest key, or None."""
         entry = self._first_entry()
         return None if entry is None else entry[0]
 
     def items(self) -> list[T]:
-        """All items, in no particular order."""
+        """Return all items, in no particular order."""
         return [entry[3] for entry in self._entries if self._is_live(entry)]
 
     def _first_entry(self) -> tuple[Any, int, int, T] | None:

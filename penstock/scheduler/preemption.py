@@ -1,15 +1,16 @@
-"""Preemption: which running requests lose their blocks, and whether their KV is worth moving to host memory.
+"""Decides which running requests lose their blocks, and whether their KV is worth moving to host memory.
 
-A preempted request keeps its tokens, and computes again what the cache has lost when it resumes. Retained blocks go
+A preempted request keeps its tokens. When it resumes, it computes again what the cache has lost. Retained blocks go
 to host memory when they are evicted (see `kvcache`), so swapping a request out means retaining its blocks for a time.
 That is done when moving them there and back is predicted to take less time than computing them again. Blocks that no
 other request needed in the meantime are moved nowhere, and cost nothing either way.
 
 Why this always ends. Order requests by seniority: rank, then arrival. The most senior running request is never a
-victim of growth while all others may be, and `Scheduler.add` refuses what does not fit the cache alone: so it gets
-every block it asks for, and ends. Seniority never falls, because arrival is fixed and aging only makes more urgent.
-So each request becomes the most senior at some time, unless it ends before. Displacement takes only requests that
-still rank as batch, for one of a more urgent tier: aging lifts a batch request out of its reach.
+victim of growth while all others may be, and `Scheduler.add` refuses a request that does not fit the cache alone: so
+the most senior request gets every block it asks for, and ends. Seniority never falls, because arrival is fixed and
+aging only makes more urgent. So each request becomes the most senior at some time, unless it ends before.
+Displacement takes the blocks of batch requests alone, for a request of a more urgent tier, and aging makes a batch
+request safe from it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Preemption:
         self._preempt = preempt
 
     def for_growth(self, growing: list[Sequence], now: float) -> None:
-        """Preempt until there is a block for each request that still runs and needs one."""
+        """Preempt requests until there is a block for each running request that needs one."""
         cache, running = self._cache, self._running
         in_need = {sequence.number: sequence for sequence in growing}
         for victim in victims_for_growth(running.sequences, cache.block_size):
@@ -52,8 +53,8 @@ class Preemption:
             self._preempt(victim, now)
             in_need.pop(victim.number, None)
         num_blocks = running.num_blocks_to_grow(in_need.values())
-        cache.retention.give_way(num_blocks)  # the most senior request runs alone, and comes before pins
-        if num_blocks > cache.num_available:  # it must wait for blocks that other engines read or fill
+        cache.retention.give_way(num_blocks)  # the most senior request runs alone, and goes before pins
+        if num_blocks > cache.num_available:  # other engines still read or fill blocks: the request waits
             for sequence in tuple(running.sequences):
                 self._preempt(sequence, now)
 
@@ -77,19 +78,20 @@ class Preemption:
 
 
 def victims_for_growth(running: Iterable[Sequence], block_size: int) -> list[Sequence]:
-    """Requests that may be preempted so that others can grow, cheapest first: all but the most senior."""
+    """Return the requests that may be preempted so that others can grow, cheapest first: all but the most senior."""
     by_seniority = sorted(running, key=seniority)
     return _cheapest_first(by_seniority[1:], block_size)
 
 
 def victims_for_displacement(running: Iterable[Sequence], block_size: int) -> list[Sequence]:
-    """Requests that may be preempted so that a more urgent one can start, cheapest first."""
+    """Return the requests that may be preempted so that a more urgent one can start, cheapest first."""
     return _cheapest_first([sequence for sequence in running if sequence.rank == BATCH_RANK], block_size)
 
 
 def _cheapest_first(candidates: list[Sequence], block_size: int) -> list[Sequence]:
-    """The least urgent rank first; then the request with the least to compute again, where blocks that were found in
-    the cache are expected to be found again; then the one with the most left to do; then the latest to arrive."""
+    """Order requests: the least urgent rank first; then the request with the least to compute again, where blocks
+    that were found in the cache are expected to be found again; then the one with the most left to do; then the
+    latest to arrive."""
 
     def cost(sequence: Sequence) -> tuple[int, int, int, int]:
         recompute_tokens = sequence.num_computed - sequence.blocks.num_reused_blocks * block_size
@@ -102,8 +104,8 @@ def _cheapest_first(candidates: list[Sequence], block_size: int) -> list[Sequenc
 def swap_is_cheaper(
     num_blocks: int, block_size: int, block_copy_s: float, predictor: StepTimePredictor
 ) -> bool:
-    """Whether copying blocks to host memory and back takes less time than computing them. `block_copy_s`: one block,
-    one way."""
+    """Say whether copying blocks to host memory and back takes less time than computing them. `block_copy_s` is the
+    time of one block, one way."""
     load = StepLoad()
     load.add_prefill(0, num_blocks * block_size)
     compute_s = predictor.predict(load) - predictor.predict(StepLoad())
@@ -121,7 +123,7 @@ class Swapping:
         self.num_swapped = 0  # requests, so far
 
     def preempted(self, sequence: Sequence, now: float) -> None:
-        """Called while the request still holds its blocks."""
+        """Retain the blocks of a preempted request, which still holds them, where that pays."""
         cache, copy_s = self._cache, self._block_copy_s
         num_blocks = sequence.num_published
         if copy_s is None or not num_blocks or not cache.num_host_blocks:

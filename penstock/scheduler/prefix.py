@@ -1,17 +1,17 @@
-"""Prefix reuse: which cached blocks a request starts with, which blocks it publishes, and which prefixes are retained
-at breakpoints. Knows no budget.
+"""Decides which cached blocks a request starts with, which blocks it publishes, and which prefixes are retained at
+breakpoints. Knows no budget.
 
 Blocks are published when they are *planned*, not when they are computed. Executors run steps in order and write all
 KV of a step before they read any, so a request planned in the same step or later may already share them: a burst of
 siblings computes its common prefix once.
 
-When the prefix does not fit one step, a sibling admitted meanwhile would compute the rest a second time. It is held
-instead, until the leading request has published what they share. That is bounded: a request is held at most once,
-only behind a running request that is at least as urgent, and is let go as soon as that one stops running.
+When the prefix does not fit one step, a sibling admitted meanwhile would compute the rest a second time. The sibling
+is held instead, until the leading request has published the blocks that both share. A request is held at most once,
+only behind a running request that is at least as urgent, and only until that request stops running.
 
 A breakpoint is a position in the prompt. Its prefix, cut to whole blocks, is kept from the plan in which its last
-block is computed: from then on any request of the same tenant can read it. Requests without breakpoints never come
-here. All times to live run from the arrival of the request that writes or reads.
+block is computed: from then on any request of the same tenant can read it. All times to live run from the arrival of
+the request that writes or reads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PrefixSharing:
 
     def hold(self, sequence: Sequence, num_found: int) -> bool:
         """Put a waiting request, of which `num_found` blocks are cached, behind a running prefill that is about to
-        publish the next one. False when there is none."""
+        publish the next block. Returns False when there is no such prefill."""
         limit = (sequence.num_prompt - 1) // self._block_size
         reads_prefix = sequence.num_reusable_tokens < sequence.num_prompt - 1
         if not self._frontiers or sequence.was_held or reads_prefix or num_found >= limit:
@@ -69,19 +69,19 @@ class PrefixSharing:
         return True
 
     def let_go(self, sequence: Sequence) -> None:
-        """A held request no longer waits for its leader."""
+        """End a held request's wait for its leader."""
         assert sequence.leader is not None
         del sequence.leader.followers[sequence.number]
         sequence.leader = None
 
     def start(self, sequence: Sequence) -> None:
-        """A request was admitted, with its reused blocks in front of its table."""
+        """Begin to publish a request that was admitted, with its reused blocks in front of its table."""
         if self._enabled:
             sequence.num_published = sequence.blocks.num_reused_blocks
             sequence.publish_at = (sequence.num_published + 1) * self._block_size
 
     def publish(self, sequence: Sequence) -> list[Sequence]:
-        """Publish the blocks that became full; returns the followers that need not wait any longer."""
+        """Publish the blocks that became full. Returns the followers that need not wait any longer."""
         if not self._enabled:
             return []
         block_size = self._block_size
@@ -101,7 +101,7 @@ class PrefixSharing:
         return self._served_followers(sequence)
 
     def stop(self, sequence: Sequence) -> list[Sequence]:
-        """A request stops running; returns the followers that must do without it."""
+        """Forget a request that stops running. Returns the followers that must go on without it."""
         sequence.num_published = 0
         sequence.publish_at = None
         self._drop_frontier(sequence)
@@ -135,7 +135,7 @@ class PrefixSharing:
             sequence.frontier = None
 
     def _num_shared_blocks(self, leader: Sequence, follower: Sequence, known_to_match: int) -> int:
-        """Leading blocks of both prompts that are equal, in which the follower's last token does not count."""
+        """Count the leading blocks that are equal in both prompts. The follower's last token does not count."""
         size = self._block_size
         ours, theirs = leader.request.prompt_token_ids, follower.request.prompt_token_ids
         limit = min(len(ours), len(theirs) - 1) // size
@@ -160,8 +160,8 @@ class Breakpoints:
         self.written_tokens = 0
 
     def arrive(self, sequence: Sequence, now: float) -> None:
-        """Take down a request's breakpoints. What it could read is kept for it from now on, however long it waits
-        in the queue."""
+        """Note a request's breakpoints. The prefixes that the request could read are kept from now on, however long
+        it waits in the queue."""
         breakpoints = sequence.request.cache_breakpoints
         if not self._cache.enable_prefix_caching:
             return
@@ -170,8 +170,8 @@ class Breakpoints:
         self._refresh(sequence, self._readable(sequence, now), now)
 
     def start(self, sequence: Sequence, now: float) -> None:
-        """A request runs for the first time: settle what it reads, which is the longest kept prefix of those that
-        end at one of its positions, as far as it was really reused."""
+        """Settle what a request reads, when it runs for the first time: the longest kept prefix that ends at one of
+        its breakpoints, as far as the prefix was reused."""
         marks = sequence.marks
         assert marks is not None
         num_reused = sequence.blocks.num_reused_blocks
@@ -186,7 +186,7 @@ class Breakpoints:
         self._refresh(sequence, readable, now)
 
     def keep(self, sequence: Sequence, now: float) -> None:
-        """Blocks of a request were published: keep the prefixes that are complete by that."""
+        """Keep the prefixes that are complete, after blocks of a request were published."""
         marks = sequence.marks
         assert marks is not None
         block_size = self._cache.block_size
@@ -203,7 +203,7 @@ class Breakpoints:
                 self.written_tokens += marks.written_tokens[index]
 
     def use(self, sequence: Sequence) -> CacheUse | None:
-        """What a request's first event says; None without breakpoints."""
+        """Return the cache use that a request's first event reports; None without breakpoints."""
         if not sequence.request.cache_breakpoints:
             return None
         marks = sequence.marks
@@ -219,7 +219,7 @@ class Breakpoints:
         return num_tokens // self._cache.block_size
 
     def _readable(self, sequence: Sequence, now: float) -> list[int]:
-        """Where, in blocks, kept prefixes end that this request's breakpoints may read."""
+        """Return the ends, in blocks, of the kept prefixes that this request's breakpoints may read."""
         positions = {
             self._num_blocks(sequence, num_tokens)
             for breakpoint in sequence.request.cache_breakpoints
@@ -233,7 +233,7 @@ class Breakpoints:
         )
 
     def _refresh(self, sequence: Sequence, ends: Iterable[int], now: float) -> None:
-        """Being read prolongs a kept prefix by its own time to live."""
+        """Prolong the kept prefixes that were read, each by its own time to live."""
         for end in ends:
             ttl_s = self._retention.entry_ttl_s(sequence.hashes[end - 1], now)
             if ttl_s is not None:

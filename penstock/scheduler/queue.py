@@ -1,4 +1,4 @@
-"""The waiting requests, their order and their bounds. Knows no blocks, budgets or executors.
+"""Keeps the waiting requests, in order and within bounds. Knows no blocks, budgets or executors.
 
 Order, outermost first: tier (after aging), requests that were preempted, the tenant with the least service, and
 within a tenant the earlier arrival, where a long predicted answer counts as a later arrival. That shift is at most
@@ -22,7 +22,8 @@ _MAX_RETRY_S = 120.0
 
 
 class WaitingQueue:
-    """Members are positioned in the tier queue of their rank, or parked: counted, but not offered by `first`."""
+    """Holds the waiting requests. A request stands in the tier queue of its rank, or is parked: counted, but not
+    offered by `first`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_requests = config.max_queue_requests
@@ -74,7 +75,7 @@ class WaitingQueue:
             self._position(sequence)
 
     def leave(self, sequence: Sequence, now: float) -> None:
-        """A member goes, to run or for good."""
+        """Remove a member, which runs or has ended."""
         number = sequence.number
         del self._members[number]
         self.num_tokens -= sequence.num_prompt
@@ -93,7 +94,7 @@ class WaitingQueue:
         self._position(sequence)
 
     def first(self) -> Sequence | None:
-        """The next to be admitted; it stays. Call `promote` first."""
+        """Return the next request to be admitted, which stays in the queue. Call `promote` first."""
         for tier in self._tiers:
             sequence = tier.first()
             if sequence is not None:
@@ -142,7 +143,7 @@ class WaitingQueue:
 
 
 class _TierQueue:
-    """Preempted requests by age, then tenants by service, each with a line of its own."""
+    """Orders the requests of one tier: preempted requests by age, then tenants by service, each with its own line."""
 
     __slots__ = ("_lines", "_resumed", "_tenants")
 
@@ -187,7 +188,7 @@ class _TierQueue:
 
 
 class _DrainRate:
-    """Requests that leave the queue per second, over the recent time in which requests waited."""
+    """Measures how many requests leave the queue per second, over the recent time in which requests waited."""
 
     __slots__ = ("_count", "_last_s", "_window_s")
 
@@ -197,7 +198,7 @@ class _DrainRate:
         self._last_s = 0.0
 
     def start(self, now: float) -> None:
-        """A request waits again; the idle time before does not count."""
+        """Begin to measure when a request waits again. Idle time before does not count."""
         self._last_s = now
 
     def count_one(self, now: float) -> None:
@@ -206,7 +207,8 @@ class _DrainRate:
         self._last_s = max(self._last_s, now)
 
     def seconds_to_serve(self, num_requests: int, now: float) -> float:
-        """How long as many as wait now will take, within sane bounds for a Retry-After. Changes nothing."""
+        """Predict how long the requests that wait now will take, within sane bounds for a Retry-After. Changes
+        nothing."""
         count, window_s = self._as_of(now)
         if count:
             expected_s = num_requests * window_s / count
@@ -217,6 +219,6 @@ class _DrainRate:
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected_s))
 
     def _as_of(self, now: float) -> tuple[float, float]:
-        """Both sums, faded by the time that passed since they were last changed."""
+        """Return both sums, faded by the time since they last changed."""
         decay = exp(-max(0.0, now - self._last_s) / _DRAIN_WINDOW_S)
         return self._count * decay, self._window_s * decay + _DRAIN_WINDOW_S * (1.0 - decay)

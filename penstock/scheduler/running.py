@@ -1,6 +1,6 @@
-"""The running requests, which have blocks and a row in the executor, and what each could do next. Knows no queue.
+"""Keeps the running requests, which have blocks and a row in the executor, and says what each could do next.
 
-A request is in here from the plan that admits it until it ends or is preempted, and never without its blocks.
+A request runs from the plan that admits it until it ends or is preempted, and never without its blocks.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Work:
 
 @dataclass(slots=True)
 class SlotUse:
-    """Token slots in the tables of running requests. A block that several requests share counts for each of them. A
-    spare half of a block counts for none."""
+    """Counts token slots in the tables of running requests. A block that several requests share counts for each of
+    them. A spare half of a block counts for none."""
 
     num_slots: int = 0
-    num_filled: int = 0  # slots that hold a token, or are meant for one that is known
+    num_filled: int = 0  # slots that hold a token, or will hold a known token
 
     @property
     def fragmentation(self) -> float:
-        """The share of slots that hold nothing."""
+        """Return the share of slots that hold nothing."""
         return 1.0 - self.num_filled / self.num_slots if self.num_slots else 0.0
 
 
 def _turn_to_grow(sequence: Sequence) -> int:
-    """Requests that must leave a second half grow first: the request in the first half of the same block can then
-    stay. Requests without a half grow last, and find the halves that others left."""
+    """Order the requests that grow. Requests that leave a second half grow first: the request in the first half of
+    the same block can then stay. Requests without a half grow last, and find the halves that others left."""
     offset = sequence.blocks.half_offset
     return 1 if offset is None else -offset
 
@@ -66,7 +66,7 @@ class RunningSet:
         return self._slots.fragmentation
 
     def start(self, sequence: Sequence) -> None:
-        """Take in a request with its first table."""
+        """Add a request with its first table."""
         sequence.is_prefilling = True
         self._sequences[sequence.number] = sequence
         self._headroom.enter(sequence)
@@ -74,7 +74,7 @@ class RunningSet:
         self._slots.num_filled += sequence.num_filled_slots
 
     def stop(self, sequence: Sequence) -> None:
-        """Let a request go and free its blocks."""
+        """Remove a request and free its blocks."""
         del self._sequences[sequence.number]
         self._released.append(sequence.request_id)
         self._headroom.leave(sequence)
@@ -86,8 +86,8 @@ class RunningSet:
         sequence.is_prefilling = False
 
     def find_work(self, max_decodes: int) -> Work:
-        """What each running request could do next, with at most `max_decodes` decodes. The limit matters only when
-        constrained requests, whose samples were in flight while others were admitted, decode again."""
+        """Return what each running request could do next, with at most `max_decodes` decodes. The limit matters only
+        when constrained requests, whose samples were in flight while others were admitted, decode again."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._sequences.values():
@@ -103,12 +103,12 @@ class RunningSet:
         return Work(decodes, growing, prefills)
 
     def num_blocks_to_grow(self, growing: Iterable[Sequence]) -> int:
-        """Blocks that must be available for these requests to grow together."""
+        """Return the number of blocks that these requests need to grow together."""
         return self._cache.num_blocks_to_grow(sequence.blocks for sequence in growing)
 
     def grow(self, growing: list[Sequence]) -> set[int]:
-        """Give each request more slots, for which the cache must have the blocks; returns the numbers of the requests
-        whose last tokens belong elsewhere now."""
+        """Give each request more slots, for which the cache must have the blocks. Returns the numbers of the requests
+        whose last tokens moved."""
         moved: set[int] = set()
         for sequence in sorted(growing, key=_turn_to_grow):
             self._headroom.leave(sequence)
@@ -121,16 +121,16 @@ class RunningSet:
         return moved
 
     def decoded(self, num_tokens: int) -> None:
-        """So many requests got one more slot filled by a plan."""
+        """Count the slots that a plan fills: one for each of so many requests."""
         self._slots.num_filled += num_tokens
 
     def take_back(self, sequence: Sequence) -> None:
-        """Its newest position is to be computed again."""
+        """Compute the newest position of a request again."""
         sequence.num_computed -= 1
         self._slots.num_filled -= 1
 
     def take_released(self) -> tuple[str, ...]:
-        """The ids of the requests that stopped since the last call."""
+        """Return the ids of the requests that stopped since the last call."""
         released, self._released = tuple(self._released), []
         return released
 

@@ -60,8 +60,8 @@ class Scheduler:
         block_copy_s: float | None = None,
         tile_tokens: int = 1,
     ) -> None:
-        """`block_copy_s`: what one block takes to host memory, or back; None: preempted requests compute again.
-        `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them."""
+        """`block_copy_s` is the time of a copy of one block to host memory, or back; with None, preempted requests
+        compute again. `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them."""
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
@@ -133,13 +133,13 @@ class Scheduler:
             self._events = [event for event in self._events if event.request_id != request_id]
             return
         if sequence.request.sampling.stop and sequence.output_token_ids:
-            # How a stop string looks from here: the gateway found it, and the answer is complete.
+            # The gateway found a stop string: the answer is complete.
             self._lengths.observe(sequence.request.tenant, len(sequence.output_token_ids))
         self._end(sequence, now)
 
     def fail(self, chunk: Chunk, error: str, now: float) -> None:
-        """A chunk of the latest plan, or the rest of it, was not computed. Its request ends with an error, and so
-        do requests that share the blocks it was to fill. Call it before the next plan."""
+        """End the request of a chunk that was not computed, and the requests that share the blocks of that chunk,
+        with an error. The chunk is, or is the rest of, a chunk of the latest plan. Call this before the next plan."""
         failed = self._sequences.get(chunk.request_id)
         if failed is None or failed.state is not State.RUNNING:
             return
@@ -150,13 +150,13 @@ class Scheduler:
                 self._end_early(sequence, last_event(sequence, FinishReason.ERROR, error), now)
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step; None when there is nothing to compute before a commit or an arrival."""
+        """Return the next step; None when there is nothing to compute before a commit or an arrival."""
         self._cache.retention.expire(now)
         self._end_overdue(now)
         self._queue.promote(now)
 
         max_tokens = self._config.max_num_batched_tokens
-        # Preemption comes before any chunk: what is in the plan may already be shared with others, and stays in it.
+        # Preemption comes before any chunk: other requests may already share a planned chunk, so it stays planned.
         work = self._running.find_work(max_tokens)
         lacks_blocks = self._running.num_blocks_to_grow(work.growing) > self._cache.num_available
         if lacks_blocks:
@@ -179,7 +179,7 @@ class Scheduler:
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """Take the samples of the oldest plan in flight; returns the news for clients."""
+        """Take the samples of the oldest plan in flight. Returns the events for clients."""
         step = self._steps[0] if self._steps else None
         if step is None or not step.step_id == plan.step_id == result.step_id:
             raise ValueError(f"step {result.step_id} is committed as {plan.step_id}, out of order")
@@ -203,30 +203,31 @@ class Scheduler:
         return events
 
     def take_events(self) -> list[TokenEvent]:
-        """News of requests that ended outside of a commit, such as by a deadline in the queue. Ask after `plan`."""
+        """Return the events of requests that ended outside of a commit, such as by a deadline. Call this after
+        `plan`."""
         events, self._events = self._events, []
         return events
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs, or has ended and its event was not taken yet."""
+        """Say whether any request waits or runs, or has an event that was not taken yet."""
         return bool(self._sequences or self._events)
 
     def next_wakeup(self, now: float) -> float | None:
-        """When to call `plan` again even if nothing happens before: the next deadline, if there is one."""
+        """Return the time to call `plan` again even if nothing happens before: the next deadline, if there is one."""
         deadline_s = self._deadlines.next_s()
         return None if deadline_s is None else max(now, deadline_s)
 
     def take_kv_events(self) -> list[KVEvent]:
-        """What happened to the prefix index since the last call."""
+        """Return the changes of the prefix index since the last call."""
         return self._cache.take_events()
 
     def restart_kv_events(self) -> None:
-        """The next events start afresh: a reader has missed some, or is new."""
+        """Make the next events start with the whole index, for a reader that has missed some or is new."""
         self._cache.restart_events()
 
     def stats(self) -> EngineStats:
-        """What the scheduler knows of EngineStats; the driver adds what it knows about steps."""
+        """Return the scheduler's part of EngineStats. The driver adds the figures of steps."""
         cache = self._cache
         return EngineStats(
             num_running=len(self._running),
@@ -251,7 +252,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raise unless every record agrees with every other. For tests: slow."""
+        """Raise unless all records agree. Slow: for tests."""
         running = (sequence.blocks for sequence in self._running.sequences)
         self._cache.check_integrity([*running, *self.exchange.tables()])
         check_records(self._sequences, self._running, self._queue)
@@ -307,7 +308,7 @@ class Scheduler:
             self._publish(sequence, now)
 
     def _start(self, sequence: Sequence, now: float) -> None:
-        """A waiting request, which has its blocks by now, runs."""
+        """Run a waiting request, which has its blocks by now."""
         self._queue.leave(sequence, now)
         self._running.start(sequence)
         sequence.state = State.RUNNING
@@ -328,7 +329,7 @@ class Scheduler:
             self._breakpoints.keep(sequence, now)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """A parked member of the queue may be admitted again."""
+        """Let a parked member of the queue be admitted again."""
         sequence.state = State.WAITING
         self._queue.unpark(sequence)
 
@@ -387,7 +388,7 @@ class Scheduler:
         return event
 
     def _postpone(self, sequence: Sequence) -> None:
-        """A sample was not taken: the request stands where it stood before the step."""
+        """Put a request whose sample was not taken back to where it stood before the step."""
         sequence.num_expected -= 1
         if sequence.state is State.RUNNING:
             self._running.take_back(sequence)
@@ -417,7 +418,7 @@ class Scheduler:
         del self._sequences[sequence.request_id]
 
     def _stop(self, sequence: Sequence) -> None:
-        """A request stops running, for now or for good."""
+        """Stop a running request, for now or for good."""
         self._running.stop(sequence)
         self._admission.room_changed()
         for follower in self._sharing.stop(sequence):

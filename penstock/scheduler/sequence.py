@@ -1,6 +1,6 @@
-"""The changing state of one request: which tokens are known, which are computed, where their KV lives.
+"""Holds the changing state of one request: which tokens are known, which are computed, where their KV lives.
 
-Knows no other request, no queue and no budget. Only the scheduler room writes to it.
+Knows no queue and no budget. Only the scheduler room writes to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class State(enum.Enum):
 
 
 class Marks:
-    """The breakpoints of one request, in blocks; 0 for one that is too short to be kept."""
+    """Holds the breakpoints of one request, in blocks: 0 for a prefix that is too short to be kept."""
 
     __slots__ = (
         "breakpoints",
@@ -41,7 +41,7 @@ class Marks:
         self.breakpoints = breakpoints
         self.ends = ends
         self.num_kept_before = 0  # blocks of the kept prefix that was found
-        self.num_read_blocks = 0  # of those, the ones that were reused
+        self.num_read_blocks = 0  # reused blocks among them
         self.num_kept = 0  # breakpoints dealt with so far; they come in ascending order
         self.written_tokens = [0] * len(ends)
 
@@ -51,7 +51,8 @@ class Marks:
 
 
 class Sequence:
-    """Three counts tell how far a request is; num_computed and num_known never exceed num_expected.
+    """Holds the state of one request. Three counts tell its progress; num_computed and num_known never exceed
+    num_expected.
 
     num_known     tokens whose ids are known: the prompt and every committed sample
     num_expected  num_known plus the samples that are still in flight
@@ -102,12 +103,13 @@ class Sequence:
     ) -> None:
         self.request = request
         self.request_id = request.id
-        self.number = number  # order of arrival, for life
+        self.number = number  # the order of arrival; never changes
         self.account = account
         self.state = State.WAITING
         self.rank = TIER_RANK[request.tier]  # 0 is the most urgent; aging lowers it, nothing raises it
         self.min_tokens = request.sampling.min_tokens
-        # What may follow a token is known only when the token is: such a request is never planned ahead of a commit.
+        # A grammar allows a next token only when the last one is known: such a request is never planned ahead of a
+        # commit.
         self.is_constrained = request.sampling.grammar is not None
         # An average over the prompt needs the hidden states of all its tokens, and the cache holds none.
         self.reads_every_token = request.pooling is not None and request.pooling != "last"
@@ -117,14 +119,14 @@ class Sequence:
         self.stop_token_ids: frozenset[int] = frozenset(request.sampling.stop_token_ids)
 
         self.arrival_s = arrival_s
-        self.queued_s = arrival_s  # when it last entered the queue
-        self.waited_s = 0.0  # in the queue, over all stays that are over
+        self.queued_s = arrival_s  # when the request last entered the queue
+        self.waited_s = 0.0  # seconds in the queue, without the present stay
         self.first_planned_s: float | None = None
-        self.admitted_s = arrival_s  # when it last began to run
+        self.admitted_s = arrival_s  # when the request last began to run
 
         self.num_prompt = len(request.prompt_token_ids)
         self.length_limit = length_limit  # prompt and answer together
-        self.predicted_length = length_limit  # of the same; a guess of the length estimator
+        self.predicted_length = length_limit  # predicted by the length estimator; prompt and answer together
         self.output_token_ids: list[int] = list(request.output_token_ids)
         self.num_known = self.num_prompt + len(self.output_token_ids)
         self.num_expected = self.num_known
@@ -140,10 +142,10 @@ class Sequence:
         # Kept by PrefixSharing.
         self.root_hash = root_hash(request.prefix_salt)
         self.hashes: list[BlockHash] = []  # of leading full blocks, as far as they were needed
-        self.num_published = 0  # leading blocks, while running, that the cache was told the hashes of
+        self.num_published = 0  # leading blocks whose hashes were published, while running
         self.publish_at: int | None = None  # tokens that must be known and computed to publish the next block
         self.frontier: BlockHash | None = None  # the next block to be published by a running prefill
-        self.leader: Sequence | None = None  # whose prefix it waits for, while HELD
+        self.leader: Sequence | None = None  # the request whose prefix this one waits for, while HELD
         self.followers: dict[
             int, tuple[Sequence, int]
         ] = {}  # by number: a held request, and the blocks it waits for
@@ -155,7 +157,7 @@ class Sequence:
 
     @property
     def num_sampled(self) -> int:
-        """Committed samples, without what another engine had sampled before."""
+        """Count committed samples, without the samples of another engine."""
         return len(self.output_token_ids) - len(self.request.output_token_ids)
 
     @property
@@ -172,13 +174,13 @@ class Sequence:
 
     @property
     def blocks(self) -> BlockTable:
-        """The block table of a running request."""
+        """Return the block table of a running request."""
         assert self.table is not None, "only running requests have blocks"
         return self.table
 
     @property
     def num_filled_slots(self) -> int:
-        """Slots that hold a token or are meant for one that is known."""
+        """Count the slots that hold a token, or will hold a known token."""
         return self.num_known if self.is_prefilling else self.num_computed
 
     def predict_length(self, estimator: OutputLengthEstimator) -> None:
@@ -187,7 +189,7 @@ class Sequence:
         self.predicted_length = self.num_prompt + estimator.predict(self.request.tenant, num_output, limit)
 
     def hash_blocks(self, count: int, block_size: int) -> list[BlockHash]:
-        """The hashes, of `count` leading blocks at least. All their tokens must be known."""
+        """Return the hashes of at least `count` leading blocks. All their tokens must be known."""
         hashes = self.hashes
         if len(hashes) < count:
             tokens = self._tokens(len(hashes) * block_size, count * block_size)
@@ -204,5 +206,5 @@ class Sequence:
 
 
 def seniority(sequence: Sequence) -> tuple[int, int]:
-    """Smaller is more senior."""
+    """Return a key by which requests are ordered, the most senior first."""
     return sequence.rank, sequence.number

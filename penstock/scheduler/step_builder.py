@@ -28,14 +28,14 @@ _MIN_CUT = 0.1  # relative errors below this are never cut
 _USUAL_ERROR_DECAY = 0.9
 _NO_LIMIT_TOKENS = 1 << 30
 
-# Seconds per unit before anything was observed, between those of a CPU and of a fast GPU; the spread covers both.
+# Seconds per unit before any observation: between a CPU and a fast GPU. The spread covers both.
 _PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8)
 _PRIOR_SPREAD = 30.0
 
 
 @dataclass(slots=True)
 class StepLoad:
-    """What a step has to do: the features of the model, next to a constant."""
+    """The work of a step: the features of the model, beside a constant."""
 
     prefill_tokens: int = 0
     decode_sequences: int = 0
@@ -55,7 +55,7 @@ class StepTimePredictor:
         self._usual_error = 1.0
 
     def predict(self, load: StepLoad) -> float:
-        """Seconds."""
+        """Predict the seconds that a step takes."""
         base, per_prefill, per_decode, per_context, per_pair = self._weights
         return (
             base
@@ -66,7 +66,7 @@ class StepTimePredictor:
         )
 
     def prefill_tokens_within(self, target_s: float, load: StepLoad, start: int) -> int:
-        """How many tokens of a prompt, beginning at `start`, fit on top of `load` in a step of `target_s`."""
+        """Return how many tokens of a prompt, from `start` on, fit on top of `load` in a step of `target_s`."""
         room_s = target_s - self.predict(load)
         if room_s <= 0.0:
             return 0
@@ -109,7 +109,7 @@ class StepTimePredictor:
 
 
 MIN_PREFILL_TOKENS = 16
-WORTHWHILE_TILES = 4  # below this, what is left out to end with a whole one weighs more
+WORTHWHILE_TILES = 4  # with fewer tiles, leaving tokens out to fill the last tile costs more than it saves
 
 
 class StepBuilder:
@@ -137,7 +137,8 @@ class StepBuilder:
         self.load = StepLoad()
 
     def add_decodes(self, sequences: list[Sequence], moved: set[int]) -> None:
-        """One token for each; `moved` are the numbers of those whose last block the executor does not know."""
+        """Add one token for each request. `moved`: numbers of requests whose last block the executor does not
+        know."""
         chunks, sampling = self.chunks, self.sampling
         context_tokens = 0
         for sequence in sequences:
@@ -160,7 +161,8 @@ class StepBuilder:
         self.load.decode_context_tokens = context_tokens + len(sequences)
 
     def prefill_room(self, start: int) -> int:
-        """Tokens of a prompt, from `start` on, that this step can still take; 0 when not worth a chunk."""
+        """Return how many tokens of a prompt, from `start` on, this step can still take; 0 when a chunk is not worth
+        it."""
         room = self.num_tokens_left
         is_first = not self.load.prefill_tokens
         if self._target_s is not None and self.load.decode_sequences:
@@ -170,7 +172,7 @@ class StepBuilder:
         return room if is_first or room >= MIN_PREFILL_TOKENS else 0
 
     def _in_whole_tiles(self, num_tokens: int) -> int:
-        """At most `num_tokens`, so that with them the step fills its tiles."""
+        """Return at most `num_tokens`, such that the step fills its tiles."""
         filled = self.load.decode_sequences + self.load.prefill_tokens
         tiles = (filled + num_tokens) // self._tile_tokens
         if tiles < WORTHWHILE_TILES:
@@ -178,7 +180,7 @@ class StepBuilder:
         return max(tiles * self._tile_tokens - filled, 0)
 
     def add_prefill(self, sequence: Sequence, num_tokens: int, *, begins: bool) -> None:
-        """Up to `num_tokens` of the known tokens that are not computed."""
+        """Add up to `num_tokens` of the known tokens that are not computed."""
         start = sequence.num_computed
         num_tokens = min(num_tokens, sequence.num_known - start)
         samples = start + num_tokens == sequence.num_known
@@ -211,8 +213,8 @@ class StepBuilder:
 
 
 def share_of_room(room: int) -> int:
-    """What a prefill takes when others wait behind it: most, but so that a short prompt need not wait for a very
-    long one to finish."""
+    """Return the share of a prefill when other requests wait behind it: most of the room, but not all, so that a
+    short prompt need not wait until a very long one is done."""
     if room < 2 * MIN_PREFILL_TOKENS:
         return room
     return room - max(room // 4, MIN_PREFILL_TOKENS)

@@ -1,12 +1,11 @@
-"""The scheduler's records of each tenant: how much service the tenant received, and how long its answers were. Knows
-no blocks, queues or tiers.
+"""Records how much service each tenant received, and how long its answers were. Knows no blocks, queues or tiers.
 
 Each tenant has a virtual counter of the service it received. Within a tier, the tenant with the smallest counter
-goes first. A tenant that becomes active starts at no less than the smallest counter of those already active, so
-that idle time is not credit; one that leaves keeps its counter, so that pausing does not wipe out a debt.
+goes first. A tenant that becomes active starts at no less than the smallest counter of the active tenants, so that
+idle time is not credit. A tenant that becomes idle keeps its counter, so that a pause does not wipe out a debt.
 
 Lengths of answers fall into bins whose edges double, which is as much precision as such a guess deserves. Old answers
-fade, so that a tenant who changes habits is understood after some hundred answers.
+fade, so that some hundred answers show a tenant's new habits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MAX_IDLE_TENANTS = 4096
 
 
 class TenantAccount:
-    """`service` only ever grows. `num_active` counts the tenant's requests that wait or run."""
+    """The account of one tenant. `service` only ever grows. `num_active` counts the requests that wait or run."""
 
     __slots__ = ("num_active", "number", "service", "tenant")
 
@@ -71,7 +70,8 @@ class TenantAccounts:
 
 
 def least_served(accounts: KeyedHeap[TenantAccount]) -> TenantAccount | None:
-    """The account with the least service, from a heap whose keys may be too small because service grew since."""
+    """Return the account with the least service, from a heap whose keys may be too small because service grew
+    since."""
     while (account := accounts.first()) is not None:
         if accounts.first_key() == account.service:
             return account
@@ -84,19 +84,19 @@ NUM_LENGTH_BINS = 14  # the last one begins past 65,536 tokens
 _EDGES = tuple(_FIRST_EDGE_TOKENS << index for index in range(NUM_LENGTH_BINS))
 
 _DECAY_PER_ANSWER = 0.99
-_QUANTILE = 0.7  # above the median: a guess too low costs a preemption, one too high a little waiting
+_QUANTILE = 0.7  # above the median: a low guess costs a preemption, a high guess a little waiting
 _MIN_ANSWERS = 3.5  # at least as long as this one, before a histogram is believed
 _UNKNOWN_LENGTH_TOKENS = 256
 _MAX_TENANTS = 4096
 
 
 def length_bin(num_tokens: int) -> int:
-    """0 for at most 16 tokens, 1 for at most 32, and so on."""
+    """Return the bin of a length: 0 for at most 16 tokens, 1 for at most 32, and so on."""
     return max(0, min((num_tokens - 1).bit_length() - 4, NUM_LENGTH_BINS - 1))
 
 
 class _Histogram:
-    """Fading counts of answers by bin, and of their tokens, so that a bin knows its mean."""
+    """Holds fading counts of answers and of their tokens, by bin, so that each bin knows its mean."""
 
     __slots__ = ("_counts", "_tokens")
 
@@ -112,7 +112,7 @@ class _Histogram:
         self._tokens[index] += num_tokens
 
     def predict(self, at_least: int) -> int | None:
-        """A high quantile of the lengths from `at_least` on; None when too few were seen."""
+        """Return a high quantile of the lengths from `at_least` on; None when too few answers were seen."""
         counts = self._counts
         first = length_bin(at_least)
         num_answers = sum(counts[first:])
@@ -132,7 +132,7 @@ class OutputLengthEstimator:
         self._tenants: dict[str, _Histogram] = {}  # least recently heard of first
 
     def observe(self, tenant: str, num_output_tokens: int) -> None:
-        """An answer ended by itself or at its limit. Aborted ones say nothing about length."""
+        """Count an answer that ended by itself or at its limit. Aborted answers say nothing about length."""
         histogram = self._tenants.pop(tenant, None)
         if histogram is None:
             histogram = _Histogram()
@@ -143,7 +143,8 @@ class OutputLengthEstimator:
         self._everyone.observe(num_output_tokens)
 
     def predict(self, tenant: str, num_output_tokens: int, limit: int) -> int:
-        """The final length of an answer that has `num_output_tokens` already; more than that, and within `limit`."""
+        """Predict the final length of an answer that has `num_output_tokens` already: more than that, and within
+        `limit`."""
         length = None
         histogram = self._tenants.get(tenant)
         if histogram is not None:
