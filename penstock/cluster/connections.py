@@ -11,8 +11,7 @@ from typing import Protocol
 
 import zmq
 
-from penstock.cluster.client import Connector, ReplicaClient
-from penstock.cluster.replica import Member
+from penstock.cluster.replica import Connector, Member, ReplicaClient
 from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.messages import EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent

@@ -16,9 +16,8 @@ from pathlib import Path
 from random import Random, SystemRandom
 from typing import Any, BinaryIO, Protocol
 
-from penstock.cluster.client import Connector
 from penstock.cluster.connections import Connections
-from penstock.cluster.replica import Member
+from penstock.cluster.replica import Connector, Member
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.messages import EngineReady, EngineStats, KVEvent

@@ -20,8 +20,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.cluster.client import EngineClient
-from penstock.cluster.replica import Launcher, Member, ReplicaSpec, RunningReplica
+from penstock.cluster.replica import EngineClient, Launcher, Member, ReplicaSpec, RunningReplica
 from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, LoadProgress

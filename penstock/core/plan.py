@@ -79,6 +79,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
+# Errors of samples and chunks.
+NOT_A_NUMBER = "The model produced values that are not numbers for this request."
+OUT_OF_MEMORY = "There was not enough memory to compute this request."
+
+
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of `num_tokens` consecutive prompt tokens, of which the first is at position `start`.
 

@@ -22,13 +22,8 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.core.errors import (
-    DeadlineExceeded,
-    EngineUnavailable,
-    ModelNotFound,
-    Overloaded,
-    PenstockError,
-)
+from penstock.core.config import RoutingPolicy
+from penstock.core.errors import DeadlineExceeded, EngineUnavailable, ModelNotFound, Overloaded, PenstockError
 from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
@@ -47,19 +42,20 @@ from penstock.dispatch.actions import (
     Waits,
     WakeAt,
 )
-from penstock.dispatch.config import DispatchConfig
-from penstock.dispatch.health import CircuitBreaker
+from penstock.dispatch.health import BreakerConfig, CircuitBreaker, OutlierConfig
 from penstock.dispatch.kv_sources import KVSources
 from penstock.dispatch.replicas import FleetStatus, ReplicaRecord, ReplicaTable
-from penstock.dispatch.requests import Failure, RequestPhase, RequestRecord, RetryPolicy, Timers, WaitingRoom
-from penstock.router import (
-    Decision,
-    RandomSource,
-    Router,
-    RoutingRequest,
-    hash_tokens,
-    policy_named,
+from penstock.dispatch.requests import (
+    Failure,
+    RequestPhase,
+    RequestRecord,
+    RetryConfig,
+    RetryPolicy,
+    Timers,
+    WaitingConfig,
+    WaitingRoom,
 )
+from penstock.router import Decision, RandomSource, Router, RoutingRequest, hash_tokens, policy_named
 
 _EXPECTED_OUTPUT_TOKENS = 128  # unless the request allows less
 # Hashing takes one or two microseconds per block, on the event loop. Requests that share more than this many tokens
@@ -67,6 +63,19 @@ _EXPECTED_OUTPUT_TOKENS = 128  # unless the request allows less
 _MAX_HASHED_TOKENS = 32_768
 _DEFAULT_BLOCK_SIZE = 16
 _NOTHING: tuple[Action, ...] = ()
+
+
+class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of each policy, with the defaults for serving."""
+
+    routing_policy: RoutingPolicy = "prefix-aware"
+    # The death of one replica must not use up the budget: everything that it ran, and much of what waited there,
+    # continues on other replicas. Several replicas that die at once, of which gateways hear one by one, must not use
+    # up the attempts of one request.
+    retries: RetryConfig = RetryConfig(max_attempts=4, max_budget=2_000.0)
+    breaker: BreakerConfig = BreakerConfig()
+    outliers: OutlierConfig = OutlierConfig(max_ejected_share=0.34)  # at least one of three
+    waiting: WaitingConfig = WaitingConfig()
 
 
 class Dispatcher:

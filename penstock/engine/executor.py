@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -23,7 +24,6 @@ from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, 
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows, HostStep, Staging
-from penstock.engine.faults import halves
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.pooling import HiddenPooler, sampled_vector
@@ -350,3 +350,26 @@ class CudaTimer:
     def wait(self) -> float:
         self._end.synchronize()
         return float(self._begin.elapsed_time(self._end)) / 1000.0
+
+
+# Fewer tokens hardly need less memory.
+SMALLEST_PIECE_TOKENS = 16
+
+
+def halves(chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Sequence[Chunk]] | None:
+    """Cut a step that lacks memory for its activations in two, to be computed in this order; None when its one chunk
+    is too small to be cut. Rows and blocks must be up to date before: the parts do not mention them."""
+    if len(chunks) > 1:
+        middle = len(chunks) // 2
+        return chunks[:middle], chunks[middle:]
+    (chunk,) = chunks
+    count = chunk.num_tokens // 2
+    if count < SMALLEST_PIECE_TOKENS:
+        return None
+    first = msgspec.structs.replace(
+        chunk, num_tokens=count, samples=False, new_block_ids=(), begins=False, in_flight=0
+    )
+    second = msgspec.structs.replace(
+        chunk, start=chunk.start + count, num_tokens=chunk.num_tokens - count, new_block_ids=(), begins=False
+    )
+    return (first,), (second,)

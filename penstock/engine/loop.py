@@ -19,10 +19,9 @@ from penstock.core.clock import Clock
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats, RequestRejected
-from penstock.core.plan import Chunk, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, Chunk, StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
 from penstock.engine.collaborator import Arrival, Collaborator
-from penstock.engine.faults import NOT_A_NUMBER, OUT_OF_MEMORY
 from penstock.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from penstock.core.clock import Clock
-from penstock.core.plan import Chunk, SampledToken, StepPlan, StepResult
+from penstock.core.plan import NOT_A_NUMBER, Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Pooling, Request
 from penstock.engine.batch import HostStep
-from penstock.engine.faults import NOT_A_NUMBER
 from penstock.models.bert import BertEncoder
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core.plan import Chunk, PromptLogprobs, ScoredChunk
+from penstock.core.plan import NOT_A_NUMBER, Chunk, PromptLogprobs, ScoredChunk
 from penstock.core.request import Request
 from penstock.engine.batch import HostStep, Staging
-from penstock.engine.faults import NOT_A_NUMBER
 from penstock.models.model import Model
 
 MAX_LOGIT_BYTES = 64 << 20  # of the positions that are computed at a time

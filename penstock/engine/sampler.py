@@ -17,10 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core.plan import SampledToken, TokenLogprobs
+from penstock.core.plan import NOT_A_NUMBER, SampledToken, TokenLogprobs
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.batch import Staging
-from penstock.engine.faults import NOT_A_NUMBER
 from penstock.engine.grammar_masks import StepMasks
 from penstock.kernels.bitmask import forbid
 from penstock.kernels.interface import Ops, SamplingBatch

@@ -1,4 +1,4 @@
 """From a request to a stream of text: validation, templates, tokenizing, stop strings, output streams, metrics.
 
-Knows engines only as `cluster.client.EngineClient`, and no HTTP framework, tensor or model file.
+Knows engines only as `cluster.replica.EngineClient`, and no HTTP framework, tensor or model file.
 """

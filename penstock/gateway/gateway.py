@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
-from penstock.cluster.client import EngineClient
+from penstock.cluster.replica import EngineClient
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig

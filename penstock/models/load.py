@@ -24,11 +24,10 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layers import Decoder
-from penstock.models.llama import Llama, Mistral
+from penstock.models.llama import Llama, Mistral, Qwen2, Qwen3
 from penstock.models.mixtures import Mixtral, Qwen2MoE, Qwen3MoE
 from penstock.models.model import StagedModel
 from penstock.models.quantized_source import QuantizedSource
-from penstock.models.qwen import Qwen2, Qwen3
 from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization

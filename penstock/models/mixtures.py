@@ -10,8 +10,7 @@ from penstock.kernels.interface import Routing
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, mixture_in_gguf
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import ExpertMLP, GatedMLP, PreNormDecoder, SharedExpert
-from penstock.models.llama import Mistral
-from penstock.models.qwen import Qwen2, Qwen3
+from penstock.models.llama import Mistral, Qwen2, Qwen3
 from penstock.models.weights import ExpertNames, WeightLoader
 
 

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from penstock.api.admin.fleet import SettingsEndpoints
 from penstock.api.admin.usage import UsageEndpoints
-from penstock.cluster.client import EngineClient
+from penstock.cluster.replica import EngineClient
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import GatewayConfig

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from penstock.cluster.client import EngineClient
 from penstock.cluster.local import LocalLauncher
-from penstock.cluster.replica import ReplicaSpec, RunningReplica
+from penstock.cluster.replica import EngineClient, ReplicaSpec, RunningReplica
 from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import PenstockError

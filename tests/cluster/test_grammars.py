@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.client import EngineClient
-from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.replica import EngineClient, ReplicaSpec
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.plan import TokenEvent

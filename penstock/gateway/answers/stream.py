@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
-from penstock.cluster.client import EngineClient
+from penstock.cluster.replica import EngineClient
 from penstock.core.clock import Clock
 from penstock.core.errors import Overloaded, PenstockError
 from penstock.core.request import FinishReason, Tier

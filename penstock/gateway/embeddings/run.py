@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
-from penstock.cluster.client import EngineClient
+from penstock.cluster.replica import EngineClient
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.cluster.client import EngineClient
 from penstock.cluster.fleet import Fleet
+from penstock.cluster.replica import EngineClient
 from penstock.core.cluster_view import FleetControl
 from penstock.core.messages import EngineStats
 from penstock.core.request import FinishReason

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import uuid
 
-from penstock.cluster.client import EngineClient
+from penstock.cluster.replica import EngineClient
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams

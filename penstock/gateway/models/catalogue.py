@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.cluster.client import EngineClient
+from penstock.cluster.replica import EngineClient
 from penstock.core.errors import Conflict, EngineUnavailable, ModelNotFound, PermissionDenied
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
