@@ -213,7 +213,7 @@ def test_requests_that_cannot_be_served_are_refused_and_leave_no_trace() -> None
     with pytest.raises(InvalidRequest, match="empty"):
         driver.add(make_request("a", ()))
     with pytest.raises(InvalidRequest, match="max_tokens"):
-        driver.add(make_request("a", 4, 0))
+        driver.add(make_request("a", 4, -1))
     with pytest.raises(ContextLengthExceeded, match="32 tokens, and this server takes at most 31"):
         driver.add(make_request("a", 32))
     driver.add(make_request("a", 31))
