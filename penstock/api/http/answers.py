@@ -23,7 +23,9 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),  # asks nginx not to hold events back
 )
 
+FIRST_BYTES_S = 5.0  # how long a stream's status and headers wait for its first tokens
 KEEP_ALIVE_S = 15.0
+SSE_COMMENT = b": waiting\n\n"  # which readers of server-sent events skip
 UNWATCHED_S = 0.02  # a watch costs more than what a client that leaves within this time could save
 
 
@@ -112,8 +114,9 @@ class EventWriter(Protocol):
 class EventStream:
     """An ASGI response that writes encoded events straight to the server.
 
-    `open` waits for the engine's first word, so that a request refused by then still gets its proper status. An
-    event given as `keep_alive` is sent whenever nothing else was for a while.
+    `open` waits a few seconds for the engine's first word, so that a request refused by then still gets its proper
+    status. After that the status and the headers are sent, and an error comes as the stream's last event.
+    `keep_alive` is sent with the headers of a stream that still waits, and whenever nothing else was for a while.
     """
 
     stream_headers = _STREAM_HEADERS
@@ -123,67 +126,114 @@ class EventStream:
         generation: AnswerStream,
         events: EventWriter,
         watch: DisconnectWatch,
-        first_deltas: Sequence[Delta],
-        keep_alive: bytes = b"",
+        first: asyncio.Task[list[Delta]],
+        keep_alive: bytes,
     ) -> None:
         self._generation = generation
         self._events = events
         self._watch = watch
-        self._first_deltas = first_deltas
+        self._first = first
         self._keep_alive = keep_alive
-        self._num_sent = 0
 
     @classmethod
     async def open(
-        cls, generation: AnswerStream, receive: Receive, events: EventWriter, *, keep_alive: bytes = b""
+        cls,
+        generation: AnswerStream,
+        receive: Receive,
+        events: EventWriter,
+        *,
+        keep_alive: bytes = SSE_COMMENT,
     ) -> EventStream:
         watch = DisconnectWatch(receive, generation)
+        first = asyncio.create_task(_first_deltas(generation))
+        first.add_done_callback(_note_error)
         try:
-            first_deltas = await anext(generation)
+            await asyncio.wait({first}, timeout=FIRST_BYTES_S)
+            if first.done():
+                first.result()
         except BaseException as error:
             watch.stop()
+            first.cancel()
             generation.cancel()
             if isinstance(error, PenstockError):
                 raise error.with_rate_limits(generation.rate_limits) from error
             raise
-        return cls(generation, events, watch, first_deltas, keep_alive)
+        return cls(generation, events, watch, first, keep_alive)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = _KeptAlive(send, self._keep_alive)
         try:
             limits = _limits_told(scope, self._generation.rate_limits)
             headers = [*self.stream_headers, *limits, *answer_headers(self._generation)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send_events(send)
+            if not self._first.done():
+                await writer.write(self._keep_alive)
+            await self._send_events(writer)
         except ReaderGone:
             return
         finally:
+            writer.stop()
             self._watch.stop()
+            self._first.cancel()
             self._generation.cancel()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, writer: _KeptAlive) -> None:
         chunk = self._events.chunk
-        opening = self._events.opening(self._generation)
-        body = opening + b"".join(map(chunk, self._first_deltas))
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-        keeping_alive = asyncio.create_task(self._send_keep_alives(send)) if self._keep_alive else None
         try:
+            first_deltas = await self._first
+            opening = self._events.opening(self._generation)
+            await writer.write(opening + b"".join(map(chunk, first_deltas)))
             async for deltas in self._generation:
                 body = chunk(deltas[0]) if len(deltas) == 1 else b"".join(map(chunk, deltas))
                 if body:
-                    self._num_sent += 1
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    await writer.write(body)
         except PenstockError as error:
             closing = self._events.failure(error)
         else:
             closing = self._events.closing(self._generation.usage)
-        finally:
-            if keeping_alive is not None:
-                keeping_alive.cancel()
-        await send({"type": "http.response.body", "body": closing, "more_body": False})
+        await writer.write(closing, is_last=True)
 
-    async def _send_keep_alives(self, send: Send) -> None:
-        while True:
-            num_sent = self._num_sent
-            await asyncio.sleep(KEEP_ALIVE_S)
-            if self._num_sent == num_sent:
-                await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+
+async def _first_deltas(generation: AnswerStream) -> list[Delta]:
+    return await anext(generation)
+
+
+def _note_error(first: asyncio.Task[list[Delta]]) -> None:
+    """Keeps asyncio from reporting an error that no reader is left for."""
+    if not first.cancelled():
+        first.exception()
+
+
+class _KeptAlive:
+    """Writes the body of an answer, and `keep_alive` whenever nothing was written for a while. A stream that waits
+    costs one timer."""
+
+    def __init__(self, send: Send, keep_alive: bytes) -> None:
+        self._send = send
+        self._keep_alive = keep_alive
+        self._loop = asyncio.get_running_loop()
+        self._is_writing = False
+        self._written_at = self._loop.time()
+        self._task: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._fire)
+
+    async def write(self, body: bytes, *, is_last: bool = False) -> None:
+        if is_last:
+            self.stop()
+        self._is_writing = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        self._is_writing = False
+        self._written_at = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _fire(self) -> None:
+        idle_s = self._loop.time() - self._written_at
+        # A reader that does not even take what was written needs no sign of life.
+        if idle_s >= KEEP_ALIVE_S * 0.99 and not self._is_writing:
+            self._task = self._loop.create_task(self.write(self._keep_alive))
+            idle_s = 0.0
+        self._timer = self._loop.call_later(max(KEEP_ALIVE_S - idle_s, KEEP_ALIVE_S * 0.05), self._fire)

@@ -209,8 +209,10 @@ class ResponseEvents:
         return self._event(f"response.{self.body.status}", response=self.body)
 
     def failure(self, error: PenstockError) -> bytes:
+        """Clients expect a beginning before the end, also of a stream that failed while it waited."""
+        opening = b"" if self._sequence_number else self._event("response.created", response=self.body)
         self.fail(error)
-        return self._event("response.failed", response=self.body)
+        return opening + self._event("response.failed", response=self.body)
 
     def finish(self, usage: Usage) -> None:
         """After the last delta."""

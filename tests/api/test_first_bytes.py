@@ -1,0 +1,136 @@
+"""A stream that waits for its first token: headers and signs of life come early, errors in the form of each API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from penstock.core.errors import Overloaded
+from penstock.core.request import FinishReason
+from tests.api.conftest import Serve, Served
+from tests.api.test_streams import ThreadedFakeEngine, open_stream, read_until
+from tests.gateway.fake_engine import FakeEngine
+
+USER: Any = {"role": "user", "content": "hi"}
+ROUTES = {
+    "chat": ("/v1/chat/completions", {"messages": [USER]}, ": waiting"),
+    "completions": ("/v1/completions", {"prompt": "hi"}, ": waiting"),
+    "responses": ("/v1/responses", {"input": "hi"}, ": waiting"),
+    "messages": ("/v1/messages", {"messages": [USER], "max_tokens": 5}, "event: ping"),
+    "ollama": ("/api/chat", {"messages": [USER]}, '"done":false'),
+}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.api.http.answers.FIRST_BYTES_S", 0.02)
+    monkeypatch.setattr("penstock.api.http.answers.KEEP_ALIVE_S", 0.02)
+
+
+@contextmanager
+def waiting(served: Served, name: str) -> Iterator[tuple[httpx.Response, Iterator[str]]]:
+    """An open stream that has shown three signs of life, and no token."""
+    path, body, sign = ROUTES[name]
+    body = {"model": "bytes", "stream": True} | body
+    with httpx.stream("POST", served.url + path, json=body, timeout=20) as answer:
+        lines = answer.iter_lines()
+        num_signs = 0
+        while num_signs < 3:
+            line = next(lines)
+            num_signs += sign in line
+            assert "message_start" not in line
+        yield answer, lines
+
+
+def fail_soon(engine: ThreadedFakeEngine) -> None:
+    for stream in list(engine.streams.values()):
+        error = Overloaded("The queue is full.", retry_after_s=1.0)
+        engine.loop.call_soon_threadsafe(stream.on_error, error)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("name", ROUTES)
+def test_headers_and_signs_of_life_come_before_the_first_token(serve: Serve, name: str) -> None:
+    engine = ThreadedFakeEngine()
+    served = serve(engine)
+    with waiting(served, name) as (answer, lines):
+        assert answer.status_code == 200
+        engine.emit_soon(ord("a"))
+        engine.emit_soon(ord("b"), finish_reason=FinishReason.STOP)
+        rest = "\n".join(lines)
+    assert "a" in rest
+    ending = {"messages": "message_stop", "responses": "response.completed", "ollama": '"done":true'}
+    assert ending.get(name, "[DONE]") in rest
+    assert served.gateway.num_live == 0
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chat", 'data: {"error":{"message":"The queue is full.","type":"overloaded_error"'),
+        ("completions", 'data: {"error":{"message":"The queue is full.","type":"overloaded_error"'),
+        ("responses", '"code":"server_is_overloaded","message":"The queue is full."'),
+        ("messages", 'data: {"error":{"type":"overloaded_error","message":"The queue is full."}'),
+        ("ollama", '{"error":"The queue is full."'),
+    ],
+)
+def test_an_error_after_the_headers_ends_the_stream(serve: Serve, name: str, expected: str) -> None:
+    engine = ThreadedFakeEngine()
+    with waiting(serve(engine), name) as (_, lines):
+        fail_soon(engine)
+        rest = "\n".join(lines)
+    assert expected in rest
+    assert "[DONE]" not in rest
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTES if name != "ollama"])
+def test_an_error_known_at_once_has_its_status(serve: Serve, name: str) -> None:
+    path, body, _ = ROUTES[name]
+    engine = FakeEngine(lambda request: [Overloaded("The queue is full.")])
+    answer = httpx.post(serve(engine).url + path, json={"model": "bytes", "stream": True} | body)
+    assert answer.status_code == (529 if name == "messages" else 503)
+    assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_client_that_leaves_while_it_waits_frees_its_request(serve: Serve) -> None:
+    engine = ThreadedFakeEngine()
+    served = serve(engine)
+    connection = open_stream(served, stream=True, n=2)
+    read_until(connection, b": waiting")
+    connection.close()
+    served.wait_until(lambda: len(engine.aborted) == 2)
+    assert served.gateway.num_live == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_sdks_take_the_signs_of_life_and_raise_the_error(serve: Serve) -> None:
+    engine = ThreadedFakeEngine()
+    served = serve(engine)
+    chat = served.sdk().chat.completions.create(model="bytes", messages=[USER], stream=True)
+    assert engine.added
+    engine.emit_soon(ord("a"), finish_reason=FinishReason.STOP)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chat) == "a"
+
+    client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    with client.messages.stream(model="bytes", messages=[USER], max_tokens=5) as stream:
+        fail_soon(engine)
+        with pytest.raises(anthropic.APIStatusError, match="queue is full"):
+            stream.get_final_message()
+
+    with served.sdk().responses.stream(model="bytes", input="hi") as events:
+        fail_soon(engine)
+        kinds = [event.type for event in events]
+    assert kinds == ["response.created", "response.failed"]
+
+    broken = served.sdk().chat.completions.create(model="bytes", messages=[USER], stream=True)
+    fail_soon(engine)
+    with pytest.raises(openai.APIError, match="queue is full"):
+        list(broken)
