@@ -29,6 +29,7 @@ from penstock.api.admin.service import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from penstock.api.admin.tenants import (
     AuditList,
@@ -279,6 +280,7 @@ SERVICE: dict[str, Operation] = {
     "GET /version": Operation(),
     "GET /metrics": Operation(content_type="text/plain"),
     "POST /tokenize": Operation(request=TokenizeRequest, response=TokenizeResponse),
+    "GET /tokenizer_info": Operation(response=TokenizerInfo, query=("model",)),
     "POST /detokenize": Operation(request=DetokenizeRequest, response=DetokenizeResponse),
     "GET /v1/usage": Operation(response=UsagePage, query=tuple(sorted(USAGE_PARAMETERS))),
 }

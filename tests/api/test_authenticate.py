@@ -291,6 +291,7 @@ NEEDED = {
             "/v1/stream",
             "/tokenize",
             "/detokenize",
+            "/tokenizer_info",
         ),
         *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
         *("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items"),

@@ -65,6 +65,24 @@ async def test_tokenize_and_detokenize() -> None:
         assert text == {"prompt": "<|user|>a<|end|><|assistant|>"}
 
 
+async def test_tokenizer_info() -> None:
+    engine = FakeEngine(ready=engine_ready(model_card(chat_template=None)))
+    async with direct_client(engine, api_key="right") as client:
+        assert (await client.get("/tokenizer_info")).status_code == 401
+        key = {"authorization": "Bearer right"}
+        assert (await client.get("/tokenizer_info", headers=key)).json() == {
+            "bos_token": "<|begin|>",
+            "eos_token": "<|end|>",
+            "pad_token": None,
+            "unk_token": None,
+            "add_bos_token": False,
+            "model_max_length": 256,
+            "chat_template": None,
+        }
+        unknown = await client.get("/tokenizer_info", params={"model": "nobody's"}, headers=key)
+        assert unknown.status_code == 404
+
+
 @pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic right"}])
 async def test_a_key_is_asked_for(header: dict[str, str]) -> None:
     engine = FakeEngine(script_text("fine"))

@@ -56,6 +56,15 @@ CLIENTS: tuple[Client, ...] = (
         quick=True,
     ),
     Client(
+        "lm-eval",
+        "lm_eval",
+        "lm_eval_harness.py",
+        ("chat", "other"),
+        "lm_eval",
+        pip=("lm-eval[api]>=0.4.9,<0.5",),
+        timeout_s=900.0,
+    ),
+    Client(
         "ollama",
         "ollama (Python)",
         "ollama_sdk.py",

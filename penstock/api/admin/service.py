@@ -31,6 +31,8 @@ from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatPrompt
 from penstock.gateway.text.template import RenderedChat
 
+SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
+
 
 class TokenizeRequest(msgspec.Struct):
     """Either `prompt` or `messages`. A chat template writes special tokens itself, a plain prompt gets them here."""
@@ -59,6 +61,18 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct):
+    """What evaluators ask vLLM about a tokenizer that they use from afar."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    add_bos_token: bool
+    model_max_length: int
+    chat_template: str | None
+
+
 class ServiceEndpoints:
     def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
         self._gateway = gateway
@@ -75,6 +89,7 @@ class ServiceEndpoints:
             Route("/ready", self.ready, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -99,6 +114,18 @@ class ServiceEndpoints:
             "x-content-type-options": "nosniff",
         }
         return Response(self._page, headers=headers)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        card = self._model(request, request.query_params.get("model")).card
+        special = {f"{kind}_token": card.special_tokens.get(f"{kind}_token") for kind in SPECIAL_TOKENS}
+        return _json(
+            TokenizerInfo(
+                **special,
+                add_bos_token=card.add_bos_token,
+                model_max_length=card.max_model_len,
+                chat_template=card.chat_template,
+            )
+        )
 
     async def tokenize(self, request: Request) -> Response:
         wire = self._tokenize_decoder.decode(await read_body(request, self._max_body_bytes))
