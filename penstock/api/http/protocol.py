@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import httptools
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from uvicorn._types import ASGISendEvent
@@ -28,6 +29,10 @@ from penstock.gateway.metrics.table import metrics
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
 MAX_DISCARDED_BYTES = 64 << 20
 MAX_HEADERS = 100
+UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
+# An empty SETTINGS frame, and GOAWAY with the code HTTP_1_1_REQUIRED (RFC 9113).
+HTTP2_REFUSAL = bytes.fromhex("000000 04 00 00000000000008 07 00 00000000 00000000 0000000d")
 
 
 class ClientNoise(logging.Filter):
@@ -150,8 +155,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """A request that arrives in one piece, as most do, costs no timer."""
         if self.transport.is_closing():
             return
+        if data.startswith(HTTP2_PREFACE) and self.scope is None:
+            self._refuse_http2()
+            return
         self._began_in_this_chunk = False
-        super().data_received(data)
+        self._feed(data)
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
         if self._awaits_body:
@@ -164,6 +172,44 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if not self._began_in_this_chunk:
                 self._num_head_bytes += len(data)
                 self._check_head_size(self._num_head_bytes)
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.send_400_response(str(error))
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            elif self._offers_upgrade:
+                self._go_on_without_upgrade(data[upgrade.args[0] :])
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        """Whether a request offers to go on in a protocol that is not spoken here, such as HTTP/2 over plain TCP."""
+        return bool(self.parser.should_upgrade()) and self._get_upgrade() not in (None, b"websocket")
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Read the request again as if it did not offer to change the protocol. An offer may be ignored (RFC 9110),
+        but the parser leaves out the body of a request that makes one."""
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n"]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() not in UPGRADE_HEADERS)
+            if name not in UPGRADE_HEADERS and value:
+                head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self._feed(b"".join(head) + b"\r\n" + rest)
+
+    def _refuse_http2(self) -> None:
+        """Tell a client that begins with HTTP/2, in HTTP/2, to use HTTP/1.1 instead."""
+        self._disarm()
+        self.limits.metrics.num_malformed += 1
+        self.transport.write(HTTP2_REFUSAL)
+        self.transport.close()
 
     @property
     def _is_idle_without_timer(self) -> bool:
@@ -183,6 +229,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._check_head_size(self.limits.config.max_header_bytes + 1)
 
     def on_headers_complete(self) -> None:
+        if self._offers_upgrade:
+            return  # the request is read once more
         self._awaits_head = False
         self._disarm()
         self._check_head_size(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
@@ -207,6 +255,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
         self._awaits_body = False
         self._disarm()
         if self.cycle is not None:
