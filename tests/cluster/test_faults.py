@@ -182,13 +182,14 @@ async def test_kv_events_lost() -> None:
         await until(lambda: len(index) >= len(text) // 16)
         client = server.fleet.connections.by_id[link.id].client
         hear = client._on_kv_events  # type: ignore[attr-defined]
-        client._on_kv_events = lambda events: None  # type: ignore[attr-defined]
+        dropped: list[object] = []
+        client._on_kv_events = dropped.append  # type: ignore[attr-defined]
         sent_before = link.num_sent
         server.fleet.abort("echo-0")
         lost = b"what this one leaves in the cache is never heard of" * 4
         for inbox in echoes(server.fleet, [lost, lost, lost], 2):
             await inbox.until_over()
-        await asyncio.sleep(0.1)
+        await until(lambda: dropped or link.num_sent == sent_before)
         client._on_kv_events = hear  # type: ignore[attr-defined]
         for number in range(20):
             for inbox in echoes(server.fleet, [b"news number %d of this replica" % number * 4] * 2, 2):

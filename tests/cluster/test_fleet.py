@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -17,7 +16,7 @@ from penstock.core.request import FinishReason, Request
 from penstock.dispatch import Attempt, DispatchConfig, WaitingConfig
 from penstock.dispatch.requests import RetryConfig
 from penstock.router import ReplicaState, hash_tokens
-from tests.cluster.engines import Inbox, send
+from tests.cluster.engines import Inbox, send, until
 from tests.cluster.fake_replicas import MODEL, FakeReplicas, make_request, member, token_at
 
 
@@ -251,11 +250,14 @@ async def test_an_abort_reaches_the_replica_and_silences_the_request(harness: Ha
 async def test_an_abort_of_one_that_pauses_before_its_next_attempt() -> None:
     harness = Harness("one", "two", "three", config=DispatchConfig(retries=RetryConfig(next_pause_s=0.02)))
     inbox = harness.send("a")
-    for _ in range(2):
-        harness.fakes[harness.fakes.holder_of("a")].reject("a", EngineUnavailable("broken"))
+    harness.send("b")
+    for request_id in ("a", "a", "b", "b"):
+        harness.fakes[harness.fakes.holder_of(request_id)].reject(request_id, EngineUnavailable("broken"))
     harness.fleet.abort("a")
-    await asyncio.sleep(0.05)
-    assert not any(fake.requests for fake in harness.fakes.by_id.values())
+    harness.clock.advance(0.02)
+    await until(lambda: any(fake.requests for fake in harness.fakes.by_id.values()))
+    # The pause of "b" began after the pause of "a", so both are over.
+    assert [list(fake.requests) for fake in harness.fakes.by_id.values() if fake.requests] == [["b"]]
     assert not inbox.is_over
 
 

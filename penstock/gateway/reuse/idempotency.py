@@ -157,6 +157,7 @@ class IdempotentAnswers:
         self._database = database
         self._wall_clock = wall_clock
         self._running: dict[_Key, SharedAnswer] = {}
+        self._unrecorded: set[SharedAnswer] = set()  # running, or being written to the database
         self._claims: dict[_Key, KeyClaim] = {}  # of running requests, where a database holds them
         self._fingerprints: dict[_Key, bytes] = {}  # of running requests
         self._finished = AnswerCache(settings.max_bytes)  # fingerprint and answer
@@ -209,7 +210,7 @@ class IdempotentAnswers:
 
     async def close(self) -> None:
         """Let the records of answers that have ended be written. Call it when the gateway has drained."""
-        endings = [asyncio.ensure_future(shared.over()) for shared in self._running.values()]
+        endings = [asyncio.ensure_future(shared.over()) for shared in self._unrecorded]
         if endings:
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
 
@@ -221,19 +222,25 @@ class IdempotentAnswers:
             raise
         shared = SharedAnswer(answer, self.settings.abandoned_after_s, partial(self._on_over, key, claim))
         self._running[key] = shared
+        self._unrecorded.add(shared)
         self._fingerprints[key] = claim.fingerprint
         if self._database is not None:
             self._claims[key] = claim
         return shared.reader(None)
 
     async def _on_over(self, key: _Key, claim: KeyClaim, answer: bytes | None) -> None:
-        del self._running[key], self._fingerprints[key]
+        shared = self._running.pop(key)
+        del self._fingerprints[key]
         now = self._wall_clock()
-        if answer is not None and len(answer) <= self.settings.max_entry_bytes:
-            self._finished.put(key[0], key[1].encode(), claim.fingerprint + answer, now, self.settings.ttl_s)
-            await self._keep(claim, answer, now + self.settings.ttl_s)
-        else:
-            await self._release(claim)
+        try:
+            if answer is not None and len(answer) <= self.settings.max_entry_bytes:
+                data = claim.fingerprint + answer
+                self._finished.put(key[0], key[1].encode(), data, now, self.settings.ttl_s)
+                await self._keep(claim, answer, now + self.settings.ttl_s)
+            else:
+                await self._release(claim)
+        finally:
+            self._unrecorded.discard(shared)
         self._claims.pop(key, None)
 
     async def _replay(

@@ -157,11 +157,13 @@ class Server:
         assert self.runner._loop is not None
         self.runner._loop.cancel()
 
-    def kill(self) -> None:
-        """As kill -9 would: nothing is written, and the lease is not given back."""
+    async def kill(self) -> None:
+        """As kill -9 would: nothing more is written, and the lease is not given back."""
         self._stalled_at = self.wall()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def output(self, batch: Batch, part: str = "output") -> list[list[object]]:
         file_id = getattr(batch.details, f"{part}_file_id")

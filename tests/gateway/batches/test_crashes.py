@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -47,6 +48,8 @@ def test_every_line_ends_exactly_once(kill_points: list[int], cancels_after: int
 
 async def _survive(folder: Path, kill_points: list[int], cancels_after: int | None, seed: int) -> None:
     database, wall = Database("sqlite://"), Wall()
+    database._threads = threads = ThreadPoolExecutor(1)  # one thread for everything that is written
+    asyncio.get_running_loop().set_default_executor(threads)
     texts = [f"line-{number}" for number in range(1, NUM_LINES + 1)]
     await Server(folder, database, wall).hand_in(list(texts))
     for life, num_turns in enumerate(kill_points):
@@ -57,8 +60,8 @@ async def _survive(folder: Path, kill_points: list[int], cancels_after: int | No
         server.runner.start()
         for _ in range(num_turns):
             await asyncio.sleep(0.0005)
-        server.kill()
-        await asyncio.sleep(0.01)  # what a thread was writing is written, or not
+        await server.kill()
+        await asyncio.to_thread(lambda: None)  # what the thread was writing is written
         assert not {f"line-{number}" for number in recorded} & server.dialect.asked.keys()
         wall.now += 31  # until the dead process's lease is over
     survivor = Server(folder, database, wall, flaky(seed))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from penstock.gateway.reuse.idempotency import (
 )
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.store.database import Database, sqlite_url
-from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.gateway.fake_engine import FakeEngine, script_text, until
 from tests.gateway.ledger.books import WallClock
 from tests.gateway.reuse.test_cache import Rows
 
@@ -79,10 +81,27 @@ async def read(answer: AnswerStream) -> list[Delta]:
     return [delta async for deltas in answer for delta in deltas]
 
 
-async def settled() -> None:
-    """Let followers finish what they do after the end."""
-    for _ in range(100):
-        await asyncio.sleep(0.001)
+async def recorded(gateway: Gateway) -> None:
+    """Wait until every answer is over and its record is written."""
+    await gateway.reuse.idempotency.close()
+
+
+class CountedCalls:
+    """A function of the module under test that counts its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self._function = getattr(idempotency, name)
+        self.num_calls = 0
+        monkeypatch.setattr(idempotency, name, self)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.num_calls += 1
+        return self._function(*args, **options)
+
+    async def two_more(self) -> None:
+        """Wait for two more calls: the second of them began after now, and the one before it has ended."""
+        enough = self.num_calls + 2
+        await until(lambda: self.num_calls >= enough)
 
 
 class TestRepeats:
@@ -91,7 +110,7 @@ class TestRepeats:
         gateway = make_gateway(engine, shared_database, rows)
         first = await gateway.submit(request_for(request_id="a"))
         deltas = await read(first)
-        await settled()
+        await recorded(gateway)
         second = await gateway.submit(request_for(request_id="b"))
         assert await read(second) == deltas
         assert second.id == first.id
@@ -134,7 +153,7 @@ class TestRepeats:
             await gateway.submit(request_for("other"))
         engine.emit(engine.added[0].id, 65, finish_reason=FinishReason.STOP)
         await read(first)
-        await settled()
+        await recorded(gateway)
         with pytest.raises(Conflict):
             await gateway.submit(request_for("other"))
 
@@ -150,7 +169,7 @@ class TestRepeats:
         gateway = make_gateway(engine, shared_database)
         with pytest.raises(Overloaded):
             await read(await gateway.submit(request_for()))
-        await settled()
+        await recorded(gateway)
         with pytest.raises(InvalidRequest):
             await gateway.submit(request_for(n=0))
         engine.script = script_text("x")
@@ -160,7 +179,7 @@ class TestRepeats:
         engine, clock = FakeEngine(script_text("x")), WallClock()
         gateway = make_gateway(engine, shared_database, clock=clock)
         await read(await gateway.submit(request_for()))
-        await settled()
+        await recorded(gateway)
         clock.now += 86_400
         await read(await gateway.submit(request_for("other")))
         assert len(engine.added) == 2
@@ -192,9 +211,8 @@ class TestReadersWhoLeave:
         gateway = make_gateway(engine, abandoned_after_s=0.01)
         first = await gateway.submit(request_for())
         first.cancel()
-        while not engine.aborted:
-            await asyncio.sleep(0.001)
-        await settled()
+        await until(lambda: engine.aborted)
+        await recorded(gateway)
         await gateway.submit(request_for())
         assert len(engine.added) == 2
 
@@ -203,23 +221,42 @@ class TestReadersWhoLeave:
         gateway = make_gateway(engine, abandoned_after_s=0.0)
         first, second = await gateway.submit(request_for()), await gateway.submit(request_for())
         first.cancel()
-        await asyncio.sleep(0.01)
+        engine.emit(engine.added[0].id, *b"ab")
+        assert (await anext(second))[0].text == "ab", "it came later than an abort after 0 seconds"
         assert engine.aborted == []
         second.cancel()
-        await asyncio.sleep(0.01)
-        assert len(engine.aborted) == 1
+        await until(lambda: len(engine.aborted) == 1)
 
 
 class TestAcrossProcesses:
     async def test_after_a_restart(self, database: Database) -> None:
         engine = FakeEngine(script_text("x"))
-        answer = await read(await make_gateway(engine, database).submit(request_for()))
-        await settled()
+        first = make_gateway(engine, database)
+        answer = await read(await first.submit(request_for()))
+        await recorded(first)
         restarted = make_gateway(engine, database)
         assert await read(await restarted.submit(request_for())) == answer
         with pytest.raises(Conflict):
             await restarted.submit(request_for("other"))
         assert len(engine.added) == 1
+
+    async def test_closing_waits_for_a_record_that_is_being_written(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, written = threading.Event(), threading.Event()
+
+        def write_slowly(*args: Any, **options: Any) -> None:
+            begun.set()
+            time.sleep(0.1)
+            keep_answer(*args, **options)
+            written.set()
+
+        monkeypatch.setattr(idempotency, "keep_answer", write_slowly)
+        gateway = make_gateway(FakeEngine(script_text("x")), database)
+        await read(await gateway.submit(request_for()))
+        await until(begun.is_set)
+        await gateway.reuse.idempotency.close()
+        assert written.is_set()
 
     async def test_while_another_gateway_runs_it(
         self, database: Database, monkeypatch: pytest.MonkeyPatch
@@ -238,11 +275,11 @@ class TestAcrossProcesses:
 
     async def test_whoever_ran_it_has_died(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(idempotency, "POLL_S", 0.001)
-        clock = WallClock()
+        clock, claims = WallClock(), CountedCalls(monkeypatch, "claim_key")
         await make_gateway(FakeEngine(), database, clock=clock).submit(request_for())
         engine = FakeEngine(script_text("x"))
         repeat = asyncio.create_task(make_gateway(engine, database, clock=clock).submit(request_for()))
-        await asyncio.sleep(0.02)
+        await claims.two_more()
         assert not repeat.done()
         clock.now += idempotency.LEASE_S
         assert (await read(await repeat))[0].text == "x"
@@ -258,7 +295,7 @@ class TestAcrossProcesses:
         gateway = make_gateway(engine, database)
         for _ in range(2):
             await read(await gateway.submit(request_for()))
-            await settled()
+            await recorded(gateway)
         assert len(engine.added) == 1
 
 
@@ -293,16 +330,16 @@ class TestStore:
         self, database: Database, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(idempotency, "RENEWAL_S", 0.001)
-        clock = WallClock()
+        clock, renewals = WallClock(), CountedCalls(monkeypatch, "renew_leases")
         gateway = make_gateway(FakeEngine(), database, clock=clock)
         await gateway.submit(request_for())
         renewing = asyncio.create_task(gateway.reuse.idempotency.run())
         clock.now += idempotency.LEASE_S - 1
-        await asyncio.sleep(0.1)
+        await renewals.two_more()
+        renewing.cancel()
         clock.now += idempotency.LEASE_S - 1
         other = KeyClaim(workspace_id="w", idempotency_key="key", fingerprint=b"f", owner="o")
         result = database.run_now(
             lambda connection: claim_key(connection, other, clock.now, clock.now + 30, clock.now + 100)
         )
         assert isinstance(result, RunsElsewhere)
-        renewing.cancel()

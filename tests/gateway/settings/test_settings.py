@@ -8,6 +8,7 @@ import os
 import re
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from penstock.gateway.settings.settings import (
     nearest_line,
     parse_settings,
 )
+from tests.gateway.fake_engine import until
 
 GOOD = """\
 [limits.key]
@@ -165,7 +167,7 @@ name = "two"
         assert nearest_line(lines, ("nowhere",)) is None
 
 
-class TestKeeper:
+class TestSettingsFile:
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
         path = tmp_path / "settings.toml"
@@ -176,63 +178,74 @@ class TestKeeper:
         self, file: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO)
-        keeper, seen = SettingsFile(file), []
-        keeper.load()
-        keeper.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
+        source, seen = SettingsFile(file), []
+        source.load()
+        source.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
         file.write_text("[response_cache]\nttl_s = 2\n")
-        assert await keeper.reload() == ["response_cache.ttl_s: 1.0 → 2.0"]
+        assert await source.reload() == ["response_cache.ttl_s: 1.0 → 2.0"]
         assert seen == [1.0, 2.0]
-        assert keeper.num_applied == 1
+        assert source.num_applied == 1
         assert "setting response_cache.ttl_s: 1.0 → 2.0" in caplog.messages
 
     async def test_a_bad_file_changes_nothing(self, file: Path) -> None:
-        keeper, seen = SettingsFile(file), []
-        before = keeper.load()
-        keeper.attach(lambda settings: seen.append(settings))
+        source, seen = SettingsFile(file), []
+        before = source.load()
+        source.attach(lambda settings: seen.append(settings))
         file.write_text("[response_cache]\nttl_s = 'x'\n")
         with pytest.raises(ConfigError, match="line 2"):
-            await keeper.reload()
-        assert keeper.current is before
+            await source.reload()
+        assert source.current is before
         assert seen == [before]
-        assert (keeper.num_applied, keeper.num_refused) == (0, 1)
+        assert (source.num_applied, source.num_refused) == (0, 1)
 
     async def test_when_one_part_refuses_the_others_go_back(self, file: Path) -> None:
-        keeper, seen = SettingsFile(file), []
+        source, seen = SettingsFile(file), []
 
         def refuse(settings: Settings) -> None:
             if settings.response_cache.ttl_s == 2.0:
                 raise ConfigError("no")
 
-        keeper.load()
-        keeper.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
-        keeper.attach(refuse)
+        source.load()
+        source.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
+        source.attach(refuse)
         file.write_text("[response_cache]\nttl_s = 2\n")
         with pytest.raises(ConfigError):
-            await keeper.reload()
+            await source.reload()
         assert seen == [1.0, 2.0, 1.0]
-        assert keeper.current.response_cache.ttl_s == 1.0
+        assert source.current.response_cache.ttl_s == 1.0
 
     async def test_a_changed_file_is_noticed_and_a_bad_one_is_tried_once(
         self, file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(settings_file, "POLL_S", 0.001)
-        keeper = SettingsFile(file)
-        keeper.load()
-        watching = asyncio.create_task(keeper.watch())
-        await asyncio.sleep(0.02)
-        assert keeper.num_applied == 0
+        source = SettingsFile(file)
+        source.load()
+        num_looks = 0
+
+        def look(path: Path) -> Any:
+            nonlocal num_looks
+            num_looks += 1
+            return stamp_of(path)
+
+        stamp_of = settings_file._stamp_of
+        monkeypatch.setattr(settings_file, "_stamp_of", look)
+        watching = asyncio.create_task(source.watch())
+        await until(lambda: num_looks >= 3)
+        assert source.num_applied == 0
         file.write_text("nonsense")
-        while not keeper.num_refused:
-            await asyncio.sleep(0.001)
+        await until(lambda: source.num_refused)
+        enough = num_looks + 3
+        await until(lambda: num_looks >= enough)
+        assert source.num_refused == 1
         file.unlink()
-        await asyncio.sleep(0.02)
-        assert keeper.num_refused == 1
+        enough = num_looks + 3
+        await until(lambda: num_looks >= enough)
+        assert source.num_refused == 1
         replacement = file.with_suffix(".new")
         replacement.write_text("[response_cache]\nttl_s = 3\n")
         os.replace(replacement, file)
-        while not keeper.num_applied:
-            await asyncio.sleep(0.001)
-        assert keeper.current.response_cache.ttl_s == 3.0
+        await until(lambda: source.num_applied)
+        assert source.current.response_cache.ttl_s == 3.0
         watching.cancel()
 
     async def test_a_missing_file_is_a_sentence(self, tmp_path: Path) -> None:
