@@ -25,9 +25,13 @@ from penstock.api.models import ModelsEndpoints
 from penstock.api.ollama.endpoints import OllamaEndpoints
 from penstock.api.openai.batches import KIND as OPENAI
 from penstock.api.openai.batches import OpenAIBatchEndpoints, OpenAIBatches
+from penstock.api.openai.conversations import ConversationEndpoints
 from penstock.api.openai.embeddings import EmbeddingEndpoints
 from penstock.api.openai.endpoints import OpenAIEndpoints
-from penstock.api.openai.responses_endpoints import ResponsesEndpoints, StoredBodies
+from penstock.api.openai.responses_endpoints import ResponsesEndpoints
+from penstock.api.openai.responses_history import StoredBodies
+from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
+from penstock.api.openai.uploads import UploadEndpoints
 from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
 from penstock.api.websocket.endpoint import WebSocketEndpoint
 from penstock.core.errors import PenstockError
@@ -36,9 +40,12 @@ from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.service import Responses
-from penstock.gateway.responses.store import MemoryResponses, ResponseStore
+from penstock.gateway.responses.store import MAX_MEMORY_BYTES, MemoryResponses, ResponseStore
+from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Authenticator, Tenants
+from penstock.gateway.uploads import Uploads
 
 
 def create_app(
@@ -48,12 +55,13 @@ def create_app(
     tenants: Tenants | None = None,
     work: StoredWork | None = None,
     responses: ResponseStore | None = None,
+    objects: ObjectStore | None = None,
     request_log: RequestLog | None = None,
     more_routes: Sequence[Route] = (),
 ) -> ASGIApp:
     """Without `tenants` there is one key at most, the server's own, and nothing to administer; without `work` there
-    are neither files nor batches; without a store `responses` are kept in memory. `more_routes` are those of parts
-    that not every server has."""
+    are neither files nor batches; without a store, `responses` and `objects` are kept in memory. `more_routes` are
+    those of parts that not every server has."""
     authenticator = (
         Authenticator(static_key=config.api_key, is_open=config.api_key is None)
         if tenants is None
@@ -70,19 +78,22 @@ def create_app(
         Middleware(Authenticate, authenticator, origins),
     ]
     embeddings = Embeddings(gateway)
+    objects = objects or ObjectStore(Database("sqlite://"), max_workspace_bytes=MAX_MEMORY_BYTES)
+    stored = Responses(gateway, responses or MemoryResponses(), StoredBodies())
+    chats = StoredChats(objects, stored.ttl_s)
     inference_routes = [
         *ModelsEndpoints(gateway).routes(),
         *AnthropicEndpoints(gateway, config.max_body_bytes).routes(),
-        *OpenAIEndpoints(gateway, config.max_body_bytes).routes(),
-        *ResponsesEndpoints(
-            Responses(gateway, responses or MemoryResponses(), StoredBodies()), config.max_body_bytes
-        ).routes(),
+        *OpenAIEndpoints(gateway, chats, config.max_body_bytes).routes(),
+        *ResponsesEndpoints(stored, objects, config.max_body_bytes).routes(),
         *EmbeddingEndpoints(embeddings, config.max_body_bytes).routes(),
     ]
     app = Application(
         routes=[
             *inference_routes,
             *OllamaEndpoints(gateway, embeddings, config.max_body_bytes).routes(),
+            *StoredChatEndpoints(chats, config.max_body_bytes).routes(),
+            *ConversationEndpoints(stored, objects, config.max_body_bytes).routes(),
             *WebSocketEndpoint(gateway, config, request_log).routes(),
             *(stored_work_routes(work, inference_routes, config.max_body_bytes) if work else ()),
             *ServiceEndpoints(gateway, config.max_body_bytes).routes(),
@@ -113,6 +124,7 @@ def stored_work_routes(
     work.runner.teach(ANTHROPIC, anthropic)
     return [
         *FilesEndpoints(work.files).routes(),
+        *UploadEndpoints(Uploads(work.files), max_body_bytes).routes(),
         *OpenAIBatchEndpoints(work, openai, max_body_bytes).routes(),
         *MessageBatchEndpoints(work, anthropic, max_body_bytes).routes(),
     ]

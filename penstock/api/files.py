@@ -131,7 +131,7 @@ class FilesEndpoints:
             order=choice_of(request, "order", default="desc", choices=_ORDERS),
             after=text_of(request, "after"),
         )
-        data = [_file_object(file) for file in page.files]
+        data = [file_object(file) for file in page.files]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         return _json(FileList(data, page.has_more, first_id, last_id))
 
@@ -203,7 +203,7 @@ def _expiry_of_anthropic(fields: dict[str, str]) -> float | None:
 
 
 def _shown(file: StoredFile, request: Request) -> FileObject | FileMetadata:
-    return _file_metadata(file) if is_anthropic(request.scope) else _file_object(file)
+    return _file_metadata(file) if is_anthropic(request.scope) else file_object(file)
 
 
 def _file_metadata(file: StoredFile) -> FileMetadata:
@@ -218,7 +218,7 @@ def _file_metadata(file: StoredFile) -> FileMetadata:
     )
 
 
-def _file_object(file: StoredFile) -> FileObject:
+def file_object(file: StoredFile) -> FileObject:
     expires_at = None if file.expires_at is None else int(file.expires_at)
     return FileObject(file.id, file.num_bytes, int(file.created_at), file.filename, file.purpose, expires_at)
 

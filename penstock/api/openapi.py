@@ -71,11 +71,21 @@ from penstock.api.ollama.requests import (
 )
 from penstock.api.openai.answers import ChatCompletion, Completion
 from penstock.api.openai.batches import BatchList, CreateBatch, WireBatch
+from penstock.api.openai.conversations import (
+    ConversationChanges,
+    ConversationDeleted,
+    ConversationObject,
+    NewConversation,
+    NewItems,
+)
 from penstock.api.openai.embeddings import CreateEmbeddings, EmbeddingList
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.responses_answers import ResponseBody
 from penstock.api.openai.responses_endpoints import DeletedResponse, InputItemList, InputTokens
+from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
+from penstock.api.openai.stored_chats import CompletionChanges, CompletionDeleted, StoredList
+from penstock.api.openai.uploads import CompleteUpload, NewUpload, UploadObject, UploadPart
 from penstock.core.cluster_view import ClusterView, ReleaseOrder
 from penstock.gateway.ledger.report import UsagePage
 
@@ -217,6 +227,11 @@ _UPLOAD = {
     },
     "required": ["purpose", "file"],
 }
+_PART = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "contentMediaType": "application/octet-stream"}},
+    "required": ["data"],
+}
 _PAGE = ("limit", "after")
 
 INFERENCE: dict[str, Operation] = {
@@ -225,15 +240,40 @@ INFERENCE: dict[str, Operation] = {
     "POST /v1/chat/completions": Operation(
         request=ChatCompletionRequest, response=ChatCompletion, streams=True
     ),
+    "GET /v1/chat/completions": Operation(
+        response=StoredList, query=("limit", "after", "order", "model", "metadata")
+    ),
+    "GET /v1/chat/completions/{completion_id}": Operation(response=ChatCompletion),
+    "POST /v1/chat/completions/{completion_id}": Operation(
+        request=CompletionChanges, response=ChatCompletion
+    ),
+    "DELETE /v1/chat/completions/{completion_id}": Operation(response=CompletionDeleted),
+    "GET /v1/chat/completions/{completion_id}/messages": Operation(
+        response=StoredList, query=("limit", "after", "order")
+    ),
     "POST /v1/completions": Operation(request=CompletionRequest, response=Completion, streams=True),
     "POST /v1/responses": Operation(request=ResponseRequest, response=ResponseBody, streams=True),
     "POST /v1/responses/input_tokens": Operation(request=ResponseRequest, response=InputTokens),
-    "GET /v1/responses/{response_id}": Operation(response=ResponseBody),
+    "GET /v1/responses/{response_id}": Operation(
+        response=ResponseBody, query=("stream", "starting_after"), streams=True
+    ),
     "DELETE /v1/responses/{response_id}": Operation(response=DeletedResponse),
     "POST /v1/responses/{response_id}/cancel": Operation(response=ResponseBody, takes_body=False),
     "GET /v1/responses/{response_id}/input_items": Operation(
         response=InputItemList, query=("limit", "after", "order")
     ),
+    "POST /v1/conversations": Operation(request=NewConversation, response=ConversationObject),
+    "GET /v1/conversations/{conversation_id}": Operation(response=ConversationObject),
+    "POST /v1/conversations/{conversation_id}": Operation(
+        request=ConversationChanges, response=ConversationObject
+    ),
+    "DELETE /v1/conversations/{conversation_id}": Operation(response=ConversationDeleted),
+    "POST /v1/conversations/{conversation_id}/items": Operation(request=NewItems, response=InputItemList),
+    "GET /v1/conversations/{conversation_id}/items": Operation(
+        response=InputItemList, query=("limit", "after", "order")
+    ),
+    "GET /v1/conversations/{conversation_id}/items/{item_id}": Operation(response=InputItem),
+    "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Operation(response=ConversationObject),
     "POST /v1/embeddings": Operation(request=CreateEmbeddings, response=EmbeddingList),
     "POST /v1/messages": Operation(request=MessagesRequest, response=Message, streams=True),
     "POST /v1/messages/count_tokens": Operation(request=CountTokensRequest, response=TokenCount),
@@ -259,6 +299,10 @@ STORED_WORK: dict[str, Operation] = {
     "GET /v1/files/{file_id}": Operation(response=FileObject),
     "DELETE /v1/files/{file_id}": Operation(response=FileDeleted),
     "GET /v1/files/{file_id}/content": Operation(content_type="application/octet-stream"),
+    "POST /v1/uploads": Operation(request=NewUpload, response=UploadObject),
+    "POST /v1/uploads/{upload_id}/parts": Operation(form=_PART, response=UploadPart),
+    "POST /v1/uploads/{upload_id}/complete": Operation(request=CompleteUpload, response=UploadObject),
+    "POST /v1/uploads/{upload_id}/cancel": Operation(response=UploadObject, takes_body=False),
     "POST /v1/batches": Operation(request=CreateBatch, response=WireBatch),
     "GET /v1/batches": Operation(response=BatchList, query=_PAGE),
     "GET /v1/batches/{batch_id}": Operation(response=WireBatch),

@@ -110,6 +110,8 @@ _MAX_EXPIRED_AT_ONCE = 1000
 _RESERVED_AHEAD_BYTES = 8 << 20  # so that a long upload asks the database once in a while
 _RESERVED_FOR_S = 24 * 3600.0  # longer than an upload may take
 _UPLOADING = "uploading"  # the purpose of reservations
+UPLOAD, PART = "upload", "upload_part"  # the purposes of an upload in parts, and of its parts
+_HIDDEN = (_UPLOADING, UPLOAD, PART)
 
 
 class FilesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +129,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     created_at: float  # Unix time
     expires_at: float | None = None
+    details: dict[str, Any] | None = None  # of an upload in parts
 
 
 class FilePage(msgspec.Struct, frozen=True):
@@ -134,8 +137,12 @@ class FilePage(msgspec.Struct, frozen=True):
     has_more: bool
 
 
-def new_file_id() -> str:
-    return f"file-{secrets.token_hex(12)}"
+def new_file_id(prefix: str = "file-") -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def stored_name(filename: str) -> str:
+    return filename[-_MAX_FILENAME_CHARS:].replace("\0", "")
 
 
 def insert_file(connection: Connection, file: StoredFile) -> None:
@@ -154,11 +161,11 @@ class FileStore:
     ) -> None:
         self.folder = FileFolder(data_dir / "files")
         self.config = config or FilesConfig()
-        self._database = database
+        self.database = database
         self._wall_clock = wall_clock
 
-    async def upload(self, workspace_id: str) -> Upload:
-        file_id = new_file_id()
+    async def upload(self, workspace_id: str, *, prefix: str = "file-") -> Upload:
+        file_id = new_file_id(prefix)
         file = await asyncio.to_thread(self.folder.begin, file_id)
         return Upload(self, workspace_id, file_id, file)
 
@@ -180,14 +187,14 @@ class FileStore:
         file = StoredFile(
             id=upload.file_id,
             workspace_id=upload.workspace_id,
-            filename=filename[-_MAX_FILENAME_CHARS:].replace("\0", ""),
+            filename=stored_name(filename),
             purpose=purpose,
             num_bytes=num_bytes,
             created_at=now,
             expires_at=None if expires_after_s is None else now + expires_after_s,
         )
         try:
-            await self._database.run(lambda connection: _replace_reservation(connection, file))
+            await self.database.run(lambda connection: _replace_reservation(connection, file))
         except Exception:
             await asyncio.to_thread(self.folder.remove, file.id)
             raise
@@ -196,21 +203,21 @@ class FileStore:
     async def reserve(self, workspace_id: str, file_id: str, num_bytes: int, *, ahead: int) -> int:
         """Reserve room for `num_bytes` of an upload, and for `ahead` more if there is room, and return how much was
         reserved. Raises RequestTooLarge when the workspace has too little room."""
-        return await self._database.run(
+        return await self.database.run(
             lambda connection: self._reserve(connection, workspace_id, file_id, num_bytes, ahead)
         )
 
     async def release(self, file_id: str) -> None:
         """Give back the room of an upload that was abandoned."""
         is_reservation = tables.files.c.id == file_id, tables.files.c.purpose == _UPLOADING
-        await self._database.run(
+        await self.database.run(
             lambda connection: connection.execute(delete(tables.files).where(*is_reservation))
         )
 
     async def get(self, workspace_id: str, file_id: str) -> StoredFile:
         row = None
         if is_file_id(file_id):
-            row = await self._database.run(
+            row = await self.database.run(
                 lambda connection: connection.execute(self._find(workspace_id, file_id)).one_or_none(),
                 reads_only=True,
             )
@@ -234,11 +241,11 @@ class FileStore:
             rows, has_more = read_page(connection, query, tables.files, limit=limit, order=order, after=after)
             return FilePage([_file(row) for row in rows], has_more)
 
-        return await self._database.run(read, reads_only=True)
+        return await self.database.run(read, reads_only=True)
 
     async def delete(self, workspace_id: str, file_id: str) -> None:
         await self.get(workspace_id, file_id)
-        await self._database.run(
+        await self.database.run(
             lambda connection: connection.execute(
                 delete(tables.files).where(
                     tables.files.c.id == file_id, tables.files.c.workspace_id == workspace_id
@@ -257,7 +264,7 @@ class FileStore:
             connection.execute(delete(tables.files).where(tables.files.c.id.in_(ids)))
             return ids
 
-        expired = await self._database.run(remove)
+        expired = await self.database.run(remove)
         for file_id in expired:
             await asyncio.to_thread(self.folder.remove, file_id)
         await asyncio.to_thread(self.folder.remove_abandoned)
@@ -295,7 +302,7 @@ class FileStore:
         expires_at = tables.files.c.expires_at
         return select(tables.files).where(
             tables.files.c.workspace_id == workspace_id,
-            tables.files.c.purpose != _UPLOADING,
+            tables.files.c.purpose.not_in(_HIDDEN),
             or_(expires_at.is_(None), expires_at > self._wall_clock()),
         )
 
@@ -315,6 +322,10 @@ class Upload:
         self._pending = bytearray()
         self._num_bytes = 0
         self._num_reserved = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
 
     async def write(self, data: bytes) -> None:
         self._num_bytes += len(data)

@@ -31,6 +31,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.models.adapter_trial import try_given
 from penstock.gateway.models.adapters import open_adapters
+from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
 from penstock.gateway.tenants.authenticator import Tenants
 from penstock.serve.gateway_state import open_gateway_state
@@ -126,6 +127,7 @@ async def open_gateway(
             responses=DatabaseResponses(database, max_workspace_bytes=config.gateway.stored_response_bytes)
             if is_shared
             else MemoryResponses(),
+            objects=ObjectStore(database, max_workspace_bytes=config.gateway.stored_response_bytes),
             request_log=request_log,
             more_routes=[*state.routes(database), *cluster.routes()],
         )

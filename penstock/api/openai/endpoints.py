@@ -10,12 +10,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import EventStream, answer_whole
-from penstock.api.http.context import with_context
+from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.api.openai.answers import AnswerHeader, chat_completion, completion
 from penstock.api.openai.chunks import ChatChunks, CompletionChunks
 from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
 from penstock.api.openai.requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
+from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metadata
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
@@ -23,8 +24,9 @@ from penstock.gateway.prompts import GenerationRequest, Usage
 
 
 class OpenAIEndpoints:
-    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+    def __init__(self, gateway: Gateway, chats: StoredChats, max_body_bytes: int) -> None:
         self._gateway = gateway
+        self._chats = chats
         self._max_body_bytes = max_body_bytes
         self._chat_decoder = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS)
         self._completion_decoder = BodyDecoder(CompletionRequest, EXTENSION_FIELDS)
@@ -63,6 +65,7 @@ class OpenAIEndpoints:
 
     async def create_chat_completion(self, request: Request) -> ASGIApp:
         wire = self._chat_decoder.decode(await read_body(request, self._max_body_bytes))
+        metadata = kept_metadata(wire.metadata) if wire.store else {}
         generation = wire.to_generation()
         answer = await self._submit(request, generation)
         prompts = None
@@ -72,6 +75,14 @@ class OpenAIEndpoints:
         header_of = partial(
             AnswerHeader.of, wants_logprobs=bool(wire.logprobs), includes_usage=wire.includes_usage
         )
+        if wire.store:
+            submitted = answer
+
+            async def keep(deltas: Sequence[Delta]) -> None:
+                body = chat_completion(header_of(submitted), deltas, submitted.usage)
+                await self._chats.keep(principal_of(request), body, wire.messages, metadata)
+
+            answer = KeptAnswer(submitted, keep)
         if wire.stream:
             return await EventStream.open(answer, request.receive, ChatChunks(header_of(answer)))
 

@@ -97,8 +97,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, Any] | None = None  # accepted; kept nowhere
-    store: bool | None = None  # accepted; only responses are stored
+    metadata: dict[str, Any] | None = None  # kept with a chat completion that is stored
+    store: bool | None = None  # of chat completions
 
     @property
     def includes_usage(self) -> bool:

@@ -7,6 +7,7 @@ does not stream ignores the events.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -21,15 +22,22 @@ from penstock.api.openai.responses_items import (
     OutputReasoning,
     OutputText,
     ReasoningText,
+    client_call,
     custom_input_of,
 )
 from penstock.api.openai.responses_requests import (
+    ConversationName,
     ReasoningOptions,
     ResponseRequest,
-    ResponseTool,
-    ResponseToolChoice,
     TextFormat,
     TextOptions,
+)
+from penstock.api.openai.responses_tools import (
+    CLIENT_TOOLS,
+    CalledTool,
+    CallKind,
+    ResponseTool,
+    ResponseToolChoice,
 )
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PenstockError, RateLimited
 from penstock.core.request import FinishReason
@@ -79,6 +87,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     completed_at: int | None = None
     status: ResponseStatus
     background: bool
+    conversation: ConversationName | None = None
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
@@ -114,6 +123,7 @@ def new_response(request: ResponseRequest, answer: AnswerStream) -> ResponseBody
         created_at=int(time.time()),
         status="in_progress",
         background=bool(request.background),
+        conversation=None if request.conversation_id is None else ConversationName(request.conversation_id),
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
@@ -161,13 +171,14 @@ class ResponseEvents:
     """Implements EventWriter and ResponseBuilder. At most one output item is open at a time."""
 
     def __init__(
-        self, body: ResponseBody, *, wants_logprobs: bool, custom_tools: frozenset[str] = frozenset()
+        self, body: ResponseBody, *, wants_logprobs: bool, called: Mapping[str, CalledTool] | None = None
     ) -> None:
         self.body = body
         self._wants_logprobs = wants_logprobs
-        self._custom_tools = custom_tools
+        self._called = called or {}
         self._sequence_number = 0
         self._open: OutputItem | None = None
+        self._open_kind: CallKind = "function"  # what the open call is to the client
         self._pieces: list[str] = []  # of the open item's text or arguments
         self._delta_start = b""  # all of a delta event up to its number
 
@@ -206,13 +217,16 @@ class ResponseEvents:
 
     def closing(self, usage: Usage) -> bytes:
         self.finish(usage)
-        return self._event(f"response.{self.body.status}", response=self.body)
+        return self.ending()
 
     def failure(self, error: PenstockError) -> bytes:
         """Clients expect a beginning before the end, also of a stream that failed while it waited."""
         opening = b"" if self._sequence_number else self._event("response.created", response=self.body)
         self.fail(error)
-        return opening + self._event("response.failed", response=self.body)
+        return opening + self.ending()
+
+    def ending(self) -> bytes:
+        return self._event(f"response.{self.body.status}", response=self.body)
 
     def finish(self, usage: Usage) -> None:
         """After the last delta."""
@@ -259,25 +273,29 @@ class ResponseEvents:
     def _add_call(self, call: ToolCallDelta) -> bytes:
         events = b""
         if call.id is not None:
-            kind, prefix = (
-                (OutputCustomCall, "ctc") if call.name in self._custom_tools else (OutputCall, "fc")
-            )
-            events = self._begin(kind(self._item_id(prefix), call.id, call.name or "", "", "in_progress"))
+            name = call.name or ""
+            tool = self._called.get(name) or CalledTool("function", name)
+            kind, prefix = (OutputCustomCall, "ctc") if tool.kind == "custom" else (OutputCall, "fc")
+            item = kind(self._item_id(prefix), call.id, tool.name, "", "in_progress")
+            item.namespace = tool.namespace or msgspec.UNSET
+            events = self._begin(item, tool.kind)
         if not call.arguments:
             return events
         self._pieces.append(call.arguments)
-        if isinstance(self._open, OutputCustomCall):  # the text inside the JSON is known at the end
+        if self._open_kind != "function":  # what stands inside the JSON is known at the end
             return events
         return events + self._delta(call.arguments, b"")
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self.body.id.removeprefix(_ID_PREFIX)}-{len(self.body.output)}"
 
-    def _begin(self, item: OutputItem) -> bytes:
+    def _begin(self, item: OutputItem, call_kind: CallKind = "function") -> bytes:
         events = self._close()
         index = len(self.body.output)
         self.body.output.append(item)
-        self._open = item
+        self._open, self._open_kind = item, call_kind
+        if call_kind in CLIENT_TOOLS:
+            return events  # such an item has no form before it is whole
         events += self._event("response.output_item.added", output_index=index, item=item)
         place: dict[str, Any] = {"item_id": item.id, "output_index": index}
         kind = "response.function_call_arguments.delta"
@@ -300,7 +318,12 @@ class ResponseEvents:
         whole = "".join(self._pieces)
         self._pieces.clear()
         place: dict[str, Any] = {"item_id": item.id, "output_index": len(self.body.output) - 1}
-        if isinstance(item, OutputCall):
+        if self._open_kind in CLIENT_TOOLS:
+            assert isinstance(item, OutputCall)
+            item.arguments = whole
+            item = self.body.output[-1] = client_call(self._open_kind, item) or item
+            events = self._event("response.output_item.added", output_index=place["output_index"], item=item)
+        elif isinstance(item, OutputCall):
             item.arguments = whole
             events = self._event(
                 "response.function_call_arguments.done", **place, name=item.name, arguments=whole
@@ -310,6 +333,7 @@ class ResponseEvents:
             events = self._event("response.custom_tool_call_input.delta", **place, delta=item.input)
             events += self._event("response.custom_tool_call_input.done", **place, input=item.input)
         else:
+            assert isinstance(item, OutputMessage | OutputReasoning)
             place["content_index"] = 0
             part = item.content[0]
             part.text = whole

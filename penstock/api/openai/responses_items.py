@@ -14,8 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.api.openai.answers import ChatLogprob
+from penstock.api.openai.responses_tools import CLIENT_TOOLS, CallKind, flat_name
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.prompts import ChatMessage, TextPart, ToolCall
+from penstock.gateway.prompts import ChatMessage, RequestWarning, TextPart, ToolCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -28,22 +29,38 @@ _ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
+    "apply_patch_call": "apc",
+    "shell_call": "sh",
+    "local_shell_call": "lsh",
 }
-_RESPONSE_OF_ITEM = re.compile(r"(?:msg|fc|ctc|rs)_(\w+)-\d+")
-# The parameters that a custom tool, which takes any text, has for the model.
-CUSTOM_TOOL_PARAMETERS = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
+_RESPONSE_OF_ITEM = re.compile(r"[a-z]+_(\w+)-i?\d+")
+_CALL_OUTPUTS = frozenset(
+    {"function_call_output", "custom_tool_call_output", *(f"{kind}_call_output" for kind in CLIENT_TOOLS)}
+)
+# Items of hosted tools, in conversations that began at another server.
+_HOSTED_ITEMS = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "mcp_list_tools",
+        "mcp_call",
+        "tool_search_call",
+        "tool_search_output",
+    }
+)
+_NO_IMAGE = "[An image, which this model cannot see.]"
 
 
 class ContentPart(msgspec.Struct, omit_defaults=True):
-    type: str
+    type: str = ""  # absent in the output of a shell
     text: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: dict[str, Any] | None = None
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
@@ -56,8 +73,11 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of the tool that is called
     arguments: str | None = None
     input: str | None = None  # of a custom tool's call
+    operation: dict[str, Any] | None = None  # of a call of apply_patch
+    action: dict[str, Any] | None = None  # of a call of a shell
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
@@ -95,6 +115,7 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
     name: str
     arguments: str
     status: ItemStatus
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
@@ -103,9 +124,49 @@ class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call")
     name: str
     input: str
     status: ItemStatus
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
+class OutputPatchCall(msgspec.Struct, tag_field="type", tag="apply_patch_call"):
+    id: str
+    call_id: str
+    operation: dict[str, Any]
+    status: ItemStatus
+
+
+class OutputShellCall(msgspec.Struct, tag_field="type", tag="shell_call"):
+    id: str
+    call_id: str
+    action: dict[str, Any]
+    status: ItemStatus
+    environment: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "local"})
+
+
+class OutputLocalShellCall(msgspec.Struct, tag_field="type", tag="local_shell_call"):
+    id: str
+    call_id: str
+    action: dict[str, Any]
+    status: ItemStatus
+
+
+ClientCall = OutputPatchCall | OutputShellCall | OutputLocalShellCall
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall | ClientCall
+
+
+def client_call(kind: CallKind, item: OutputCall) -> ClientCall | None:
+    """The call of a function that stands for a tool with a type of its own. None when the call was cut off."""
+    try:
+        given = msgspec.json.decode(item.arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+    if kind == "apply_patch":
+        if given.get("type") == "delete_file":
+            given.pop("diff", None)
+        return OutputPatchCall(item.id, item.call_id, given, item.status)
+    if kind == "shell":
+        action = {"timeout_ms": None, "max_output_length": None, **given}
+        return OutputShellCall(item.id, item.call_id, action, item.status)
+    return OutputLocalShellCall(item.id, item.call_id, {"type": "exec", "env": {}, **given}, item.status)
 
 
 def new_id(kind: str) -> str:
@@ -113,7 +174,7 @@ def new_id(kind: str) -> str:
 
 
 def response_id_of(item_id: str) -> str | None:
-    """The id of the response whose output holds an item. Only items of outputs have such ids."""
+    """The id of the response that an item belongs to. Items to which a client gave an id have no such ids."""
     found = _RESPONSE_OF_ITEM.fullmatch(item_id)
     return None if found is None else f"resp_{found[1]}"
 
@@ -133,15 +194,17 @@ class _CustomArguments(msgspec.Struct):
 _decode_arguments = msgspec.json.Decoder(_CustomArguments).decode
 
 
-def input_items(wire: str | list[InputItem]) -> list[InputItem]:
-    """What the client sent, in the full form in which it can be listed later: with types, ids and parts."""
+def input_items(wire: str | list[InputItem], owner: str) -> list[InputItem]:
+    """What the client sent, in the full form in which it can be listed later: with types, ids and parts. `owner` is
+    the id of the request, which becomes part of the ids."""
     items = [InputItem(role="user", content=wire)] if isinstance(wire, str) else wire
-    return [_full(item) for item in items]
+    return [_full(item, f"{owner}-i{position}") for position, item in enumerate(items)]
 
 
-def _full(item: InputItem) -> InputItem:
+def _full(item: InputItem, name: str) -> InputItem:
     kind = item.type or "message"
-    full = msgspec.structs.replace(item, type=kind, id=item.id or new_id(kind))
+    item_id = item.id or f"{_ID_PREFIXES.get(kind, 'item')}_{name}"
+    full = msgspec.structs.replace(item, type=kind, id=item_id)
     if kind == "message":
         full.status = item.status or "completed"
         if isinstance(item.content, str):
@@ -151,13 +214,20 @@ def _full(item: InputItem) -> InputItem:
     return full
 
 
-def messages_of(items: Iterable[InputItem], instructions: str | None) -> tuple[ChatMessage, ...]:
+def messages_of(
+    items: Iterable[InputItem], instructions: str | None, warnings: list[RequestWarning], param: str = "input"
+) -> tuple[ChatMessage, ...]:
+    """The chat that the items stand for. What the model cannot be shown is added to `warnings`."""
     chat = _Chat()
     if instructions:
         chat.messages.append(ChatMessage("system", instructions))
     for position, item in enumerate(items):
-        chat.add(item, f"input[{position}]")
+        chat.add(item, f"{param}[{position}]")
     chat.end_turn()
+    warnings += [
+        RequestWarning("item_skipped", f"Input items of the type {kind!r} were skipped.", param)
+        for kind in sorted(chat.skipped)
+    ]
     return tuple(chat.messages)
 
 
@@ -166,6 +236,7 @@ class _Chat:
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
+        self.skipped: set[str] = set()  # types
         self._reasoning: list[str] = []
         self._said: list[TextPart] = []
         self._calls: list[ToolCall] = []
@@ -182,12 +253,22 @@ class _Chat:
             case "custom_tool_call":
                 arguments = msgspec.json.encode(_CustomArguments(item.input or "")).decode()
                 self._calls.append(_call(item, arguments, param))
-            case "function_call_output" | "custom_tool_call_output":
+            case "apply_patch_call" | "shell_call" | "local_shell_call" as kind:
+                arguments = msgspec.json.encode(item.operation or item.action or {}).decode()
+                named = msgspec.structs.replace(item, name=kind.removesuffix("_call"))
+                self._calls.append(_call(named, arguments, param))
+            case kind if kind in _CALL_OUTPUTS:
                 self.end_turn()
-                if item.call_id is None:
+                call_id = item.call_id or (item.id if kind == "local_shell_call_output" else None)
+                if call_id is None:
                     raise InvalidRequest(f"{param}.call_id is missing.", param=f"{param}.call_id")
-                result = _texts(item.output, f"{param}.output")
-                self.messages.append(ChatMessage("tool", result, tool_call_id=item.call_id))
+                output = (
+                    item.status or "" if item.output is None and kind.startswith("apply") else item.output
+                )
+                result = _texts(output, f"{param}.output", self.skipped)
+                self.messages.append(ChatMessage("tool", result, tool_call_id=call_id))
+            case kind if kind in _HOSTED_ITEMS:
+                self.skipped.add(kind)
             case kind:
                 raise InvalidRequest(f"{param} is of type {kind!r}, which is not supported.", param=param)
 
@@ -222,18 +303,26 @@ class _Chat:
 def _call(item: InputItem, arguments: str, param: str) -> ToolCall:
     if item.call_id is None or item.name is None:
         raise InvalidRequest(f"{param} must have a call_id and a name.", param=param)
-    return ToolCall(item.call_id, item.name, arguments)
+    return ToolCall(item.call_id, flat_name(item.namespace, item.name), arguments)
 
 
-def _texts(content: str | list[ContentPart] | None, param: str) -> tuple[TextPart, ...]:
+def _texts(
+    content: str | list[ContentPart] | None, param: str, skipped: set[str] | None = None
+) -> tuple[TextPart, ...]:
+    """`skipped` is for the output of tools, whose images are left out and noted there."""
     if content is None:
         raise InvalidRequest(f"{param} is missing.", param=param)
     if isinstance(content, str):
         return (TextPart(content),)
-    return tuple(TextPart(_text_of(part, param)) for part in content)
+    return tuple(TextPart(_text_of(part, param, skipped)) for part in content)
 
 
-def _text_of(part: ContentPart, param: str) -> str:
+def _text_of(part: ContentPart, param: str, skipped: set[str] | None) -> str:
+    if skipped is not None and part.type == "input_image":
+        skipped.add(part.type)
+        return _NO_IMAGE
+    if skipped is not None and part.stdout is not None:
+        return msgspec.json.encode(part).decode()
     text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
     if text is None:
         raise InvalidRequest(

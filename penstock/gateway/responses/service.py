@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone, WrappedAnswer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, Usage
+from penstock.gateway.responses.events import KEEP_ALIVE, KEEP_ALIVE_S, EventLog, unpacked
 from penstock.gateway.responses.store import ResponseStore, StoredResponse
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 # A response in the background counts as lost when its gateway has not renewed its lease for so long.
 LEASE_S = 30.0
 RENEWAL_S = 10.0
+FOLLOWED_EVERY_S = 0.5  # by readers in other processes than the one that makes a response
 
 
 class ResponseBuilder(Protocol):
@@ -36,7 +38,15 @@ class ResponseBuilder(Protocol):
     @property
     def response_id(self) -> str: ...
 
+    def opening(self, answer: AnswerStream) -> bytes:
+        """The stream events before the first delta."""
+        ...
+
     def chunk(self, delta: Delta) -> bytes: ...
+
+    def ending(self) -> bytes:
+        """The last stream event, after `finish` or `fail`."""
+        ...
 
     def finish(self, usage: Usage) -> None:
         """Call it after the last delta."""
@@ -56,6 +66,10 @@ class ResponseFormat(Protocol):
 
     def cancelled(self, body: bytes) -> bytes | None:
         """The body of a cancelled response; None if it does not run in the background."""
+        ...
+
+    def ending(self, body: bytes, last_event: bytes, number: int) -> bytes:
+        """The stream event that ends a response whose gateway has gone; empty when `last_event` did so."""
         ...
 
 
@@ -108,8 +122,9 @@ class Responses:
         self.gateway = gateway
         self._store = store
         self._wire = wire
-        self._ttl_s = gateway.config.stored_response_days * 24 * 3600
+        self.ttl_s = gateway.config.stored_response_days * 24 * 3600
         self._running: dict[str, tuple[AnswerStream, asyncio.Task[None]]] = {}
+        self._logs: dict[str, EventLog] = {}  # of those that run and are streamed
         self._renewing: asyncio.Task[None] | None = None
 
     async def submit(
@@ -120,44 +135,94 @@ class Responses:
         input_items: bytes,
         previous_id: str | None,
         is_stored: bool,
-        in_background: bool,
+        in_background: bool = False,
+        is_streamed: bool = False,
+        on_end: Callable[[], Awaitable[None]] | None = None,
     ) -> BuiltAnswer:
-        """`input_items` is what the client sent, as JSON. In the background the answer needs no reader."""
+        """`input_items` is what the client sent, as JSON. In the background the answer needs no reader, and `follow`
+        gives the events of one that `is_streamed`. `on_end` is called after the response has been stored."""
         answer = await self.gateway.submit(request)
         builder = build(answer)
         record = StoredResponse(
             id=builder.response_id,
             workspace_id=request.principal.workspace_id,
             created_at=time.time(),
-            expires_at=time.time() + self._ttl_s,
+            expires_at=time.time() + self.ttl_s,
             is_final=False,
             body=b"",
             input_items=input_items,
             previous_id=previous_id,
+            num_event_bytes=0 if in_background and is_streamed else None,
         )
-        if in_background:
-            return await self._start_in_background(answer, builder, record)
+        log = EventLog(self._store, record) if in_background and is_streamed else None
 
         async def store(body: bytes) -> None:
-            if is_stored:
+            if log is not None:
+                log.add(builder.ending())
+                await log.write(at_once=True)
+            if in_background:
+                await self._store.replace(_final(record, body))
+            elif is_stored:
                 await self._store.add(_final(record, body))
+            if on_end is not None:
+                await on_end()
 
-        return BuiltAnswer(answer, builder, store)
+        built = BuiltAnswer(answer, builder, store)
+        if in_background:
+            await self._start_in_background(built, builder, record, log)
+        return built
+
+    def follow(self, found: StoredResponse, first: int) -> AsyncIterator[bytes]:
+        """The stream events of a response in the background, from the number `first` on, until its end."""
+        log = self._logs.get(found.id)
+        return log.follow(first) if log is not None else self._follow_stored(found, first)
+
+    async def _follow_stored(self, found: StoredResponse, first: int) -> AsyncIterator[bytes]:
+        """For a response that another process makes, or that has ended."""
+        waited_s = 0.0
+        while True:
+            chunks = await self._store.events(found.workspace_id, found.id, first)
+            events = unpacked(chunks, first)
+            if events:
+                first += len(events)
+                waited_s = 0.0
+                yield b"".join(events)
+            if found.is_final:
+                last = unpacked(chunks, 0)[-1:]
+                yield self._wire.ending(found.body, last[0] if last else b"", first)
+                return
+            await asyncio.sleep(FOLLOWED_EVERY_S)
+            waited_s += FOLLOWED_EVERY_S
+            if waited_s >= KEEP_ALIVE_S:
+                waited_s = 0.0
+                yield KEEP_ALIVE
+            known = await self._store.find(found.workspace_id, found.id)
+            if known is None:
+                return
+            found = await self._settled(known)
 
     async def find(self, principal: Principal, response_id: str) -> StoredResponse:
         """Raises NotFound. A response whose gateway has gone is marked as failed."""
         found = await self._store.find(principal.workspace_id, response_id)
         if found is None:
             raise _not_found(response_id)
+        return await self._settled(found)
+
+    async def _settled(self, found: StoredResponse) -> StoredResponse:
         if not found.is_lost(time.time()):
             return found
         failed = _final(found, self._wire.failed(found.body))
-        return failed if await self._store.replace(failed) else await self.find(principal, response_id)
+        if await self._store.replace(failed):
+            return failed
+        known = await self._store.find(found.workspace_id, found.id)
+        if known is None:
+            raise _not_found(found.id)
+        return known
 
     async def history(self, principal: Principal, response_id: str) -> list[StoredResponse]:
         """A response and all that it continues, oldest first. The whole conversation is stored for longer by this."""
         history = await self._store.history(
-            principal.workspace_id, response_id, keep_until=time.time() + self._ttl_s
+            principal.workspace_id, response_id, keep_until=time.time() + self.ttl_s
         )
         if history is None:
             raise _not_found(response_id, param="previous_response_id")
@@ -184,21 +249,27 @@ class Responses:
         return (await self.find(principal, response_id)).body
 
     async def _start_in_background(
-        self, answer: AnswerStream, builder: ResponseBuilder, record: StoredResponse
-    ) -> BuiltAnswer:
-        body, lease_until = builder.to_json(answer.model), time.time() + LEASE_S
+        self, built: BuiltAnswer, builder: ResponseBuilder, record: StoredResponse, log: EventLog | None
+    ) -> None:
+        body, lease_until = builder.to_json(built.model), time.time() + LEASE_S
         try:
             await self._store.add(msgspec.structs.replace(record, body=body, lease_until=lease_until))
         except BaseException:
-            answer.cancel()  # nobody could ever ask for it
+            built.cancel()  # nobody could ever ask for it
             raise
-        built = BuiltAnswer(answer, builder, lambda body: self._store.replace(_final(record, body)))
-        task = asyncio.create_task(self._run(built, record.id))
-        self._running[record.id] = (answer, task)
-        task.add_done_callback(lambda _: self._running.pop(record.id, None))
+        if log is not None:
+            self._logs[record.id] = log
+            log.add(builder.opening(built))
+        task = asyncio.create_task(self._run(built, builder, record.id, log))
+        self._running[record.id] = (built, task)
+        task.add_done_callback(lambda _: self._forget(record.id))
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.create_task(self._renew())
-        return built
+
+    def _forget(self, response_id: str) -> None:
+        self._running.pop(response_id, None)
+        if (log := self._logs.pop(response_id, None)) is not None:
+            log.close()
 
     async def _renew(self) -> None:
         """Renews leases as long as anything runs in the background."""
@@ -208,9 +279,17 @@ class Responses:
                 with contextlib.suppress(StoreUnavailable):
                     await self._store.renew(tuple(self._running), time.time() + LEASE_S)
 
-    async def _run(self, built: BuiltAnswer, response_id: str) -> None:
+    async def _run(
+        self, built: BuiltAnswer, builder: ResponseBuilder, response_id: str, log: EventLog | None
+    ) -> None:
         try:
-            await built.collect()
+            if log is None:
+                await built.collect()
+                return
+            async for deltas in built:
+                for delta in deltas:
+                    log.add(builder.chunk(delta))
+                await log.write()
         except (PenstockError, ReaderGone):
             return  # the response is recorded already, or its client cancelled it
         except Exception:

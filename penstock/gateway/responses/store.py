@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.store.database import Database
-from penstock.gateway.store.tables import responses
+from penstock.gateway.store.tables import response_events, responses
 
 MAX_HISTORY = 1000  # responses in one conversation
 MAX_HISTORY_BYTES = 32 << 20  # of one conversation, as stored
@@ -35,10 +35,16 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     input_items: bytes
     previous_id: str | None = None
     lease_until: float | None = None  # of one that is not final: its gateway is alive until then at least
+    num_event_bytes: int | None = None  # of the stream events that are kept, as stored; None if none are
 
     @property
     def num_bytes(self) -> int:
-        return len(self.body) + len(self.input_items)
+        return len(self.body) + len(self.input_items) + (self.num_event_bytes or 0)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its stream events are kept."""
+        return self.num_event_bytes is not None
 
     def is_lost(self, now: float) -> bool:
         """Whether the gateway that should finish it has gone."""
@@ -72,6 +78,15 @@ class ResponseStore(Protocol):
 
     async def delete(self, workspace_id: str, response_id: str) -> bool: ...
 
+    async def add_events(self, workspace_id: str, response_id: str, first: int, events: bytes) -> None:
+        """Keep stream events of a response, the first of which has the number `first`. Does nothing for a response
+        that is not there."""
+        ...
+
+    async def events(self, workspace_id: str, response_id: str, first: int) -> list[tuple[int, bytes]]:
+        """What was added from the event number `first` on, in order, and maybe a few events before."""
+        ...
+
 
 class HistoryBound:
     """Refuses a conversation that is too long to be read into memory. Call `add` for each part of it."""
@@ -102,6 +117,7 @@ class MemoryResponses:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._events: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
 
     async def add(self, response: StoredResponse) -> None:
         if await self.find(response.workspace_id, response.id) is None:
@@ -148,9 +164,26 @@ class MemoryResponses:
         self._forget((workspace_id, response_id))
         return exists
 
-    def _put(self, response: StoredResponse) -> None:
+    async def add_events(self, workspace_id: str, response_id: str, first: int, events: bytes) -> None:
+        known = await self.find(workspace_id, response_id)
+        if known is not None:
+            kept = [*self._events.get((workspace_id, response_id), ()), (first, events)]
+            self._put(
+                msgspec.structs.replace(known, num_event_bytes=(known.num_event_bytes or 0) + len(events)),
+                kept,
+            )
+
+    async def events(self, workspace_id: str, response_id: str, first: int) -> list[tuple[int, bytes]]:
+        return _from(self._events.get((workspace_id, response_id), []), first)
+
+    def _put(self, response: StoredResponse, events: list[tuple[int, bytes]] | None = None) -> None:
         key = (response.workspace_id, response.id)
+        kept = self._events.get(key) if events is None else events
         self._forget(key)
+        if kept:
+            self._events[key] = kept
+            num_event_bytes = sum(len(data) for _, data in kept)
+            response = msgspec.structs.replace(response, num_event_bytes=num_event_bytes)
         self._responses[key] = response
         self._num_bytes += response.num_bytes
         while self._num_bytes > self._max_bytes:
@@ -158,14 +191,36 @@ class MemoryResponses:
 
     def _forget(self, key: tuple[str, str]) -> None:
         response = self._responses.pop(key, None)
+        self._events.pop(key, None)
         if response is not None:
             self._num_bytes -= response.num_bytes
+
+
+def _from(chunks: list[tuple[int, bytes]], first: int) -> list[tuple[int, bytes]]:
+    """Without the chunks that end before the event number `first`."""
+    begins = [position for position, (number, _) in enumerate(chunks) if number <= first]
+    return chunks[begins[-1] :] if begins else chunks
 
 
 _SWEEP_EVERY_S = 600.0
 _MAX_WORKSPACE_BYTES = 1 << 30
 _CHECKED_SHARE = 1 / 64  # a workspace is measured again after it has added so much of what it may keep
 _DELETED_AT_ONCE = 100
+
+
+class GrowthCheck:
+    """Says when a workspace has grown so much that it should be measured, which reads all its rows."""
+
+    def __init__(self, max_workspace_bytes: int) -> None:
+        self._max_workspace_bytes = max_workspace_bytes
+        self._num_added: dict[str, int] = {}  # bytes per workspace since it was last measured
+
+    def is_due(self, workspace_id: str, num_bytes: int) -> bool:
+        is_known = workspace_id in self._num_added
+        num_added = self._num_added.get(workspace_id, 0) + num_bytes
+        is_due = not is_known or num_added >= self._max_workspace_bytes * _CHECKED_SHARE
+        self._num_added[workspace_id] = 0 if is_due else num_added
+        return is_due
 
 
 class DatabaseResponses:
@@ -182,7 +237,7 @@ class DatabaseResponses:
         self._max_workspace_bytes = max_workspace_bytes
         self._now = now
         self._swept_at = 0.0
-        self._num_added: dict[str, int] = {}  # bytes per workspace since it was last measured
+        self._growth = GrowthCheck(max_workspace_bytes)
 
     async def add(self, response: StoredResponse) -> None:
         await self._database.run(lambda connection: self._add(connection, response))
@@ -216,6 +271,42 @@ class DatabaseResponses:
             lambda connection: self._delete(connection, workspace_id, response_id)
         )
 
+    async def add_events(self, workspace_id: str, response_id: str, first: int, events: bytes) -> None:
+        def add(connection: Connection) -> None:
+            if self._find(connection, workspace_id, response_id) is None:
+                return
+            row = {"response_id": response_id, "first": first, "events": events}
+            connection.execute(response_events.insert().values(row))
+            num_event_bytes = func.coalesce(responses.c.num_event_bytes, 0) + len(events)
+            connection.execute(
+                responses.update()
+                .where(responses.c.id == response_id)
+                .values(num_event_bytes=num_event_bytes)
+            )
+
+        await self._database.run(add)
+
+    async def events(self, workspace_id: str, response_id: str, first: int) -> list[tuple[int, bytes]]:
+        def read(connection: Connection) -> list[tuple[int, bytes]]:
+            if self._find(connection, workspace_id, response_id) is None:
+                return []
+            is_of_response = response_events.c.response_id == response_id
+            begin = (
+                select(func.max(response_events.c.first))
+                .where(is_of_response, response_events.c.first <= first)
+                .scalar_subquery()
+            )
+            rows = connection.execute(
+                select(response_events.c.first, response_events.c.events)
+                .where(is_of_response, response_events.c.first >= func.coalesce(begin, 0))
+                .order_by(response_events.c.first)
+            )
+            return [(number, events) for number, events in rows]
+
+        if not self._could_exist(response_id):
+            return []
+        return await self._database.run(read, reads_only=True)
+
     def _could_exist(self, response_id: str) -> bool:
         """Not every database can even look for a NUL."""
         return self._database.exists and "\0" not in response_id
@@ -237,22 +328,21 @@ class DatabaseResponses:
                 responses.c.workspace_id == response.workspace_id,
                 responses.c.is_final.is_(False),
             )
-            .values(_row(response))
+            .values({name: value for name, value in _row(response).items() if name != "num_event_bytes"})
         )
         self._bound_workspace(connection, response)
         return replaced.rowcount == 1
 
     def _bound_workspace(self, connection: Connection, added: StoredResponse) -> None:
-        """The newest response stays, whatever its size. Measuring a workspace reads its index and is not done for
-        each response."""
+        """The newest response stays, whatever its size."""
         workspace_id = added.workspace_id
-        is_known = workspace_id in self._num_added
-        num_added = self._num_added.get(workspace_id, 0) + added.num_bytes
-        self._num_added[workspace_id] = num_added
-        if is_known and num_added < self._max_workspace_bytes * _CHECKED_SHARE:
+        if not self._growth.is_due(workspace_id, added.num_bytes):
             return
-        self._num_added[workspace_id] = 0
-        size = func.length(responses.c.body) + func.length(responses.c.input_items)
+        size = (
+            func.length(responses.c.body)
+            + func.length(responses.c.input_items)
+            + func.coalesce(responses.c.num_event_bytes, 0)
+        )
         in_workspace = responses.c.workspace_id == workspace_id
         total = connection.execute(select(func.coalesce(func.sum(size), 0)).where(in_workspace)).scalar_one()
         oldest = (

@@ -163,6 +163,7 @@ files = Table(
     Column("num_bytes", BigInteger, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, index=True),  # null: never
+    Column("details", JSON(none_as_null=True)),  # of an upload in parts: what its file will be
     Index("ix_files_workspace_id_created_at", "workspace_id", "created_at"),
 )
 
@@ -224,7 +225,42 @@ responses = Table(
     Column("input_items", LargeBinary, nullable=False),
     Column("previous_id", String(64)),  # no foreign key: what it continues may be deleted
     Column("lease_until", Double),  # of one that is not final: renewed by the gateway that makes it
+    Column("num_event_bytes", BigInteger),  # of its rows in response_events; null: its events are not kept
     Index("ix_responses_workspace_id_created_at", "workspace_id", "created_at"),
+)
+
+# Owner: gateway/responses. The stream events of responses in the background, compressed, several in a row.
+response_events = Table(
+    "response_events",
+    metadata,
+    Column("response_id", ForeignKey("responses.id", ondelete="CASCADE"), primary_key=True),
+    Column("first", Integer, primary_key=True, autoincrement=False),  # the number of the first event
+    Column("events", LargeBinary, nullable=False),
+)
+
+# Owner: gateway/responses. Conversations, their items and stored chat completions, in the order of their creation.
+stored_objects = Table(
+    "stored_objects",
+    metadata,
+    Column("position", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("workspace_id", String(64), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("parent_id", String(64), nullable=False),  # empty for what belongs to nothing else
+    Column("id", String(128), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False, index=True),
+    Column("model", String(256)),
+    Column("metadata", JSON, nullable=False),
+    Column("body", LargeBinary, nullable=False),  # as its API shows it
+    Column("input", LargeBinary, nullable=False),  # what the client sent for it
+    Index(
+        "ix_stored_objects_workspace_id_kind_parent_id_id",
+        "workspace_id",
+        "kind",
+        "parent_id",
+        "id",
+        unique=True,
+    ),
 )
 
 # Owner: gateway/releases. `body` is all that is known of a release, as JSON; the other columns are for people.

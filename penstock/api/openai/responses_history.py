@@ -1,0 +1,195 @@
+"""What a request to /v1/responses goes on from: stored responses, conversations, and items it only refers to.
+
+The gateway stores responses as JSON; `StoredBodies` and `History` read them back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock.api.openai.responses_answers import ResponseBody, ResponseError
+from penstock.api.openai.responses_items import InputItem, OutputItem, input_items, new_id, response_id_of
+from penstock.core.errors import InvalidRequest, NotFound
+from penstock.core.identity import Principal
+from penstock.gateway.responses.objects import ROW_BYTES, ObjectStore, StoredObject
+from penstock.gateway.responses.service import Responses
+from penstock.gateway.responses.store import HistoryBound, StoredResponse
+
+CONVERSATION = "conversation"
+ITEM = "item"
+_MAX_ID_CHARS = 96
+
+_to_json = msgspec.json.Encoder().encode
+
+
+class StoredBodies:
+    """Changes stored bodies; implements `ResponseFormat`."""
+
+    def failed(self, body: bytes) -> bytes:
+        response = _decode_body(body)
+        response.status = "failed"
+        message = "The server stopped before this response was finished."
+        response.error = ResponseError("server_error", message)
+        return _to_json(response)
+
+    def cancelled(self, body: bytes) -> bytes | None:
+        response = _decode_body(body)
+        response.status = "cancelled"
+        return _to_json(response) if response.background else None
+
+    def ending(self, body: bytes, last_event: bytes, number: int) -> bytes:
+        if _decode_body(body).status != "failed" or last_event.startswith(b"event: response.failed"):
+            return b""
+        start = b'{"type":"response.failed","sequence_number":%d,"response":' % number
+        return b"event: response.failed\ndata: " + start + body + b"}\n\n"
+
+
+class _StoredOutput(msgspec.Struct):
+    """The part of a stored body that a conversation continues from."""
+
+    output: list[InputItem]
+
+
+_decode_body = msgspec.json.Decoder(ResponseBody).decode
+_decode_output = msgspec.json.Decoder(_StoredOutput).decode
+_decode_item = msgspec.json.Decoder(InputItem).decode
+decode_items = msgspec.json.Decoder(list[InputItem]).decode
+
+
+class History:
+    """Gathers the items of one request. `recent` are responses that only this connection has, by their ids."""
+
+    def __init__(
+        self,
+        responses: Responses,
+        objects: ObjectStore,
+        principal: Principal,
+        recent: Mapping[str, StoredResponse] | None = None,
+    ) -> None:
+        self._responses = responses
+        self._objects = objects
+        self._principal = principal
+        self._recent = recent or {}
+
+    async def earlier_items(self, previous_id: str | None, conversation_id: str | None) -> list[InputItem]:
+        """The items of the responses, or of the conversation, that the request goes on with."""
+        items: list[InputItem] = []
+        if previous_id is not None:
+            for response in await self._continued(previous_id):
+                items += decode_items(response.input_items)
+                items += _decode_output(response.body).output
+        if conversation_id is not None:
+            items += await self.conversation_items(conversation_id)
+        return items
+
+    async def own_items(
+        self, wire: str | list[InputItem], owner: str, param: str = "input"
+    ) -> list[InputItem]:
+        """The items of the request, with the items in place that it only refers to. `owner` is the request's id, from
+        which items without an id get one."""
+        known: dict[str, dict[str | None, InputItem]] = {}  # of the responses referred to, by item id
+        bound = HistoryBound(param)
+        items: list[InputItem] = []
+        for position, item in enumerate(input_items(wire, owner)):
+            if item.type != "item_reference":
+                items.append(item)
+                continue
+            response_id = response_id_of(item.id or "")
+            if response_id is not None and response_id not in known:
+                known[response_id] = await self._items_of(response_id, bound)
+            referred = known.get(response_id or "", {}).get(item.id)
+            if referred is None:
+                raise NotFound(f"There is no item with the id {item.id!r}.", param=f"{param}[{position}].id")
+            bound.add(len(_to_json(referred)), num_responses=0)
+            items.append(referred)
+        return items
+
+    async def conversation_items(self, conversation_id: str) -> list[InputItem]:
+        found = await self._objects.children(
+            self._principal.workspace_id,
+            ITEM,
+            conversation_id,
+            keep_until=time.time() + self._responses.ttl_s,
+            param="conversation",
+        )
+        if found is None:
+            raise no_conversation(conversation_id)
+        return [_decode_item(each.body) for each in found]
+
+    async def add_to_conversation(
+        self, conversation_id: str, items: Sequence[InputItem | OutputItem]
+    ) -> list[InputItem]:
+        """Does nothing to a conversation that has been deleted. Items whose ids are taken get new ones."""
+        workspace_id = self._principal.workspace_id
+        given = [item.id or "" for item in items]
+        taken = await self._objects.known_ids(workspace_id, ITEM, given, parent_id=conversation_id)
+        added: list[InputItem] = []
+        for item in items:
+            full = _decode_item(_to_json(item))
+            if not full.id or full.id in taken or len(full.id) > _MAX_ID_CHARS or "\0" in full.id:
+                full.id = new_id(full.type or "message")
+            taken.add(full.id)
+            added.append(full)
+        now = time.time()
+        await self._objects.add(
+            [
+                StoredObject(
+                    id=item.id or "",
+                    workspace_id=workspace_id,
+                    kind=ITEM,
+                    parent_id=conversation_id,
+                    created_at=now,
+                    expires_at=now + self._responses.ttl_s,
+                    body=_to_json(item),
+                )
+                for item in added
+            ]
+        )
+        return added
+
+    def check_room(self, earlier: Sequence[InputItem], items: Sequence[InputItem]) -> None:
+        """Refuse items that would make a conversation too long to be read."""
+        bound = HistoryBound("items")
+        bound.add(sum(len(_to_json(item)) + ROW_BYTES for item in (*earlier, *items)))
+
+    async def _continued(self, response_id: str) -> list[StoredResponse]:
+        """The responses from the first to this one."""
+        recent: list[StoredResponse] = []
+        next_id: str | None = response_id
+        bound = HistoryBound()
+        while next_id is not None and (response := self._recent.get(next_id)) is not None:
+            recent.append(response)
+            bound.add(response.num_bytes)
+            next_id = response.previous_id
+        stored = [] if next_id is None else await self._responses.history(self._principal, next_id)
+        return [*stored, *reversed(recent)]
+
+    async def _items_of(self, response_id: str, bound: HistoryBound) -> dict[str | None, InputItem]:
+        """The items that a response was made from and those that it put out, by their ids."""
+        found = self._recent.get(response_id)
+        try:
+            found = found or await self._responses.find(self._principal, response_id)
+        except NotFound:
+            return {}
+        bound.add(found.num_bytes)
+        if not found.is_final:
+            return {}
+        items = [*decode_items(found.input_items), *_decode_output(found.body).output]
+        return {item.id: item for item in items}
+
+
+def no_conversation(conversation_id: str) -> NotFound:
+    return NotFound(f"There is no conversation with the id {conversation_id[:64]!r}.", param="conversation")
+
+
+def page_of(items: list[InputItem], after: str | None, limit: int) -> tuple[list[InputItem], bool]:
+    """The items behind the one with the id `after`, and whether there are more of them."""
+    if after is not None:
+        ids = [item.id for item in items]
+        if after not in ids:
+            raise InvalidRequest(f"There is no item with the id {after[:64]!r}.", param="after")
+        items = items[ids.index(after) + 1 :]
+    return items[:limit], len(items) > limit

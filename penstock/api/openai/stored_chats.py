@@ -1,0 +1,229 @@
+"""Stored chat completions: kept when a request says `store: true`; listed, looked up, changed and deleted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.api.http.context import principal_of
+from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, read_body, text_of
+from penstock.api.openai.messages import Message
+from penstock.api.openai.responses_requests import check_metadata
+from penstock.core.errors import InvalidRequest, NotFound
+from penstock.core.identity import Principal
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
+from penstock.gateway.responses.objects import ObjectStore, StoredObject
+from penstock.gateway.reuse.replay import merged
+
+KIND = "chat_completion"
+DEFAULT_PAGE, MAX_PAGE = 20, 100
+
+_to_json = msgspec.json.Encoder().encode
+_decode_messages = msgspec.json.Decoder(list[Message]).decode
+
+
+class CompletionDeleted(msgspec.Struct):
+    id: str
+    object: str = "chat.completion.deleted"
+    deleted: bool = True
+
+
+class CompletionChanges(msgspec.Struct):
+    metadata: dict[str, str] | None = None
+
+
+class StoredMessage(msgspec.Struct, omit_defaults=True):
+    """A message of the request, as it is listed."""
+
+    id: str
+    role: str
+    content: str | None
+    content_parts: list[Any] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+class StoredList(msgspec.Struct):
+    data: list[msgspec.Raw]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+class KeptAnswer(WrappedAnswer):
+    """An answer that is passed whole to `keep` before its reader sees the end."""
+
+    def __init__(self, answer: AnswerStream, keep: Callable[[Sequence[Delta]], Awaitable[None]]) -> None:
+        super().__init__(answer)
+        self._keep = keep
+        self._batches: list[list[Delta]] = []
+
+    async def __anext__(self) -> list[Delta]:
+        try:
+            deltas = await anext(self._answer)
+        except StopAsyncIteration:
+            await self._keep(merged(self._batches))
+            raise
+        self._batches.append(deltas)
+        return deltas
+
+    async def collect(self) -> list[Delta]:
+        deltas = await self._answer.collect()
+        await self._keep(deltas)
+        return deltas
+
+
+def kept_metadata(metadata: dict[str, Any] | None) -> dict[str, str]:
+    """The metadata of a request whose answer is stored, which must be texts."""
+    given = metadata or {}
+    if not all(isinstance(value, str) for value in given.values()):
+        raise InvalidRequest("The values of metadata must be texts.", param="metadata")
+    check_metadata(given)
+    return given
+
+
+class StoredChats:
+    """Keeps chat completions for `ttl_s`."""
+
+    def __init__(self, objects: ObjectStore, ttl_s: float) -> None:
+        self.objects = objects
+        self._ttl_s = ttl_s
+
+    async def keep(
+        self, principal: Principal, body: bytes, messages: list[Message], metadata: dict[str, str]
+    ) -> None:
+        now = time.time()
+        shown = msgspec.json.decode(body, type=_Shown)
+        kept = StoredObject(
+            id=shown.id,
+            workspace_id=principal.workspace_id,
+            kind=KIND,
+            created_at=now,
+            expires_at=now + self._ttl_s,
+            model=shown.model[:256],
+            metadata=metadata,
+            body=body,
+            input=_to_json(messages),
+        )
+        await self.objects.add([kept])
+
+
+class _Shown(msgspec.Struct):
+    id: str
+    model: str
+
+
+class StoredChatEndpoints:
+    def __init__(self, chats: StoredChats, max_body_bytes: int) -> None:
+        self._objects = chats.objects
+        self._max_body_bytes = max_body_bytes
+        self._changes = BodyDecoder(CompletionChanges)
+
+    def routes(self) -> list[Route]:
+        one = "/v1/chat/completions/{completion_id}"
+        return [
+            Route("/v1/chat/completions", self.list_completions, methods=["GET"]),
+            Route(one, self.show_completion, methods=["GET"]),
+            Route(one, self.change_completion, methods=["POST"]),
+            Route(one, self.delete_completion, methods=["DELETE"]),
+            Route(f"{one}/messages", self.list_messages, methods=["GET"]),
+        ]
+
+    async def list_completions(self, request: Request) -> Response:
+        metadata = {
+            name.removeprefix("metadata[").removesuffix("]"): value
+            for name, value in request.query_params.items()
+            if name.startswith("metadata[") and name.endswith("]")
+        }
+        page = await self._objects.page(
+            principal_of(request).workspace_id,
+            KIND,
+            limit=_limit(request),
+            order=choice_of(request, "order", default="asc", choices=("asc", "desc")),
+            after=text_of(request, "after"),
+            model=text_of(request, "model"),
+            metadata=metadata,
+        )
+        ids = [each.id for each in page.objects]
+        return _listed([_shown(each) for each in page.objects], ids, page.has_more)
+
+    async def show_completion(self, request: Request) -> Response:
+        return Response(_shown(await self._found(request)), media_type="application/json")
+
+    async def change_completion(self, request: Request) -> Response:
+        wire = self._changes.decode(await read_body(request, self._max_body_bytes))
+        check_metadata(wire.metadata)
+        found = msgspec.structs.replace(await self._found(request), metadata=wire.metadata or {})
+        if not await self._objects.change(found):
+            raise _not_found(found.id)
+        return Response(_shown(found), media_type="application/json")
+
+    async def delete_completion(self, request: Request) -> Response:
+        completion_id = request.path_params["completion_id"]
+        if not await self._objects.delete(principal_of(request).workspace_id, KIND, completion_id):
+            raise _not_found(completion_id)
+        return Response(_to_json(CompletionDeleted(completion_id)), media_type="application/json")
+
+    async def list_messages(self, request: Request) -> Response:
+        found = await self._found(request)
+        messages = [
+            _stored_message(f"{found.id}-{position}", message)
+            for position, message in enumerate(_decode_messages(found.input))
+        ]
+        if choice_of(request, "order", default="asc", choices=("asc", "desc")) == "desc":
+            messages.reverse()
+        if (after := text_of(request, "after")) is not None:
+            ids = [message.id for message in messages]
+            if after not in ids:
+                raise InvalidRequest(f"The list has no {after[:64]!r} to go on from.", param="after")
+            messages = messages[ids.index(after) + 1 :]
+        limit = _limit(request)
+        page = messages[:limit]
+        return _listed([_to_json(each) for each in page], [each.id for each in page], len(messages) > limit)
+
+    async def _found(self, request: Request) -> StoredObject:
+        completion_id = request.path_params["completion_id"]
+        found = await self._objects.find(principal_of(request).workspace_id, KIND, completion_id)
+        if found is None:
+            raise _not_found(completion_id)
+        return found
+
+
+def _limit(request: Request) -> int:
+    return integer_of(request, "limit", default=DEFAULT_PAGE, low=1, high=MAX_PAGE)
+
+
+def _shown(found: StoredObject) -> bytes:
+    return found.body[:-1] + b',"metadata":' + _to_json(found.metadata) + b"}"
+
+
+def _stored_message(message_id: str, message: Message) -> StoredMessage:
+    is_text = isinstance(message.content, str)
+    return StoredMessage(
+        message_id,
+        message.role,
+        message.content if isinstance(message.content, str) else None,
+        None if is_text else message.content,  # type: ignore[arg-type]
+        message.name,
+        message.tool_calls,
+        message.tool_call_id,
+    )
+
+
+def _listed(data: Sequence[bytes], ids: Sequence[str], has_more: bool) -> Response:
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    body = StoredList([msgspec.Raw(each) for each in data], first_id, last_id, has_more)
+    return Response(_to_json(body), media_type="application/json")
+
+
+def _not_found(completion_id: str) -> NotFound:
+    return NotFound(f"There is no stored chat completion with the id {completion_id[:64]!r}.")

@@ -1,0 +1,261 @@
+"""Objects that clients keep on the server besides responses: conversations with their items, and chat completions.
+
+An object of another workspace looks as if it did not exist. Deleting an object deletes what belongs to it. A
+workspace that keeps too much loses its oldest objects first. This module knows no wire format: bodies are bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.responses.store import GrowthCheck, HistoryBound
+from penstock.gateway.store.database import Database, Order
+from penstock.gateway.store.tables import stored_objects as table
+
+ROW_BYTES = (
+    512  # what an object counts besides its body, so that a bound in bytes also bounds the number of objects
+)
+_MAX_ID_CHARS = 128
+_SWEEP_EVERY_S = 600.0
+_READ_AT_ONCE = 500
+
+
+class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
+    """`body` is the object as its API shows it, `input` what the client sent for it; both JSON."""
+
+    id: str
+    workspace_id: str
+    kind: str
+    created_at: float
+    expires_at: float
+    parent_id: str = ""
+    model: str | None = None
+    metadata: dict[str, str] = {}
+    body: bytes = b""
+    input: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.input) + ROW_BYTES
+
+
+class ObjectPage(msgspec.Struct, frozen=True):
+    objects: list[StoredObject]
+    has_more: bool
+
+
+_COLUMNS = [table.c[name] for name in StoredObject.__struct_fields__]
+_NUM_BYTES = func.length(table.c.body) + func.length(table.c.input) + ROW_BYTES
+
+
+class ObjectStore:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        max_workspace_bytes: int = 1 << 30,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = database
+        self._max_workspace_bytes = max_workspace_bytes
+        self._growth = GrowthCheck(max_workspace_bytes)
+        self._now = now
+        self._swept_at = 0.0
+
+    async def add(self, objects: Sequence[StoredObject]) -> None:
+        """Add objects of one workspace in their order. An object that is there already stays as it is, and an object
+        whose parent is not there is not added."""
+        if objects:
+            await self._database.run(lambda connection: self._add(connection, objects))
+
+    async def find(
+        self, workspace_id: str, kind: str, object_id: str, *, parent_id: str = ""
+    ) -> StoredObject | None:
+        if not self._could_exist(object_id, parent_id):
+            return None
+        named = self._named(workspace_id, kind, object_id, parent_id)
+        row = await self._database.run(
+            lambda connection: connection.execute(select(*_COLUMNS).where(named)).first(), reads_only=True
+        )
+        return None if row is None else _object(row)
+
+    async def known_ids(
+        self, workspace_id: str, kind: str, ids: Collection[str], *, parent_id: str
+    ) -> set[str]:
+        """Those of the ids that are taken."""
+        could = [object_id for object_id in ids if self._could_exist(object_id, parent_id)]
+        query = select(table.c.id).where(self._of(workspace_id, kind, parent_id), table.c.id.in_(could))
+        if not could:
+            return set()
+        return set(
+            await self._database.run(
+                lambda connection: connection.execute(query).scalars().all(), reads_only=True
+            )
+        )
+
+    async def change(self, changed: StoredObject) -> bool:
+        """Put another body and other metadata in the place of an object's. False when it is not there."""
+        named = self._named(changed.workspace_id, changed.kind, changed.id, changed.parent_id)
+        statement = update(table).where(named).values(body=changed.body, metadata=changed.metadata)
+        return await self._database.run(lambda connection: connection.execute(statement).rowcount == 1)
+
+    async def delete(self, workspace_id: str, kind: str, object_id: str, *, parent_id: str = "") -> bool:
+        if not self._could_exist(object_id, parent_id):
+            return False
+
+        def remove(connection: Connection) -> bool:
+            named = self._named(workspace_id, kind, object_id, parent_id)
+            exists = connection.execute(delete(table).where(named)).rowcount == 1
+            if exists and not parent_id:
+                is_child = table.c.workspace_id == workspace_id, table.c.parent_id == object_id
+                connection.execute(delete(table).where(*is_child))
+            return exists
+
+        return await self._database.run(remove)
+
+    async def children(
+        self, workspace_id: str, kind: str, parent_id: str, *, keep_until: float, param: str
+    ) -> list[StoredObject] | None:
+        """All that belongs to an object, in order; None when the object is not there. Both are kept until
+        `keep_until` at least. Raises InvalidRequest when that is more than a conversation may have."""
+        if not self._could_exist(parent_id):
+            return None
+
+        def read(connection: Connection) -> list[StoredObject] | None:
+            of_parent = table.c.workspace_id == workspace_id, table.c.parent_id == parent_id
+            is_parent = and_(
+                table.c.workspace_id == workspace_id, table.c.parent_id == "", table.c.id == parent_id
+            )
+            renewed = connection.execute(
+                update(table)
+                .where(or_(is_parent, and_(*of_parent)), table.c.expires_at > self._now())
+                .values(expires_at=keep_until)
+            )
+            if (
+                not renewed.rowcount
+                or connection.execute(select(table.c.id).where(is_parent)).first() is None
+            ):
+                return None
+            bound = HistoryBound(param)
+            bound.add(connection.execute(select(func.sum(_NUM_BYTES)).where(*of_parent)).scalar() or 0)
+            rows = connection.execute(
+                select(*_COLUMNS).where(self._of(workspace_id, kind, parent_id)).order_by(table.c.position)
+            )
+            return [_object(row) for row in rows]
+
+        return await self._database.run(read)
+
+    async def page(
+        self,
+        workspace_id: str,
+        kind: str,
+        *,
+        parent_id: str = "",
+        limit: int,
+        order: Order,
+        after: str | None = None,
+        model: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectPage:
+        """The objects after the cursor that have this model and at least these metadata."""
+
+        def read(connection: Connection) -> ObjectPage:
+            of_kind = self._of(workspace_id, kind, parent_id)
+            query = select(table.c.position, table.c.metadata).where(of_kind)
+            if model is not None:
+                query = query.where(table.c.model == model)
+            if after is not None:
+                cursor = connection.execute(
+                    select(table.c.position).where(of_kind, table.c.id == after)
+                ).scalar_one_or_none()
+                if cursor is None:
+                    raise InvalidRequest(f"The list has no {after[:64]!r} to go on from.", param="after")
+                position = table.c.position
+                query = query.where(position > cursor if order == "asc" else position < cursor)
+            query = query.order_by(table.c.position if order == "asc" else table.c.position.desc())
+            wanted = (metadata or {}).items()
+            matches: list[int] = []
+            for position, labels in connection.execute(query.execution_options(yield_per=_READ_AT_ONCE)):
+                if wanted <= labels.items():
+                    matches.append(position)
+                    if len(matches) > limit:
+                        break
+            rows = connection.execute(
+                select(table.c.position, *_COLUMNS).where(table.c.position.in_(matches[:limit]))
+            ).all()
+            by_position = {row.position: row for row in rows}
+            return ObjectPage([_object(by_position[each]) for each in matches[:limit]], len(matches) > limit)
+
+        if not self._database.exists:
+            return ObjectPage([], has_more=False)
+        return await self._database.run(read, reads_only=True)
+
+    def _could_exist(self, *ids: str) -> bool:
+        """Not every database can even look for a NUL."""
+        return self._database.exists and all("\0" not in each and len(each) <= _MAX_ID_CHARS for each in ids)
+
+    def _of(self, workspace_id: str, kind: str, parent_id: str) -> ColumnElement[bool]:
+        return and_(
+            table.c.workspace_id == workspace_id,
+            table.c.kind == kind,
+            table.c.parent_id == parent_id,
+            table.c.expires_at > self._now(),
+        )
+
+    def _named(self, workspace_id: str, kind: str, object_id: str, parent_id: str) -> ColumnElement[bool]:
+        return and_(self._of(workspace_id, kind, parent_id), table.c.id == object_id)
+
+    def _add(self, connection: Connection, objects: Sequence[StoredObject]) -> None:
+        now = self._now()
+        if now - self._swept_at > _SWEEP_EVERY_S:
+            self._swept_at = now
+            connection.execute(delete(table).where(table.c.expires_at <= now))
+        workspace_id = objects[0].workspace_id
+        own_ids = {each.id for each in objects if not each.parent_id}
+        parent_ids = {each.parent_id for each in objects if each.parent_id} - own_ids
+        is_parent = table.c.workspace_id == workspace_id, table.c.parent_id == "", table.c.id.in_(parent_ids)
+        known = (
+            set(connection.execute(select(table.c.id).where(*is_parent)).scalars()) if parent_ids else set()
+        )
+        rows = [
+            msgspec.structs.asdict(each)
+            for each in objects
+            if not each.parent_id or each.parent_id in known | own_ids
+        ]
+        insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+        for row in rows:
+            connection.execute(insert(table).values(row).on_conflict_do_nothing())
+        if self._growth.is_due(workspace_id, sum(each.num_bytes for each in objects)):
+            self._make_room(connection, workspace_id, kept=own_ids | known)
+
+    def _make_room(self, connection: Connection, workspace_id: str, *, kept: Collection[str]) -> None:
+        """The newest objects stay, whatever their size."""
+        in_workspace = table.c.workspace_id == workspace_id
+        total = connection.execute(
+            select(func.coalesce(func.sum(_NUM_BYTES), 0)).where(in_workspace)
+        ).scalar_one()
+        while total > self._max_workspace_bytes:
+            oldest = connection.execute(
+                select(table.c.id)
+                .where(in_workspace, table.c.parent_id == "", table.c.id.not_in(kept))
+                .order_by(table.c.position)
+                .limit(1)
+            ).scalar_one_or_none()
+            if oldest is None:
+                return
+            of_oldest = or_(and_(table.c.parent_id == "", table.c.id == oldest), table.c.parent_id == oldest)
+            total -= connection.execute(
+                select(func.sum(_NUM_BYTES)).where(in_workspace, of_oldest)
+            ).scalar_one()
+            connection.execute(delete(table).where(in_workspace, of_oldest))
+
+
+def _object(row: Row[Any]) -> StoredObject:
+    return StoredObject(**{name: row._mapping[name] for name in StoredObject.__struct_fields__})

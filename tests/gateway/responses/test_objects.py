@@ -1,0 +1,115 @@
+"""The store of conversations and chat completions: bounds, expiry, pages, and walls between workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.responses.objects import ROW_BYTES, ObjectStore, StoredObject
+from penstock.gateway.store.database import Database
+from tests.gateway.store.ready_made import ready_made_database
+
+
+class Clock:
+    time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = ready_made_database(tmp_path)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def store(database: Database, clock: Clock) -> ObjectStore:
+    return ObjectStore(database, now=clock.now)
+
+
+def thing(name: str, parent: str = "", **changes: object) -> StoredObject:
+    fields: dict[str, object] = {
+        "id": name,
+        "workspace_id": "w",
+        "kind": "item" if parent else "conversation",
+        "parent_id": parent,
+        "created_at": 1000.0,
+        "expires_at": 2000.0,
+        "body": b"{}",
+    }
+    return StoredObject(**(fields | changes))  # type: ignore[arg-type]
+
+
+async def test_children_go_with_their_parent(store: ObjectStore) -> None:
+    await store.add([thing("a"), thing("1", "a"), thing("2", "a"), thing("3", "never")])
+    found = await store.children("w", "item", "a", keep_until=5000.0, param="x")
+    assert found is not None
+    assert [(each.id, each.expires_at) for each in found] == [("1", 5000.0), ("2", 5000.0)]
+    assert await store.find("w", "item", "3", parent_id="never") is None, "its parent is not there"
+    assert await store.children("other", "item", "a", keep_until=0, param="x") is None
+    assert not await store.delete("other", "conversation", "a")
+    assert await store.delete("w", "conversation", "a")
+    assert not await store.delete("w", "conversation", "a")
+    assert await store.find("w", "item", "1", parent_id="a") is None
+
+
+async def test_expired_is_gone(store: ObjectStore, clock: Clock) -> None:
+    await store.add([thing("a"), thing("1", "a")])
+    clock.time = 2000.0
+    assert await store.find("w", "conversation", "a") is None
+    assert await store.children("w", "item", "a", keep_until=9000.0, param="x") is None
+    assert (await store.page("w", "conversation", limit=5, order="asc")).objects == []
+
+
+async def test_a_workspace_loses_its_oldest_objects(database: Database) -> None:
+    store = ObjectStore(database, max_workspace_bytes=4 * ROW_BYTES + 40, now=lambda: 0.0)
+    await store.add([thing("other", workspace_id="v")])
+    await store.add([thing("a"), thing("1", "a")])
+    for name in ("b", "c", "d"):
+        await store.add([thing(name)])
+    assert await store.find("w", "conversation", "a") is None
+    assert await store.find("w", "item", "1", parent_id="a") is None
+    assert [each.id for each in (await store.page("w", "conversation", limit=9, order="asc")).objects] == [
+        "b",
+        "c",
+        "d",
+    ]
+    assert await store.find("v", "conversation", "other") is not None
+
+
+async def test_pages_and_filters(store: ObjectStore) -> None:
+    for number in range(5):
+        labels = {"parity": str(number % 2), "n": str(number)}
+        await store.add(
+            [thing(str(number), metadata=labels, model="m" if number < 4 else "o", body=b"%d" % number)]
+        )
+    page = await store.page("w", "conversation", limit=2, order="desc")
+    assert ([each.id for each in page.objects], page.has_more) == (["4", "3"], True)
+    page = await store.page("w", "conversation", limit=3, order="desc", after="3")
+    assert ([each.id for each in page.objects], page.has_more) == (["2", "1", "0"], False)
+    page = await store.page(
+        "w", "conversation", limit=3, order="asc", model="m", metadata={"parity": "0"}, after="0"
+    )
+    assert [each.id for each in page.objects] == ["2"]
+    with pytest.raises(InvalidRequest):
+        await store.page("w", "conversation", limit=1, order="asc", after="9")
+
+
+async def test_changes(store: ObjectStore) -> None:
+    await store.add([thing("a"), thing("a", body=b"other")])
+    assert (await store.find("w", "conversation", "a")) == thing("a"), "the first stays"
+    assert await store.change(thing("a", metadata={"x": "y"}, body=b"new"))
+    assert await store.find("w", "conversation", "a") == thing("a", metadata={"x": "y"}, body=b"new")
+    assert not await store.change(thing("a", workspace_id="other"))
+    assert await store.known_ids("w", "conversation", ["a", "b", "\0"], parent_id="") == {"a"}
+    assert await store.find("w", "conversation", "\0") is None
