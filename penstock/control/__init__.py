@@ -1,5 +1,5 @@
-"""Pure policies of the control plane: how many replicas there should be, and which revision serves. Imports core
-only; time is an argument."""
+"""Pure policies of the control plane decide how many replicas there should be, and which revision serves. Imports
+core only; time is an argument."""
 
 from penstock.control.autoscaler import Autoscaler, AutoscalerConfig, AutoscalerState, Signals
 from penstock.control.release import ReleaseConfig, Releases, ReleaseState

@@ -1,12 +1,12 @@
-"""How many replicas there should be: `decide(signals, state, now)`. Pure: knows no process, no clock, no cloud.
+"""Decides how many replicas there should be: `decide(signals, state, now)`. Pure: knows no process, clock or cloud.
 
-Three signals, each of which alone scales up, because each means that users wait or are about to: queued prefill
-tokens over the rate at which they drain, the time to first token against its target, and KV utilisation. The
+Each of three signals alone scales up, because each means that users wait or are about to: queued prefill tokens over
+the rate at which they drain, the time to first token against its target, and KV utilisation. The
 utilisation of an accelerator says nothing: it is high at half load too.
 
-Scaling down asks another question: would the present load fit into fewer replicas, with room to spare? The
-thresholds for that are a share of those for going up, and a number of replicas that was too few for a load is not
-tried again at that load. So a constant load comes to rest at a constant number.
+The fleet scales down when the present load would fit into fewer replicas, with room to spare. The thresholds for that
+are a share of the thresholds for scaling up, and a number of replicas that was too few for a load is not tried again
+at that load. So a constant load leads to a constant number of replicas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
-_TTFT_GROWTH = 1.25  # the percentile says that there are too few, not how many
+_TTFT_GROWTH = 1.25  # a percentile does not say how many replicas are missing
 _SAME_LOAD = 0.9  # a load of at least this share of another counts as the same
 
 
@@ -193,11 +193,11 @@ class Autoscaler:
         return min(max([1, *by_queue]), self.config.max_replicas), "requests are held"
 
     def _needs(self, signals: Signals, num_serving: int) -> Iterator[tuple[int, str]]:
-        """How many replicas each signal calls for, of those that call for more."""
+        """Return the number of replicas that each signal asks for, without signals that ask for no more."""
         config = self.config
         yield from self._queue_needs(signals)
         ready = [replica for replica in signals.replicas if replica.phase is Phase.READY]
-        # The percentile looks back: replicas that are still starting may already be the answer.
+        # The percentile is of the past: replicas that are still starting may already be enough.
         is_settled = len(ready) == num_serving
         if is_settled and signals.ttft_p95_s is not None and signals.ttft_p95_s > config.ttft_target_s:
             yield max(num_serving + 1, ceil(num_serving * _TTFT_GROWTH)), "time to first token"
@@ -212,7 +212,7 @@ class Autoscaler:
             yield ceil(seconds_of_one / self.config.drain_target_s), "queued prefill tokens"
 
     def _fits(self, signals: Signals, state: AutoscalerState, count: int) -> bool:
-        """Whether so many replicas are predicted to stay well within every target."""
+        """Say whether so many replicas are predicted to stay well within every target."""
         config = self.config
         share = config.fit_share
         load = signals.arriving_prefill_tokens_per_s
@@ -250,7 +250,7 @@ def _grow(signals: Signals, count: int, reason: str) -> list[Action]:
 
 
 def _least_loaded(signals: Signals, count: int) -> tuple[str, ...]:
-    """The replicas with the fewest requests to finish, which starting replicas have not. Of equals, the newest."""
+    """Return the replicas with the fewest unfinished requests, the newest of equals. Starting replicas have none."""
     serving = [
         (replica.phase is Phase.READY, replica.num_requests, -position, replica.id)
         for position, replica in enumerate(signals.replicas)

@@ -34,7 +34,7 @@ class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One revision, since the stage began."""
+    """The figures of one revision since the stage began."""
 
     num_requests: int = 0
     num_errors: int = 0
@@ -43,7 +43,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """`stage_number` says which stage it was gathered in: evidence from another one proves nothing."""
+    """Evidence of both revisions. `stage_number` is the stage of the evidence: evidence of another stage proves
+    nothing."""
 
     stage_number: int
     stable: Figures = Figures()
@@ -65,12 +66,12 @@ class GateReport(msgspec.Struct, frozen=True):
 
 
 def judge(config: GateConfig, evidence: Evidence, *, compares_answers: bool) -> tuple[GateReport, ...]:
-    """One report per gate."""
+    """Return one report per gate."""
     return tuple(_reports(config, evidence, compares_answers))
 
 
 def overall(reports: tuple[GateReport, ...]) -> GateResult:
-    """Failed if any gate failed; passed if all passed."""
+    """Return failed if any gate failed, passed if all gates passed, and else undecided."""
     results = {report.result for report in reports}
     for result in (GateResult.FAILED, GateResult.UNDECIDED):
         if result in results:
@@ -137,7 +138,7 @@ class Happening(enum.StrEnum):
     GATES_PASSED = "gates_passed"
     LAST_GATES_PASSED = "last_gates_passed"  # of the last canary step
     GATE_FAILED = "gate_failed"
-    CANDIDATE_LOST = "candidate_lost"  # it cannot be started, or no replica of it is left
+    CANDIDATE_LOST = "candidate_lost"  # the candidate cannot be started, or has no replica left
     DRAINED = "drained"
     OPERATOR_PROMOTES = "operator_promotes"
     OPERATOR_ROLLS_BACK = "operator_rolls_back"
@@ -159,7 +160,7 @@ TRANSITIONS: dict[tuple[Stage, Happening], Stage] = {
     (Stage.CANARY, Happening.OPERATOR_PROMOTES): Stage.LAME_DUCK,
     (Stage.CANARY, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
     (Stage.LAME_DUCK, Happening.DRAINED): Stage.PROMOTED,
-    (Stage.LAME_DUCK, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,  # the old one is still there
+    (Stage.LAME_DUCK, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,  # the old revision still runs
     (Stage.ROLLING_BACK, Happening.DRAINED): Stage.ROLLED_BACK,
 }
 _GATED = (Stage.SHADOW, Stage.CANARY)
@@ -192,14 +193,14 @@ class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrafficSplit(msgspec.Struct, frozen=True):
-    """How requests are shared out: answered by the candidate, or mirrored to it with the answer dropped."""
+    """The shares of requests that the candidate answers, or that are mirrored to it with the answer dropped."""
 
     candidate_share: float
     mirrored_share: float
 
 
 class Releases:
-    """The rules of releases; every method returns a new state."""
+    """Applies the rules of releases. Every method returns a new state."""
 
     def __init__(self, config: ReleaseConfig) -> None:
         self.config = config
@@ -212,7 +213,7 @@ class Releases:
     def happened(
         self, state: ReleaseState, happening: Happening, now: float, reason: str = ""
     ) -> ReleaseState:
-        """Raises Conflict where the table has no such transition."""
+        """Apply a transition. Raises Conflict if the table has no such transition."""
         stage = TRANSITIONS.get((state.stage, happening))
         if stage is None:
             words = happening.replace("_", " ")
@@ -231,7 +232,7 @@ class Releases:
         return judge(self.config.gates, evidence, compares_answers=state.stage is Stage.SHADOW)
 
     def judged(self, state: ReleaseState, evidence: Evidence, now: float) -> ReleaseState:
-        """Go on, or roll back, as the gates say; the same state while they say nothing."""
+        """Go on, or roll back, by the gates. Returns the same state while the gates are undecided."""
         if state.stage not in _GATED or evidence.stage_number != state.stage_number:
             return state
         reports = self.reports(state, evidence)
@@ -254,8 +255,8 @@ class Releases:
         return TrafficSplit(0.0, 0.0)
 
     def revision_for(self, state: ReleaseState, key: str) -> str:
-        """The revision that answers requests with this key, of a user or a session. As the share grows, keys move to
-        the candidate and none moves back."""
+        """Return the revision that answers requests with this key, of a user or a session. As the share grows, keys
+        move to the candidate and none moves back."""
         share = self.split(state).candidate_share
         return state.candidate if unit_of(key, state.candidate) < share else state.stable
 
@@ -264,7 +265,7 @@ class Releases:
 
 
 def unit_of(key: str, salt: str) -> float:
-    """A number from 0 up to 1 that looks random: the same in every process, another for another release."""
+    """Return a number from 0 up to 1 that looks random: the same in every process, another for another release."""
     digest = blake2b(
         key.encode(), digest_size=8, salt=blake2b(salt.encode(), digest_size=16).digest()
     ).digest()

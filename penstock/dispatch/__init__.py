@@ -1,5 +1,6 @@
-"""The fleet without I/O: which replica serves a request, who waits, what is tried again. Time and randomness are
-arguments; `cluster` and `simulator` are the two drivers that carry out the actions. Imports core and router only."""
+"""Runs the fleet without I/O: which replica serves a request, which requests wait, what is tried again. Time and
+randomness are arguments; `cluster` and `simulator` are the two drivers that carry out the actions. Imports core and
+router only."""
 
 from penstock.dispatch.actions import (
     Action,

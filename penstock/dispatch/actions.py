@@ -1,4 +1,4 @@
-"""What the dispatcher asks its driver to do, and what it reports for metrics and releases. Frozen data only.
+"""The actions that the dispatcher asks of its driver, and its reports for metrics and releases. Frozen data only.
 
 Send              give a request to a replica
 Cancel            tell a replica to forget a request
@@ -37,7 +37,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Send(msgspec.Struct, frozen=True, tag_field="action", tag="send"):
-    """`request` holds the tokens that the client already has; `timeout_s` is what is left of the request's time."""
+    """Sends a request to a replica. `request` holds the tokens that the client already has; `timeout_s` is the rest
+    of the request's time."""
 
     replica_id: str
     request: Request
@@ -51,7 +52,7 @@ class Cancel(msgspec.Struct, frozen=True, tag_field="action", tag="cancel"):
 
 
 class Deliver(msgspec.Struct, frozen=True, tag_field="action", tag="deliver"):
-    """Events of one step, of any number of requests: one action for each of them would cost too much."""
+    """Delivers the events of one step, of any number of requests: an action for each event would cost too much."""
 
     events: tuple[TokenEvent, ...]
 
@@ -80,7 +81,8 @@ class Waits(msgspec.Struct, frozen=True, tag_field="action", tag="waits"):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag_field="action", tag="arrived"):
-    """A request was routed for the first time, or entered the waiting room before that. Reported once a request."""
+    """A request was routed for the first time, or entered the waiting room before that. Reported once for each
+    request."""
 
     request: Request
     uncached_tokens: int  # of the prompt

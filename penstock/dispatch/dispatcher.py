@@ -87,10 +87,10 @@ class Dispatcher:
         self.kv_sources = KVSources(self.table, rng)
         self.waiting = WaitingRoom(config.waiting)
         self.choose_revision: Callable[[Request], str | None] = _any_revision  # asked for every attempt
-        self.reasons: Counter[str] = Counter()  # why requests went where they went
+        self.reasons: Counter[str] = Counter()  # the reasons of routing decisions
         self.verdicts: Counter[str] = Counter()  # on attempts that failed
         self.routed_tokens = 0  # of prompts
-        self.matched_tokens = 0  # of those, thought to be cached where they were sent
+        self.matched_tokens = 0  # routed tokens that were expected in the cache of their replica
         self._requests: dict[str, RequestRecord] = {}
         self._retries = RetryPolicy(config.retries)
         self._budget = self._retries.first_budget(now)
@@ -100,7 +100,7 @@ class Dispatcher:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._requests)
 
     def update(self, status: FleetStatus, now: float) -> Sequence[Action]:
@@ -120,7 +120,8 @@ class Dispatcher:
         timeout_s: float | None = None,
         block_hashes: Sequence[bytes] | None = None,
     ) -> Sequence[Action]:
-        """`block_hashes` of the prompt, for a driver that has them: they are computed otherwise."""
+        """Route a new request. A driver that has the `block_hashes` of the prompt passes them, to save their
+        computation."""
         deadline_s = None if timeout_s is None else now + timeout_s
         record = self._requests[request.id] = RequestRecord(request, deadline_s, block_hashes)
         self._budget = self._retries.attempted(self._budget, now)
@@ -142,7 +143,7 @@ class Dispatcher:
         return [Cancel(replica.id, request_id), ended]
 
     def news(self, replica_id: str, events: Sequence[TokenEvent], now: float) -> Sequence[Action]:
-        """Events of a request that the replica no longer has are ignored."""
+        """Deliver events of a replica. Events of a request that the replica no longer has are ignored."""
         actions: list[Action] = []
         delivered: list[TokenEvent] = []
         requests = self._requests
@@ -162,13 +163,14 @@ class Dispatcher:
     def _note_event(
         self, record: RequestRecord, event: TokenEvent, now: float, actions: list[Action]
     ) -> TokenEvent:
-        """Note the first or last event of an attempt, or any of a continued answer. Returns what its client gets."""
+        """Note the first or last event of an attempt, or any event of a continued answer. Returns the event for its
+        client."""
         if event.token_ids:
             if record.first_token_s is None:
                 self._note_first_token(record, now, actions)
             record.emitted += event.token_ids
         if record.num_emitted_before:
-            # The client heard of the beginning of this answer from another replica.
+            # Another replica told the client about the beginning of this answer.
             event = msgspec.structs.replace(event, num_cached_tokens=None, queue_s=None, cache_use=None)
         if event.finish_reason is not None:
             self._finish(record, event.finish_reason, now, actions)
@@ -205,7 +207,7 @@ class Dispatcher:
         return self._with_wakeup(actions)
 
     def _after_change(self, now: float) -> list[Action]:
-        """Replicas changed: requests that wait try again, first come first served."""
+        """Route the waiting requests again after replicas changed, first come first served."""
         actions: list[Action] = [SubscribeKVEvents(name) for name in self.table.take_new_readers()]
         for request_id in self.waiting.leave_all():
             self._route(self._requests[request_id], now, actions)
@@ -239,7 +241,7 @@ class Dispatcher:
         actions.append(Send(replica.id, request, time_left_s, kv_source))
 
     def _choose(self, record: RequestRecord, request: Request, now: float) -> tuple[RoutingRequest, Decision]:
-        """Raises when no replica may take the request now."""
+        """Choose a replica. Raises when no replica may take the request now."""
         model = self._model_of(request)
         routed = RoutingRequest(
             id=request.id,
@@ -247,7 +249,7 @@ class Dispatcher:
             num_prompt_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
             block_hashes=self._hashes(record, request, model),
             expected_output_tokens=min(request.sampling.max_tokens, _EXPECTED_OUTPUT_TOKENS),
-            # Another revision might continue an answer differently: only where there is no choice.
+            # Another revision might continue an answer differently, so it is the last resort.
             revision=record.revision or self._revision_for(request),
             region=request.region or None,
             affinity_key=request.affinity_key or None,
@@ -331,7 +333,7 @@ class Dispatcher:
         now: float,
         actions: list[Action],
     ) -> None:
-        """A replica refused a request, lost it, or is gone itself."""
+        """End the attempt of a request whose replica refused it, lost it, or is gone."""
         self._leave_replica(record, now)
         if isinstance(error, EngineUnavailable):
             replica.num_failed += 1
@@ -360,12 +362,12 @@ class Dispatcher:
             self._route(record, now, actions)
 
     def _leave_replica(self, record: RequestRecord, now: float) -> None:
-        """A request no longer counts where it was."""
+        """Stop counting a request at its replica."""
         self.router.ended(record.request.id, now)
         self.kv_sources.ended(record.request.id, now)
 
     def _has_elsewhere(self, record: RequestRecord) -> bool:
-        """Whether there is, or will be, a replica that has not failed this request yet."""
+        """Say whether there is, or will be, a replica that has not failed this request yet."""
         model = self._model_of(record.request)
         return self.table.expects(model) or self.table.serves(model, excluding=record.failed_on)
 
@@ -376,7 +378,7 @@ class Dispatcher:
         if not record.emitted:
             late = DeadlineExceeded("The request's deadline passed before its first token.")
             self._end_with_error(record, late, actions)
-        else:  # as an engine does it: the tokens that the client got stand
+        else:  # as in an engine: the tokens that the client got stay valid
             del self._requests[record.request.id]
             actions.append(Deliver((TokenEvent(record.request.id, finish_reason=FinishReason.DEADLINE),)))
 

@@ -1,4 +1,4 @@
-"""Which replicas get no requests for a while: those that keep failing (circuit breaker) and those that are much
+"""Decides which replicas get no requests for a while: replicas that keep failing (circuit breaker), and replicas much
 slower than their peers (outliers). Pure: knows figures and times only.
 
 The circuit breaker of a replica:
@@ -12,7 +12,7 @@ The circuit breaker of a replica:
 While half open, at most `probes` requests are let through at a time.
 
 `SlowReplicas` measures how long each replica takes for a step while it has work, by the times of its heartbeats.
-Steps grow with the tokens that they compute, so replicas are compared by what a step of a usual size would take.
+Steps grow with the tokens that they compute, so replicas are compared by the time of a step of the usual size.
 
 `OutlierDetector` calls a replica slow when its figure is over `slow_factor` times the median of all, several times in
 a row: what is slow depends on the model, the hardware and the traffic, so the peers are the measure. A replica that
@@ -61,7 +61,7 @@ class CircuitBreaker:
         self.config = config
 
     def allows(self, state: BreakerState, now: float) -> bool:
-        """Whether a request may be sent. A caller that sends one must call `sent`."""
+        """Say whether a request may be sent. A caller that sends one must call `sent`."""
         if state.circuit is Circuit.CLOSED:
             return True
         if state.circuit is Circuit.OPEN:
@@ -96,19 +96,20 @@ class CircuitBreaker:
         )
 
     def abandoned(self, state: BreakerState) -> BreakerState:
-        """A request ended in a way that says nothing about the replica, for example because its client left."""
+        """Note a request that ended in a way that says nothing about the replica, for example because its client
+        left."""
         return replace(state, probing=max(0, state.probing - 1)) if state.probing else state
 
 
 LOOK_INTERVAL_S = 2.0
 _GUESSED_STEP_TOKENS = 64
 _FADING = 0.9
-_MIN_OBSERVED = 5  # stretches of work between heartbeats, before a speed means anything
+_MIN_OBSERVED = 5  # intervals of work between heartbeats, before a speed means anything
 
 
 class OutlierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slow_factor: float = 2.0
-    min_replicas: int = 3  # fewer cannot say what is usual
+    min_replicas: int = 3  # fewer replicas have no usual speed
     times_in_a_row: int = 3
     max_ejected_share: float = 0.3
     first_ejection_s: float = 30.0
@@ -117,7 +118,7 @@ class OutlierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class OutlierRecord(msgspec.Struct, frozen=True, kw_only=True):
     times_slow: int = 0  # in a row
-    ejections: int = 0  # since it was last at full speed for as long as it had been out
+    ejections: int = 0  # since the replica last ran at full speed for as long as it was ejected
     ejected_until_s: float | None = None
     returned_s: float | None = None
 
@@ -182,7 +183,7 @@ class OutlierDetector:
 
 @dataclass(slots=True)
 class _Pace:
-    """How fast one replica works."""
+    """Measures how fast one replica works."""
 
     heard_s: float = 0.0
     stats: EngineStats = field(default_factory=EngineStats)
@@ -220,7 +221,7 @@ class SlowReplicas:
         return now >= self._next_look_s
 
     def look(self, groups: Mapping[str, Iterable[str]], now: float) -> frozenset[str]:
-        """`groups`: ids of replicas that do the same work. Returns those that are to be left out now."""
+        """`groups`: ids of replicas that do the same work. Returns the replicas to be left out now."""
         self._next_look_s = now + LOOK_INTERVAL_S
         present = {replica_id for replica_ids in groups.values() for replica_id in replica_ids}
         self._paces = {name: pace for name, pace in self._paces.items() if name in present}

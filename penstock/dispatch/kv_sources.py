@@ -1,13 +1,13 @@
-"""Which other replica a request's KV should come from. Moves nothing: engines do.
+"""Chooses the replica from which a request's KV should come. Moves nothing: engines do.
 
-Prefill replicas have a router of their own: their caches and load are known as those of other replicas are, and a
-request counts at its prefill replica until its first token. Only replicas of the same revision are paired, since the
-KV of other weights is useless.
+Prefill replicas have a router of their own, which knows their caches and load. A request counts at its prefill
+replica until its first token. Only replicas of the same revision are paired, since the KV of other weights is
+useless.
 
-Three ways to a first token are compared in predicted seconds: compute what is missing on the serving replica; fetch
-what another replica has cached and compute the rest; or let a prefill replica compute it, whose KV arrives meanwhile.
-A decode replica leaves long prompts to others even where that is no quicker, since a prefill there would make every
-answer that it streams stutter.
+Three ways to a first token are compared in predicted seconds: the serving replica computes the missing part; it
+fetches the part that another replica has cached and computes the rest; or a prefill replica computes the prompt and
+sends its KV meanwhile. A decode replica leaves long prompts to others even if that is no quicker, since a prefill
+would delay every answer that the replica streams.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from penstock.router import Decision, RandomSource, Router, RoutingRequest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     min_prefill_tokens: int = 256  # uncached; below, a prompt is computed where it is served
-    min_saved_s: float = 0.005  # that make a fetch worth its while
-    min_saved_share: float = 0.2  # of what computing would take
-    latency_s: float = 0.005  # to ask and be answered
+    min_saved_s: float = 0.005  # that a fetch must save
+    min_saved_share: float = 0.2  # of the time of computing
+    latency_s: float = 0.005  # of a question and its answer
     bytes_per_s: float = 1e9
-    # How much longer than here a first token by way of a prefill replica may take: a busy pool is not waited for.
+    # How much longer a first token may take by way of a prefill replica: a busy pool is not waited for.
     max_slowdown: float = 2.0
     allowed_delay_s: float = 0.25
 
 
 class Way(enum.StrEnum):
-    """Where the KV of a prompt comes from."""
+    """The source of a prompt's KV."""
 
     HERE = "here"
-    FETCH = "fetch"  # what another replica has cached; the rest is computed here
-    PREFILL = "prefill"  # a prefill replica computes it
+    FETCH = "fetch"  # another replica sends what it has cached; the rest is computed here
+    PREFILL = "prefill"  # a prefill replica computes the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is known about one request and the replica that will serve it."""
+    """The known facts about one request and the replica that will serve it."""
 
     num_tokens: int  # prompt, and answer so far
     cached_here: int  # tokens
@@ -55,7 +55,7 @@ class Options:
     prefill_s: float | None = (
         None  # predicted, until a prefill replica has computed it; None without such replicas
     )
-    is_for_decode: bool = False  # the replica that will serve it is not meant to compute prompts
+    is_for_decode: bool = False  # the serving replica should not compute prompts
 
 
 def cheapest_way(options: Options, config: TransferConfig) -> Way:
@@ -77,7 +77,7 @@ def cheapest_way(options: Options, config: TransferConfig) -> Way:
 
 class KVSources:
     def __init__(self, table: ReplicaTable, rng: RandomSource, config: TransferConfig | None = None) -> None:
-        self.ways: Counter[str] = Counter()  # how the KV of requests was to come about
+        self.ways: Counter[str] = Counter()  # the chosen ways
         self._table = table
         self._rng = rng
         self._config = config or TransferConfig()
@@ -86,7 +86,8 @@ class KVSources:
     def choose(
         self, request: RoutingRequest, decision: Decision, record: ReplicaRecord, now: float
     ) -> KVSource | None:
-        """Where a request that goes to the replica of `record` gets its KV; None: the replica computes everything."""
+        """Return the source of KV for a request that goes to the replica of `record`; None: the replica computes all
+        KV."""
         status = record.status
         if not status.kv_endpoint:
             return None
@@ -115,13 +116,13 @@ class KVSources:
         return None
 
     def ended(self, request_id: str, now: float) -> None:
-        """A request has its first token, or has left its replica."""
+        """Stop counting a request that has its first token, or has left its replica."""
         if request_id in self._prefilling:
             self._prefilling.discard(request_id)
             self._table.prefill_router.ended(request_id, now)
 
     def _best_lender(self, request: RoutingRequest, record: ReplicaRecord) -> tuple[str | None, int]:
-        """The replica that has most of the prompt, of all that could lend it, and how many tokens."""
+        """Return the replica that could lend most of the prompt, and the number of tokens that it has."""
         best, most = None, 0
         for router in (self._table.router, self._table.prefill_router):
             for replica_id, num_tokens in _matches(router, request).items():

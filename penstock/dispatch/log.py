@@ -1,5 +1,5 @@
-"""The dispatch log: every call to a dispatcher with its time and the actions that it returned, so that a run of a
-live fleet can be replayed and its actions compared.
+"""The dispatch log holds every call to a dispatcher, with its time and the actions that it returned, so that a run of
+a live fleet can be replayed and its actions compared.
 
 JSON lines: a `LogHeader` with all that is needed to build the same dispatcher, then one `LogRecord` for every call,
 in order. Prompts and answers are part of the log. Log-probabilities and embeddings are left out: no action depends on
@@ -168,19 +168,19 @@ def make_call(dispatcher: Dispatcher, record: LogRecord) -> Sequence[Action]:
 
 
 def encode_actions(actions: Sequence[Action]) -> bytes:
-    """Equal actions have equal bytes."""
+    """Return the JSON of actions. Equal actions have equal bytes."""
     return encode_logged(
         [Deliver(_plain(action.events)) if type(action) is Deliver else action for action in actions]
     )
 
 
 def read_dispatch_log(lines: Iterable[bytes]) -> tuple[LogHeader, Iterator[LogRecord]]:
-    """The header, and the records as they are read. `lines` may be a file opened in binary mode."""
+    """Return the header, and the records as they are read. `lines` may be a file opened in binary mode."""
     return read_log(lines, _DECODE_HEADER, _DECODE_RECORD, "dispatch log")
 
 
 def _plain(events: Sequence[TokenEvent]) -> tuple[TokenEvent, ...]:
-    """The events without log-probabilities and embeddings."""
+    """Return the events without log-probabilities and embeddings."""
     return tuple(
         event
         if event.embedding is None and event.prompt_logprobs is None and not event.logprobs

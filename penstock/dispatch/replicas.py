@@ -1,6 +1,6 @@
-"""The replicas as the dispatcher knows them: their state, circuit breaker, load and cache. Sends no request.
+"""Keeps what the dispatcher knows about replicas: state, circuit breaker, load and cache. Sends no request.
 
-the registry says         the dispatcher makes of it
+the registry says         the dispatcher treats the replica as
 starting, warming         requests may wait for the replica
 ready, not connected      warming
 ready, much too slow      unhealthy: no new requests, the running ones go on
@@ -22,15 +22,15 @@ from penstock.core.messages import EngineStats, KVEvent
 from penstock.dispatch.health import BreakerState, Circuit, CircuitBreaker, OutlierConfig, SlowReplicas
 from penstock.router import Replica, ReplicaState, Router
 
-# What a replica does: everything, or one half of the work where prefill and decode are kept apart.
+# The work of a replica: everything, or one half where prefill and decode are kept apart.
 Role: TypeAlias = Literal["both", "prefill", "decode"]
-RESYNC_INTERVAL_S = 1.0  # before KV events are asked for again: the new start may have been lost too
+RESYNC_INTERVAL_S = 1.0  # before KV events are asked for again: the last answer may have been lost too
 _COMING = (ReplicaState.STARTING, ReplicaState.WARMING)
 _LOST = (ReplicaState.UNHEALTHY, ReplicaState.GONE)
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica as its driver sees it."""
+    """One replica, described by its driver."""
 
     replica: Replica  # with the state that the registry reports
     model: str  # the name that requests ask for
@@ -50,7 +50,7 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class ReplicaRecord:
-    """What the dispatcher keeps about one replica."""
+    """The dispatcher's record of one replica."""
 
     status: ReplicaStatus
     breaker: BreakerState = field(default_factory=BreakerState)
@@ -95,11 +95,11 @@ class ReplicaTable:
         self._shared_models: frozenset[str] = frozenset()
 
     def offers_choice(self, model: str) -> bool:
-        """Whether several replicas serve a model, so that it matters what each has cached."""
+        """Say whether several replicas serve a model, so that their caches matter."""
         return model in self._shared_models
 
     def expects(self, model: str) -> bool:
-        """Whether requests may wait for a replica of the model."""
+        """Say whether requests may wait for a replica of the model."""
         status = self.status
         if status.starts_on_demand and model in status.models:
             return True
@@ -113,14 +113,14 @@ class ReplicaTable:
         return False
 
     def serves(self, model: str, *, excluding: frozenset[str]) -> bool:
-        """Whether a replica of the model is ready, of those that are not excluded."""
+        """Say whether a replica of the model is ready that is not excluded."""
         return any(
             model in replica.models and replica.state is ReplicaState.READY and replica.id not in excluding
             for replica in self.serving
         )
 
     def left_alone(self, breaker: CircuitBreaker, now: float) -> frozenset[str]:
-        """Replicas that keep failing, and are not to be tried again yet."""
+        """Return the replicas that keep failing and must not be tried again yet."""
         return frozenset(
             [
                 record.id
@@ -130,7 +130,7 @@ class ReplicaTable:
         )
 
     def update(self, status: FleetStatus) -> dict[str, ReplicaRecord]:
-        """Replicas came, went or changed. Returns those that are lost, by id."""
+        """Take over a new status of the fleet. Returns the lost replicas, by id."""
         self.status = status
         present = {
             replica.replica.id: replica for replica in status.replicas if replica.replica.state not in _LOST
@@ -164,7 +164,7 @@ class ReplicaTable:
             self._shared_models = frozenset(model for model, count in counts.items() if count > 1)
 
     def take_new_readers(self) -> list[str]:
-        """The replicas whose KV events are wanted from now on: reading them is worthwhile once there is a choice."""
+        """Return the replicas whose KV events are wanted from now on: KV events matter once there is a choice."""
         new = [
             record
             for record in self.records.values()
@@ -177,7 +177,7 @@ class ReplicaTable:
         return [record.id for record in new]
 
     def heartbeat(self, replica_id: str, stats: EngineStats, now: float) -> list[ReplicaRecord]:
-        """Returns the replicas that are left out for being slow, or no longer, from now on."""
+        """Take over a heartbeat. Returns the replicas that are slow from now on, or no longer slow."""
         for router in (self.router, self.prefill_router):  # one of which knows the replica
             router.heartbeat(replica_id, stats)
         if len(self.records) <= 1:
@@ -199,7 +199,7 @@ class ReplicaTable:
         return changed
 
     def kv_events(self, replica_id: str, events: tuple[KVEvent, ...], now: float) -> bool:
-        """Returns whether the replica must send its KV events from the start."""
+        """Take over KV events. Returns whether the replica must send its KV events from the start."""
         if self.router.receive(replica_id, events) and self.prefill_router.receive(replica_id, events):
             return False
         record = self.records.get(replica_id)

@@ -31,16 +31,16 @@ class RequestPhase(enum.Enum):
 class RequestRecord:
     request: Request
     deadline_s: float | None
-    block_hashes: Sequence[bytes] | None  # of the prompt, where the driver has computed them already
+    block_hashes: Sequence[bytes] | None  # of the prompt, if the driver has computed them
     phase: RequestPhase = RequestPhase.WAITING
     wake_s: float | None = None  # when a pause or a wait is over
     emitted: list[int] = field(default_factory=list)  # tokens that the client got, from all attempts
-    attempts: int = 0  # that were sent
+    attempts: int = 0  # attempts that were sent
     failed_on: frozenset[str] = frozenset()  # ids of replicas
     last_error: PenstockError | None = None
-    revision: str | None = None  # of the replica that began the answer, if one has
+    revision: str | None = None  # of the replica that began the answer
     waiting_since_s: float | None = None  # when the request first found no replica
-    # Of the attempt that is under way:
+    # The present attempt:
     replica_id: str | None = None
     sent_s: float = 0.0
     first_token_s: float | None = None
@@ -48,7 +48,7 @@ class RequestRecord:
     is_streaming: bool = False  # the first token has come, and no earlier attempt emitted any
 
     def remaining(self) -> Request:
-        """The request as the next replica gets it: with all tokens that the client already has."""
+        """Return the request for the next replica, with all tokens that the client already has."""
         if not self.emitted:
             return self.request
         output = self.request.output_token_ids + tuple(self.emitted)
@@ -70,7 +70,7 @@ class RequestRecord:
     def attempt(
         self, revision: str, now: float, finish_reason: FinishReason | None, error: PenstockError | None
     ) -> Attempt:
-        """The attempt that ended now."""
+        """Return the attempt that ended now."""
         assert self.replica_id is not None
         num_tokens = len(self.emitted) - self.num_emitted_before
         first_s = self.first_token_s
@@ -93,14 +93,14 @@ class WaitingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class WaitingRoom:
-    """Waiting requests in the order in which they came."""
+    """Holds waiting requests in the order of their arrival."""
 
     def __init__(self, config: WaitingConfig) -> None:
         self.config = config
         self._requests: dict[str, Request] = {}
 
     def enter(self, request: Request) -> None:
-        """Raises Overloaded when there is no room for one more request of this size."""
+        """Add a request. Raises Overloaded when there is no room for one more request of this size."""
         config = self.config
         num_tokens = self.num_tokens() + len(request.prompt_token_ids)
         if len(self._requests) >= config.max_requests or num_tokens > config.max_tokens:
@@ -111,11 +111,11 @@ class WaitingRoom:
         self._requests[request.id] = request
 
     def leave(self, request_id: str) -> bool:
-        """Returns whether the request was waiting."""
+        """Remove a request. Returns whether the request was waiting."""
         return self._requests.pop(request_id, None) is not None
 
     def leave_all(self) -> list[str]:
-        """Empty the room. Returns the ids of the requests, in the order in which they came."""
+        """Empty the room. Returns the ids of the requests, in the order of their arrival."""
         requests, self._requests = self._requests, {}
         return list(requests)
 
@@ -123,18 +123,18 @@ class WaitingRoom:
         return sum(_is_for(request, model) for request in self._requests.values())
 
     def num_tokens(self, model: str | None = None) -> int:
-        """Tokens of the prompts that wait."""
+        """Return the number of tokens in the waiting prompts."""
         return sum(
             len(request.prompt_token_ids) for request in self._requests.values() if _is_for(request, model)
         )
 
     def give_up_s(self, since_s: float, deadline_s: float | None) -> float:
-        """How long a request may wait that has waited since `since_s`."""
+        """Return the time until which a request may wait that has waited since `since_s`."""
         latest_s = since_s + self.config.max_wait_s
         return latest_s if deadline_s is None else min(latest_s, deadline_s)
 
     def too_late(self) -> EngineUnavailable:
-        """The error of a request that waited too long."""
+        """Return the error of a request that waited too long."""
         max_wait_s = self.config.max_wait_s
         return EngineUnavailable(
             f"No replica became ready within {max_wait_s:.0f} s.", retry_after_s=max_wait_s / 4.0
@@ -142,12 +142,12 @@ class WaitingRoom:
 
 
 def _is_for(request: Request, model: str | None) -> bool:
-    """A request that names no model waits for any model."""
+    """Say whether a request waits for a model. A request that names no model waits for any model."""
     return model is None or request.model in (model, "")
 
 
 class Timers:
-    """The times at which requests must be looked at again. A request has at most one timer, at its `wake_s`."""
+    """Keeps the times at which requests must be looked at again. A request has at most one timer, at its `wake_s`."""
 
     def __init__(self, records: Mapping[str, RequestRecord]) -> None:
         """`records` are the requests that have not ended, by id."""
@@ -163,7 +163,7 @@ class Timers:
         heapq.heappush(self._heap, (wake_s, self._num_set, record.request.id))
 
     def next_s(self) -> float | None:
-        """The time of the first timer, if there is one."""
+        """Return the time of the first timer, if there is one."""
         while self._heap:
             wake_s, _, request_id = self._heap[0]
             record = self._records.get(request_id)
@@ -183,7 +183,7 @@ class Timers:
 class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_attempts: int = 3  # the first one included
     budget_ratio: float = 0.1  # retries per first attempt, in the long run
-    budget_per_s: float = 0.5  # and so many more, so that a quiet service may retry too
+    budget_per_s: float = 0.5  # additional retries, so that a quiet service may retry too
     max_budget: float = 100.0
     first_pause_s: float = 0.0  # before the first retry: another replica is ready to take it
     next_pause_s: float = 0.1  # before the second, doubling from there
@@ -196,8 +196,8 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(enum.StrEnum):
-    RESTART = "restart"  # nothing reached the client: from the beginning
-    CONTINUE = "continue"  # replay the prompt and what was emitted, and go on from there
+    RESTART = "restart"  # start again: nothing reached the client
+    CONTINUE = "continue"  # replay the prompt and the emitted tokens, and go on from there
     NO_ATTEMPTS_LEFT = "no_attempts_left"
     NO_TIME_LEFT = "no_time_left"
     NO_BUDGET_LEFT = "no_budget_left"
@@ -205,12 +205,12 @@ class Verdict(enum.StrEnum):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to one attempt."""
+    """The facts of one failed attempt."""
 
     attempts: int  # made so far
     num_emitted_tokens: int = 0
-    is_retryable: bool = True  # False: another replica would answer just the same, as with an invalid request
-    can_continue: bool = True  # False: what was emitted cannot be replayed elsewhere
+    is_retryable: bool = True  # False: every replica would answer the same, as with an invalid request
+    can_continue: bool = True  # False: the emitted tokens cannot be replayed elsewhere
     deadline_s: float | None = None
     predicted_ttft_s: float = 0.0  # of the next attempt
 
@@ -232,7 +232,7 @@ class RetryPolicy:
         return RetryBudget(tokens=self.config.max_budget, updated_s=now)
 
     def attempted(self, budget: RetryBudget, now: float) -> RetryBudget:
-        """A request was sent for the first time."""
+        """Count a request that is sent for the first time."""
         budget = self._refill(budget, now)
         return replace(budget, tokens=min(self.config.max_budget, budget.tokens + self.config.budget_ratio))
 

@@ -1,4 +1,4 @@
-"""Which replica serves a request: `Router.choose`. Imports core only."""
+"""The router chooses the replica that serves a request: `Router.choose`. Imports core only."""
 
 from penstock.router.index import hash_text, hash_tokens
 from penstock.router.policies import POLICIES, Policy, policy_named

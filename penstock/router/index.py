@@ -1,19 +1,19 @@
-"""The prefix index: which replicas hold which prefixes, by block hash, and everything that fills the index. Knows no
-load and no clock.
+"""The prefix index tells which replicas hold which prefixes, by block hash. This module also fills it. Knows no load
+and no clock.
 
-For our own replicas the hashes are those of their KV blocks, computed by the same function. External
-engines report no hashes: for them, chunks of the text are hashed, which is enough to remember what was sent where.
+Penstock's own replicas hash their KV blocks with the same function. External engines report no hashes: for them,
+chunks of the text are hashed, which is enough to remember what was sent where.
 
 A set of replicas is a bit mask, so that one lookup per block of a prompt answers for all replicas at once. A replica
 that forgets everything gets a new bit, and its old one is ignored until enough old bits have gathered to be worth a
 sweep.
 
 Memory is bounded by `max_entries` whatever the replicas hold. Entries live in two generations. When the younger is
-full, the older is dropped, a few entries at a time, and the younger takes its place. Whatever is matched or stored
-moves to the younger: an entry is forgotten only after half of `max_entries` others were used since.
+full, the older is dropped, a few entries at a time, and the younger takes its place. A matched or stored entry moves
+to the younger: an entry is forgotten only after half of `max_entries` others were used since.
 
-Between a decision and the replica's own KV events pass a queue, a prefill and a heartbeat. A burst of requests with
-one prefix falls into that gap, and would scatter if the index did not already know where the first one went. An
+A replica's KV events come a queue, a prefill and a heartbeat after the decision. A burst of requests with one prefix
+may arrive before them, and would scatter if the index did not remember where the first request went. Such an
 expectation is removed unless the replica confirms it in time. For replicas that send no KV events, expectations are
 all that is known, and last longer: an approximate index.
 
@@ -37,13 +37,13 @@ _DIGEST_BYTES = 16
 
 
 def hash_tokens(salt: str, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """The hashes that a replica gives to the blocks of this prompt. The last token never counts: a replica always
-    computes it. `salt` is the tenant, as in the replica."""
+    """Return the hashes that a replica gives to the blocks of this prompt. The last token never counts: a replica
+    always computes it. `salt` is the tenant's, as in the replica."""
     return chain_hashes(root_hash(salt), token_ids[: max(0, len(token_ids) - 1)], block_size)
 
 
 def hash_text(salt: str, text: str, chunk_bytes: int = _TEXT_CHUNK_BYTES) -> list[BlockHash]:
-    """The hashes of text whose tokens are unknown; an unfilled last chunk has no hash."""
+    """Return the hashes of text whose tokens are unknown. An unfilled last chunk has no hash."""
     data = text.encode()
     parent = root_hash(salt)
     hashes = []
@@ -74,7 +74,7 @@ class PrefixIndex:
         return len(self._young) + len(self._old) + len(self._dying)
 
     def open(self) -> int:
-        """Returns the bit of a new replica, which holds nothing yet."""
+        """Return the bit of a new replica, which holds nothing yet."""
         used = self._live_bits | self._retired_bits
         bit = ~used & (used + 1)
         self._live_bits |= bit
@@ -107,11 +107,12 @@ class PrefixIndex:
                         del generation[block_hash]
 
     def holders(self, block_hash: bytes) -> int:
-        """The bits of the replicas that hold this block."""
+        """Return the bits of the replicas that hold this block."""
         return (self._young.get(block_hash) or self._old.get(block_hash, 0)) & self._live_bits
 
     def match(self, hashes: Sequence[bytes], bits: int) -> dict[int, int]:
-        """For each of these replicas that holds a leading part of the chain: its bit, and how many blocks."""
+        """Return, for each of these replicas that holds a leading part of the chain, its bit and the number of
+        blocks."""
         old = self._old
         depths: dict[int, int] = {}
         holding = bits
@@ -159,7 +160,7 @@ class PrefixIndex:
         return self._sets.setdefault(holders, holders)
 
     def _sweep(self) -> None:
-        """Take retired bits out of every entry, so that they can be given out again."""
+        """Remove retired bits from every entry, so that they can be used again."""
         live = self._live_bits
         self._young = {block_hash: left for block_hash, bits in self._young.items() if (left := bits & live)}
         self._old = {block_hash: left for block_hash, bits in self._old.items() if (left := bits & live)}
@@ -176,7 +177,7 @@ def _set_each(depths: dict[int, int], bits: int, depth: int) -> None:
 
 
 class Expectations:
-    """Bounded: past `max_blocks`, the oldest expectations end early."""
+    """Holds blocks that replicas are expected to store. Past `max_blocks`, the oldest expectations end early."""
 
     def __init__(self, index: PrefixIndex, max_blocks: int = 200_000) -> None:
         self._index = index
@@ -188,7 +189,7 @@ class Expectations:
         self._num_queued = 0
 
     def __len__(self) -> int:
-        """How many blocks are expected and not confirmed."""
+        """Return the number of blocks that are expected and not confirmed."""
         return sum(len(blocks) for blocks in self._until.values())
 
     def expect(self, bit: int, hashes: Sequence[bytes], now: float, ttl_s: float) -> None:
@@ -205,7 +206,7 @@ class Expectations:
             )
 
     def settle(self, bit: int, hashes: Sequence[bytes]) -> None:
-        """The replica itself reported these blocks as stored or removed."""
+        """Remove expectations of blocks that the replica has reported as stored or removed."""
         expected = self._until.get(bit)
         if expected:
             for block_hash in hashes:
@@ -259,7 +260,7 @@ class KVFeed:
                 self._apply(event)
 
     def drop(self) -> None:
-        """Forget everything that was known of this replica."""
+        """Forget everything about this replica."""
         self._index.close(self.bit)
         self._expectations.forget(self.bit)
         self.bit = self._index.open()

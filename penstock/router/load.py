@@ -1,5 +1,5 @@
-"""The load of one replica, as this gateway knows it, in predicted seconds; and the number that ties a session key to
-a replica. Knows no other replica and no prefix index.
+"""Predicts the load of one replica in seconds, from what this gateway knows, and computes the number that ties a
+session key to a replica. Knows no other replica and no prefix index.
 
 The speed is a line, seconds = base + tokens × rate, fitted by least squares in which old pairs fade. Two imaginary
 pairs, which do not fade, hold the line in place while little is known and when all pairs are alike.
@@ -28,7 +28,7 @@ _MIN_RATE_S = 1e-9
 
 class LinearFit:
     def __init__(self, base_s: float, token_s: float, typical_tokens: int) -> None:
-        """A guess to start from, and how many tokens the larger pairs will have."""
+        """Start from a guess, and from the number of tokens that larger pairs will have."""
         low, high = 0.0, float(typical_tokens)
         self._prior = (
             2.0 * _PRIOR_WEIGHT,
@@ -62,7 +62,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # odd: multiplying by it loses nothing, and sp
 
 @lru_cache(maxsize=65_536)
 def number_of(key: str) -> int:
-    """64 bits that look random. Python's own hash would differ between processes."""
+    """Return 64 bits that look random. Python's own hash would differ between processes."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
@@ -80,13 +80,13 @@ _GUESSED_HOLD_S = 5.0
 
 @dataclass(slots=True)
 class Ticket:
-    """What a request adds to the load of its replica until it ends."""
+    """The load that a request adds to its replica until the request ends."""
 
     load: ReplicaLoad
     routed_s: float
     prefill_tokens: int  # thought not to be cached
     num_blocks: int  # of KV, at its expected end
-    work_tokens: float  # that were to be computed before its first token, its own included
+    work_tokens: float  # to be computed before the first token, with the tokens of earlier requests
     has_output: bool = False
 
 
@@ -140,7 +140,7 @@ class ReplicaLoad:
 
     @property
     def prefill_tokens(self) -> float:
-        """Prompt tokens that wait to be computed."""
+        """Return the number of prompt tokens that wait to be computed."""
         return self._own_tokens + self._others_tokens
 
     def holds(self, num_blocks: int) -> None:
@@ -153,7 +153,8 @@ class ReplicaLoad:
         self._derive()
 
     def predict_s(self, uncached_tokens: float, num_blocks: int) -> float:
-        """Seconds until the first token of a request that leaves so much to compute and needs so many blocks."""
+        """Predict the seconds until the first token of a request with so many tokens to compute and so many blocks to
+        fill."""
         predicted_s = self.queue_s + uncached_tokens * self.token_s
         if num_blocks > self.blocks_free:
             predicted_s += (num_blocks - self.blocks_free) * self.wait_per_block_s

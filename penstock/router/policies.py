@@ -1,7 +1,6 @@
-"""Routing policies: how one of several candidates is picked. Policies know loads and matches; no hash, no filter.
+"""Routing policies pick one of several candidates. They know loads and matches; no hash and no filter.
 
-A policy gets randomness, the loads and the matched prefixes of all candidates, and never fails: there is always a
-candidate.
+A policy gets randomness, the loads and the matched prefixes of all candidates. There is always a candidate.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ class PrefixAware:
         block_size = candidates[0].replica.block_size
         num_blocks = (num_tokens + request.expected_output_tokens) // block_size + 1
         weighted = num_tokens * self._recompute_weight
-        # First as if no replica held anything, which is true of most. Holding part of the prompt only lowers a cost.
+        # First without prefixes, which most replicas do not have. A matched part of the prompt only lowers a cost.
         costs_s = [
             candidate.queue_s + weighted * candidate.token_s
             if num_blocks <= candidate.blocks_free
@@ -211,7 +210,8 @@ def _load(candidate: ReplicaLoad) -> tuple[int, float]:
 
 
 def _place(value: float, values: list[float], start: int) -> int:
-    """The index of a value, searched from `start` on and then from the front, so that equals are picked at random."""
+    """Return the index of a value, searched from `start` on and then from the front, to pick among equals at
+    random."""
     try:
         return values.index(value, start)
     except ValueError:

@@ -1,4 +1,5 @@
-"""The data of the router: replicas, requests in, decisions out. Knows hashes of prompts, never tokens or text."""
+"""The router's data: replicas and requests go in, decisions come out. Knows hashes of prompts, never tokens or
+text."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """One replica as the registry describes it. `id` names one process: it changes with a restart."""
 
     id: str
-    models: frozenset[str]  # every name that it answers to: aliases and adapters too
+    models: frozenset[str]  # every name that requests may use: aliases and adapters too
     state: ReplicaState = ReplicaState.READY
     revision: str = ""
     region: str = ""
     block_size: int = 16
     num_kv_blocks: int | None = None  # None: unknown, as for external engines
-    max_step_tokens: int = 2048  # what one step computes at most
+    max_step_tokens: int = 2048  # the most tokens of one step
     sends_kv_events: bool = True  # if not, the router assumes that a replica keeps what was sent to it
 
 
@@ -39,7 +40,7 @@ class RandomSource(Protocol):
     """The source of randomness, passed in so that a seed repeats every decision."""
 
     def random(self) -> float:
-        """A number from 0 up to, not including, 1."""
+        """Return a number from 0 up to, not including, 1."""
         ...
 
 
@@ -57,13 +58,13 @@ class RoutingRequest:
 
 
 class Reason(enum.StrEnum):
-    """Why a replica was picked."""
+    """The reason why a replica was picked."""
 
     ONLY = "only"  # no other replica could serve the request
     TURN = "turn"  # it was this replica's turn
-    LOAD = "load"  # nothing of the prompt is known anywhere that matters: the shortest predicted wait
-    PREFIX = "prefix"  # it holds the longest known prefix
-    COPY = "copy"  # another one holds more of the prefix, but computing it here is quicker than waiting there
+    LOAD = "load"  # no cached prefix matters: the replica with the shortest predicted wait
+    PREFIX = "prefix"  # the replica holds the longest known prefix
+    COPY = "copy"  # another replica holds more of the prefix, but waiting there would take longer
     AFFINITY = "affinity"  # the session, or prompt_cache_key, leads here
 
 

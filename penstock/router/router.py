@@ -1,4 +1,4 @@
-"""`choose(request, replicas, now, rng)`: which replica serves a request. Knows no socket, clock or source of chance.
+"""The router chooses the replica that serves a request. Knows no socket, clock or source of randomness.
 
 First the candidates are found: by model, revision, health and region. Then a policy picks one. The router learns from
 reports: `heartbeat` and `receive` from replicas, `first_token` and `ended` from the dispatcher. It returns data: a
@@ -18,7 +18,7 @@ from penstock.router.load import ReplicaLoad, Ticket
 from penstock.router.policies import Policy, PrefixAware
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
-_FREE_REQUESTS = 8.0  # beyond its share, that a replica may have: a few requests are no load
+_FREE_REQUESTS = 8.0  # that a replica may have beyond its share: a few requests are no load
 _LARGEST_EXPONENT = 500.0
 
 
@@ -27,7 +27,9 @@ class RouterConfig:
     max_index_entries: int = 500_000
     max_expected_blocks: int = 200_000
     expectation_ttl_s: float = 15.0  # for a replica to confirm what was sent to it
-    approximate_ttl_s: float = 300.0  # for one that confirms nothing, since the last request with that prefix
+    approximate_ttl_s: float = (
+        300.0  # for a replica that confirms nothing, since the last request with that prefix
+    )
     max_share: float = 1.3  # of the mean number of requests lately, that one replica may get for its prefixes
     share_window_s: float = 30.0
     spill_over_s: float = 2.0  # a predicted wait that makes a request leave its region
@@ -35,7 +37,7 @@ class RouterConfig:
 
 @dataclass(slots=True)
 class _Known:
-    """What the router keeps about one replica."""
+    """The router's record of one replica."""
 
     replica: Replica
     load: ReplicaLoad
@@ -67,8 +69,8 @@ class Router:
     def choose(
         self, request: RoutingRequest, replicas: Sequence[Replica], now: float, rng: RandomSource
     ) -> Decision:
-        """Raises ModelNotFound or EngineUnavailable when no replica may serve. Pass the same `replicas` object until
-        something about them changes: it is compared by identity."""
+        """Choose a replica. Raises ModelNotFound or EngineUnavailable when no replica may serve. Pass the same
+        `replicas` object until something about them changes: it is compared by identity."""
         if replicas is not self._fleet:
             self.update(replicas)
         self.expectations.expire(now)
@@ -99,7 +101,7 @@ class Router:
         )
 
     def update(self, replicas: Sequence[Replica]) -> None:
-        """The fleet changed. Replicas that are no longer in it, or are gone, are forgotten."""
+        """Take over a changed fleet. Replicas that are no longer in it, or are gone, are forgotten."""
         self._fleet = replicas
         self._pools.clear()
         present = {replica.id for replica in replicas if replica.state is not ReplicaState.GONE}
@@ -118,8 +120,8 @@ class Router:
                 self._known[replica.id] = _Known(replica, load, feed)
 
     def receive(self, replica_id: str, events: Iterable[KVEvent]) -> bool:
-        """KV events of a replica, in the order in which they came. Returns False when events
-        were lost and the replica must send all of them again. Events of an unknown replica are ignored."""
+        """Take over KV events of a replica, in order. Returns False when events were lost and the replica must send
+        all of them again. Events of an unknown replica are ignored."""
         known = self._known.get(replica_id)
         if known is None:
             return True
@@ -132,15 +134,15 @@ class Router:
         return not known.feed.needs_resync
 
     def matches(self, request: RoutingRequest) -> dict[str, int]:
-        """Prompt tokens that replicas are thought to hold, of those that are ready and of its model and revision."""
+        """Return how many prompt tokens each ready replica of the model and revision is thought to hold."""
         if not request.block_hashes:
             return {}
         found = self._match(request, self._make_pool(request).everywhere)
         return {load.replica.id: num_tokens for load, num_tokens in found.items()}
 
     def resyncs_needed(self) -> tuple[str, ...]:
-        """Replicas to ask for a new start of their KV events: `KVCache.restart_events` is how they answer. Until
-        that arrives nothing is assumed to be cached there but what is sent from now on."""
+        """Return the replicas that must send their KV events from the start, by `KVCache.restart_events`. Until they
+        do, only what is sent from now on is assumed to be cached there."""
         return tuple(replica_id for replica_id, known in self._known.items() if known.feed.needs_resync)
 
     def heartbeat(self, replica_id: str, stats: EngineStats) -> None:
@@ -160,13 +162,13 @@ class Router:
             ticket.load.first_token(ticket, now)
 
     def ended(self, request_id: str, now: float) -> None:
-        """A request ended in any way, or left its replica to be sent to another. Unknown ids are ignored."""
+        """Stop counting a request that ended, or left its replica to be sent to another. Unknown ids are ignored."""
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
             ticket.load.leave(ticket, now)
 
     def load(self, replica_id: str) -> ReplicaLoad | None:
-        """The load of a replica as this router knows it; None for an unknown replica."""
+        """Return the load of a replica as this router knows it; None for an unknown replica."""
         known = self._known.get(replica_id)
         return None if known is None else known.load
 
@@ -178,7 +180,7 @@ class Router:
         now: float,
         rng: RandomSource,
     ) -> tuple[ReplicaLoad, Reason]:
-        """Pick as the policy says, unless that replica got more than its share of requests lately."""
+        """Pick by the policy, unless that replica got more than its share of requests lately."""
         picked, reason = self.policy.pick(request, candidates, matches, rng)
         if self.policy.reads_prefixes:
             within = self._shares.within(candidates, picked, now)
@@ -189,7 +191,7 @@ class Router:
         return picked, reason
 
     def _candidates(self, request: RoutingRequest) -> list[ReplicaLoad]:
-        """The replicas in the preferred region; all replicas when the shortest wait there is too long."""
+        """Return the replicas in the preferred region; all replicas when the shortest wait there is too long."""
         key = request.model, request.revision, request.region
         pool = self._pools.get(key)
         if pool is None:
@@ -221,7 +223,7 @@ class Router:
         return _Pool(local, everywhere)
 
     def _match(self, request: RoutingRequest, candidates: Sequence[ReplicaLoad]) -> dict[ReplicaLoad, int]:
-        """Prompt tokens that candidates hold; never the whole prompt."""
+        """Return the prompt tokens that candidates hold; never the whole prompt."""
         bits = 0
         for candidate in candidates:
             bits |= candidate.bit
@@ -241,7 +243,7 @@ class Router:
 
 
 class RecentShares:
-    """How many requests each replica got lately, so that none gets much more than the others.
+    """Counts the requests that each replica got lately, so that no replica gets much more than the others.
 
     Old requests fade. Instead of fading every count all the time, a new request counts for more the later it comes:
     only the proportions matter."""
@@ -263,7 +265,7 @@ class RecentShares:
     def within(
         self, candidates: Sequence[ReplicaLoad], picked: ReplicaLoad, now: float
     ) -> Sequence[ReplicaLoad]:
-        """The candidates that may be picked instead of one with too many requests; all of them if it has not."""
+        """Return the candidates that may be picked instead of a replica with too many requests; all if it has not."""
         total = sum([candidate.recent_requests for candidate in candidates])
         one = exp(min(self._exponent(now), _LARGEST_EXPONENT + 200.0))
         limit = self._max_share * total / len(candidates) + _FREE_REQUESTS * one
