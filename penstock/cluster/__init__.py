@@ -1,1 +1,1 @@
-"""Replicas: launching them, reaching them, knowing how they are. Only `worker` imports the engine."""
+"""Launches replicas, connects to them and watches them. Only `worker` imports the engine."""

@@ -1,5 +1,5 @@
-"""One gateway's connections to all replicas: opens and closes them, and collects what replicas report about their
-models and statistics. Decides nothing and sends no request."""
+"""Opens and closes one gateway's connections to all replicas, and collects what replicas report about their models
+and statistics. Decides nothing and sends no request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Connection:
 
 
 class Listener(Protocol):
-    """Hears what comes over the connections."""
+    """Gets what comes over the connections."""
 
     def on_ready(self) -> None: ...
 
@@ -98,7 +98,7 @@ class Connections:
 
     @property
     def first_ready(self) -> EngineReady | None:
-        """The model of the first replica that serves."""
+        """Return the model of the first replica that serves."""
         for connection in self.by_id.values():
             if connection.is_serving:
                 return self.models.get(connection.member.spec.model)
@@ -111,7 +111,7 @@ class Connections:
         return ready
 
     def status(self, *, starts_on_demand: bool) -> FleetStatus:
-        """The replicas as a dispatcher must know them. Learns the models that connected replicas serve."""
+        """Return the replicas for a dispatcher, and learn the models that connected replicas serve."""
         self._learn_models()
         self._stats = None
         self._changed.set()
@@ -122,7 +122,7 @@ class Connections:
         )
 
     def update(self, members: Sequence[Member]) -> None:
-        """Replicas came, went, or changed state: connect to new replicas and close connections to lost ones."""
+        """Connect to new replicas and close connections to lost ones, after replicas changed."""
         self.members = tuple(members)
         present = {member.id: member for member in members if member.replica.state not in _LOST}
         for connection in [lost for name, lost in self.by_id.items() if name not in present]:
@@ -134,7 +134,7 @@ class Connections:
                 self._connect(member)
 
     def note_stats(self) -> None:
-        """A replica has reported new statistics."""
+        """Take over new statistics of a replica."""
         self._stats = None
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Connections:
 
 
 def added_up(stats: Sequence[EngineStats]) -> EngineStats:
-    """The statistics of several engines as one engine's."""
+    """Add up the statistics of several engines."""
     if len(stats) == 1:
         return stats[0]
     figures = {name: sum(getattr(each, name) for each in stats) for name in _SUMMED}
@@ -218,5 +218,5 @@ def added_up(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def counters_of(stats: EngineStats) -> EngineStats:
-    """The counters alone, which a replica that has gone leaves behind."""
+    """Return only the counters, which stay when a replica has gone."""
     return EngineStats(**{name: getattr(stats, name) for name in _COUNTERS})

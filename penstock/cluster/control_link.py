@@ -1,5 +1,5 @@
-"""A gateway's end of the wire to the control plane: reports what the fleet saw, follows the directive, and passes on
-what operators order. While the control plane does not answer, the gateway follows the last directive.
+"""Connects a gateway to the control plane: reports what the fleet saw, follows the directive, and passes on what
+operators order. While the control plane does not answer, the gateway follows the last directive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _AWAY = "The control plane of this server does not answer."
 
 
 class ReportingFleet(TrafficFleet, Protocol):
-    """What the control link needs of the fleet."""
+    """The part of the fleet that the control link needs."""
 
     @property
     def router(self) -> Router: ...
@@ -75,7 +75,7 @@ class ControlLink:
 
     @property
     def pools(self) -> tuple[PoolView, ...]:
-        """The pools of the last directive."""
+        """Return the pools of the last directive."""
         return self._directive.pools
 
     @contextlib.asynccontextmanager
@@ -155,7 +155,7 @@ class ControlLink:
                 return await self._connect()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Report until the directive that came back is one that the control plane knows we follow."""
+        """Report until the control plane knows that this gateway follows the newest directive."""
         while True:
             before = self._directive.number
             writer.write(encode_line(self._report()))

@@ -27,7 +27,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one gateway knows of one model."""
+    """One gateway's report about one model."""
 
     arrived_tokens: int = 0  # uncached, of prompts that came since the last report
     held_requests: int = 0  # now
@@ -38,7 +38,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    directive_number: int  # that this gateway works by
+    directive_number: int  # of the directive that this gateway follows
     samples: tuple[Sample, ...] = ()
     models: dict[str, ModelReport] = {}
     token_s: dict[str, float] = {}  # by replica id: seconds that one more uncached prompt token takes there
@@ -73,7 +73,7 @@ class ActiveRelease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Directive(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
-    """What a gateway does until the next directive. `number` rises when `releases` change."""
+    """Tells a gateway what to do until the next directive. `number` rises when `releases` change."""
 
     number: int
     releases: tuple[ActiveRelease, ...] = ()
@@ -89,7 +89,7 @@ class ReleaseShown(msgspec.Struct, frozen=True, tag="release_shown"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """`code` is one of core.errors."""
+    """An order was refused. `code` is one of core.errors."""
 
     code: str
     message: str

@@ -1,4 +1,4 @@
-"""The control plane: one for a server, in the process that owns the replicas. Sums what gateways report, has pools
+"""The control plane of a server, in the process that owns the replicas. Adds up what gateways report, has pools
 scaled and releases carried out, and answers operators. Gateways reach it over a private socket (`control_link`).
 
 Decides nothing itself: `control` does, through `scaling` and `releases`.
@@ -61,7 +61,8 @@ class _ReplicaTimes:
 
 
 class ControlPlane:
-    """`pools`: of each what to run, as the server's settings have it, and how to scale it; None: not at all."""
+    """Looks after pools and releases. `pools` says what each pool runs, by the server's settings, and how it scales;
+    None: the pool does not scale."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class ControlPlane:
         self._next_views_s = 0.0
 
     async def prepare(self) -> tuple[ReplicaSpec, ...]:
-        """What to start for each pool, in order: a release that was promoted outlives the server that made it."""
+        """Return what to start for each pool, in order. A promoted release survives a restart of the server."""
         records = await self._store.load()
         for pool in self.pools:
             spec = serving_spec(pool.spec, records)
@@ -183,7 +184,7 @@ class ControlPlane:
         )
 
     def _note(self, report: Report, now: float) -> None:
-        """The cluster as operators see it."""
+        """Note the cluster for operators."""
         self._reasons.update(report.reasons)
         self._num_prompt_tokens += report.num_prompt_tokens
         self._num_matched_tokens += report.num_matched_tokens
@@ -207,7 +208,7 @@ class ControlPlane:
                     logger.exception("the autoscaler stumbled over %s", pool.spec.model)
 
     async def _announce(self) -> None:
-        """Returns when every gateway follows the present state of releases, or the time for that is over."""
+        """Wait until every gateway follows the present state of releases, or the time for that is over."""
         self._directive_number += 1
         number = self._directive_number
         with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
-"""An engine process that starts before its model and settings are known.
+"""Starts an engine process before its model and settings are known. Light to import.
 
 Python and torch take a second or more to load. Meanwhile the server reads its settings, its database and its own
-modules, and only then knows what to launch; by that time this process has loaded them. Light to import.
+modules, and only then knows what to launch; by that time this process has loaded Python and torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums of what gateways report: figures of a release's two revisions, and recent times. Knows no gateway, no socket
+"""Adds up what gateways report: figures of a release's two revisions, and recent times. Knows no gateway, no socket
 and no policy; time is an argument."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_TIMES = 20_000  # of each kind, for percentiles; older ones are dropped
 
 
 class RecentTimes:
-    """The times of the last seconds."""
+    """Keeps the times of the last seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -30,7 +30,7 @@ class RecentTimes:
 
 
 class RecentRate:
-    """An amount per second, over the last seconds."""
+    """Measures an amount per second, over the last seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -71,14 +71,14 @@ class _RevisionFigures:
 
 
 class EvidenceCollector:
-    """The evidence of the present stage of a release. Requests that began in another stage do not count."""
+    """Collects the evidence of the present stage of a release. Requests that began in another stage do not count."""
 
     def __init__(self, stable: str, candidate: str) -> None:
         self._names = (stable, candidate)
         self.begin(0)
 
     def begin(self, stage_number: int) -> None:
-        """Forget everything: another stage begins."""
+        """Forget all evidence, because another stage begins."""
         self._stage_number = stage_number
         self._figures = {name: _RevisionFigures() for name in self._names}
         self._num_compared = 0

@@ -1,7 +1,7 @@
-"""All replicas as one engine, for one gateway process: the live driver of `dispatch`.
+"""Presents all replicas as one engine to a gateway process: the live driver of `dispatch`.
 
-Passes requests, answers, heartbeats and time to the dispatcher, and carries out its actions over the connections. All
-of it runs on one event loop, without locks.
+Passes requests, answers, heartbeats and time to the dispatcher, and carries out its actions over the connections.
+Everything runs on one event loop, without locks.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 class FleetObserver(Protocol):
-    """Hears of requests, for releases and autoscaling; see the actions of the same names in `dispatch`. Called on the
-    fleet's event loop; must not block or raise."""
+    """Gets reports about requests, for releases and autoscaling; see the actions of the same names in `dispatch`. Its
+    methods run on the fleet's event loop and must not block or raise."""
 
     def arrived(self, request: Request, uncached_tokens: int) -> None: ...
 
@@ -67,7 +67,7 @@ class _Caller:
 
 
 class Fleet:
-    """Implements `client.EngineClient`. `update` says which replicas there are."""
+    """Implements `replica.EngineClient`. `update` says which replicas there are."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Fleet:
         starts_on_demand: bool = False,
         record_to: Path | None = None,
     ) -> None:
-        """`starts_on_demand`: requests may wait for replicas that are not even starting, since somebody starts them
-        when requests wait. `record_to` is a file for the dispatch log."""
+        """`starts_on_demand`: requests may wait for replicas that are not starting yet, because waiting requests
+        start them. `record_to` is a file for the dispatch log."""
         self._clock = clock or SystemClock()
         seed = SystemRandom().getrandbits(53) if seed is None else seed
         config, rng, now = config or DispatchConfig(), Random(seed), self._clock.now()
@@ -114,7 +114,7 @@ class Fleet:
 
     @property
     def ready(self) -> EngineReady | None:
-        """Not None, too, while there is no replica and requests wait until one is started for them."""
+        """Return what the fleet serves, also while requests wait until a replica is started for them."""
         ready = self.connections.first_ready
         if ready is None and self._starts_on_demand:
             return next(iter(self.models.values()), None)
@@ -122,7 +122,7 @@ class Fleet:
 
     @property
     def models(self) -> Mapping[str, EngineReady]:
-        """Every model that was ever served: while its replicas start again, requests for it wait."""
+        """Return every model that was ever served. Requests wait while replicas of their model start again."""
         return self.connections.models
 
     @property
@@ -138,7 +138,7 @@ class Fleet:
 
     @property
     def replicas(self) -> Mapping[str, ReplicaRecord]:
-        """The replicas that are not lost, by id."""
+        """Return the replicas that are not lost, by id."""
         return self.dispatcher.table.records
 
     @property
@@ -166,24 +166,24 @@ class Fleet:
         return self.dispatcher.matched_tokens
 
     async def wait_ready(self) -> EngineReady:
-        """Returns when some replica serves, or when requests may wait until one does."""
+        """Wait until a replica serves, or requests may wait for one."""
         return self.ready or await self.connections.wait_ready()
 
     def know(self, models: Mapping[str, EngineReady]) -> None:
-        """Learn of models that were served before this process began; all their replicas may have left since."""
+        """Add models that were served before this process began, and whose replicas may all have left since."""
         self.connections.models.update(models)
 
     def choose_revisions(self, choose: Callable[[Request], str | None]) -> None:
-        """Let `choose` say which revision serves an attempt; None stands for any revision."""
+        """Let `choose` select the revision that serves an attempt; None stands for any revision."""
         self.dispatcher.choose_revision = choose
 
     def update(self, members: Sequence[Member]) -> None:
-        """Replicas came, went, or changed state."""
+        """Take over replicas that came, went, or changed state."""
         self.connections.update(members)
         self.on_ready()
 
     def on_ready(self) -> None:
-        """A connection knows its replica now, or the replicas changed."""
+        """Update the dispatcher, after a connection came up or replicas changed."""
         status = self.connections.status(starts_on_demand=self._starts_on_demand)
         self._carry_out(self.dispatcher.update(status, self._clock.now()))
 
@@ -228,8 +228,8 @@ class Fleet:
         self._carry_out(self.dispatcher.tick(max(due_s, self._clock.now())))
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        """An action may call back into the fleet. What follows from that waits for its turn, so that every request
-        sees its actions in the order in which the dispatcher decided on them."""
+        """Carry out actions in order. An action may call back into the fleet; the actions that follow from that wait
+        for their turn, so that every request gets its actions in the order of the dispatcher's decisions."""
         if not actions:
             return
         self._pending.extend(actions)

@@ -1,4 +1,5 @@
-"""Engines as child processes on this machine. Never imports the engine, and restarts nothing: `supervisor` does."""
+"""Launches engines as child processes on this machine. Never imports the engine, and restarts nothing: `supervisor`
+does."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ STOP_TIMEOUT_S = 5.0
 
 
 class LocalLauncher:
-    """Each process listens on a socket in a private folder of its own: no other user of the machine can reach it.
+    """Launches engine processes. Each process listens on a socket in a private folder: no other user of the machine
+    can reach it.
 
     `gpus` are the devices of this machine, as CUDA_VISIBLE_DEVICES names them. A process gets one for each of its
     ranks, the devices with the fewest processes so far; without `gpus` it sees the devices of its parent."""

@@ -1,4 +1,4 @@
-"""Engines as actors of a Ray cluster, each in a placement group of its own. Restarts nothing: `supervisor` does.
+"""Launches engines as actors of a Ray cluster, each in its own placement group. Restarts nothing: `supervisor` does.
 
 The actor, `EngineHost`, runs on a node of the cluster, where Penstock must be installed, and starts one engine
 process. The worker is the same as on one machine, and leaves when the actor ends. Ray is imported when the first
@@ -38,7 +38,7 @@ class EngineHost:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, engine: bytes, model_path: str, log_level: str, log_format: str) -> str:
-        """Start the engine process; returns its endpoint, with the key to it. `engine` is its config as JSON."""
+        """Start the engine process. Returns its endpoint, with the key. `engine` is the engine's config as JSON."""
         keys = KeyPair.make()
         key_file = self._folder / "key"
         key_file.touch(mode=0o600)
@@ -54,7 +54,7 @@ class EngineHost:
         return with_key(address, keys.public)
 
     async def wait(self) -> int:
-        """The exit code of the engine process."""
+        """Wait for the exit code of the engine process."""
         assert self._process is not None, "start() comes first"
         code = await self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -67,7 +67,7 @@ class EngineHost:
 
 
 def _free_port(node_address: str) -> int:
-    """A free port. Another process could take it first; then the engine fails and is started again."""
+    """Return a free port. If another process takes the port first, the engine fails and is started again."""
     with socket.socket() as probe:
         probe.bind((node_address, 0))
         return int(probe.getsockname()[1])
@@ -91,7 +91,7 @@ class RayLauncher:
         self._joining = asyncio.Lock()
 
     async def launch(self, spec: ReplicaSpec, replica_id: str) -> RunningReplica:
-        """Returns when a node has room, and the engine process was started there."""
+        """Wait until a node has room, and start the engine process there."""
         ray = await self._join()
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -125,7 +125,7 @@ class RayLauncher:
         return _RayReplica(ray, actor, group, endpoint)
 
     async def _join(self) -> Any:
-        """Ray, connected."""
+        """Return Ray, connected to its cluster."""
         try:
             import ray
         except ModuleNotFoundError as error:
@@ -186,7 +186,7 @@ class _RayReplica:
             self._killing = asyncio.create_task(self._kill())
 
     async def _end(self) -> int:
-        """A node that is gone does not answer: killing a replica must not wait for it."""
+        """End the replica without waiting for its node, which does not answer if it is gone."""
         exited = asyncio.ensure_future(self._exit_code())
         killed = asyncio.ensure_future(self._was_killed.wait())
         await asyncio.wait((exited, killed), return_when=asyncio.FIRST_COMPLETED)
@@ -230,14 +230,14 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def _take_signals_back() -> None:
-    """Ray puts handlers of its own beneath Python's, which end the process where ours let it drain."""
+    """Restore the handlers of signals. Ray's own handlers would end the process instead of letting it drain."""
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # signals are the main thread's
             signal.signal(number, signal.getsignal(number))
 
 
 def resources(spec: ReplicaSpec, cluster: dict[str, float]) -> dict[str, float]:
-    """The resources of a node that one replica takes."""
+    """Return the resources of a node that one replica takes."""
     needs = {"CPU": float(spec.engine.num_threads or 1)}
     device = spec.engine.model.device
     if device == "cuda" or (device == "auto" and cluster.get("GPU", 0.0) > 0.0):
@@ -257,8 +257,8 @@ async def _placed(group: Any, replica_id: str, needs: dict[str, float]) -> None:
 
 
 async def _aside(work: Callable[[Any], object], argument: Any) -> None:
-    """Ray's plain calls wait for a cluster that may be gone, perhaps for good: neither the event loop nor the end of
-    this process waits with them."""
+    """Make a plain call of Ray in a thread, because the cluster may never answer: neither the event loop nor the end
+    of this process waits for the call."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 

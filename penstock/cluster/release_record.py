@@ -20,7 +20,7 @@ from penstock.core.errors import InvalidRequest
 
 
 class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in `state` are Unix seconds."""
+    """The stored record of a release. Times in `state` are Unix seconds."""
 
     id: str
     model: str
@@ -40,7 +40,7 @@ class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class ReleaseStore(Protocol):
     async def load(self) -> tuple[ReleaseRecord, ...]:
-        """All records, oldest first."""
+        """Return all records, oldest first."""
         ...
 
     async def save(self, record: ReleaseRecord) -> None:
@@ -49,7 +49,7 @@ class ReleaseStore(Protocol):
 
 
 class MemoryReleases:
-    """Records in memory, for a server without a database and for tests."""
+    """Keeps records in memory, for a server without a database and for tests."""
 
     def __init__(self) -> None:
         self._records: dict[str, ReleaseRecord] = {}
@@ -62,8 +62,8 @@ class MemoryReleases:
 
 
 def serving_spec(spec: ReplicaSpec, records: Iterable[ReleaseRecord]) -> ReplicaSpec:
-    """What to start for `spec`, which comes from the server's settings: the candidate of the last release that was
-    promoted, or was about to be, since those settings hold."""
+    """Return what to start for `spec`, which comes from the server's settings: the candidate of the last release that
+    was promoted, or was about to be, under these settings."""
     serving = spec
     for record in records:
         has_won = record.state.stage in (Stage.PROMOTED, Stage.LAME_DUCK)
@@ -79,7 +79,7 @@ _FIXED = frozenset({"model", "served_model_name"})
 
 
 def revision_of(engine: EngineConfig, model_path: str) -> str:
-    """A name that is the same for the same weights and settings."""
+    """Return a name that is the same for the same weights and settings."""
     content = msgspec.json.encode((engine, model_path), order="deterministic")
     return hashlib.sha256(content).hexdigest()[:10]
 
@@ -87,7 +87,7 @@ def revision_of(engine: EngineConfig, model_path: str) -> str:
 def changed(
     spec: ReplicaSpec, *, weights: tuple[str, str] | None, settings: Mapping[str, Any], revision: str | None
 ) -> ReplicaSpec:
-    """`spec` with other weights (what the operator called them, and where they are), settings, or both."""
+    """Return `spec` with other weights (their name and their path), other settings, or both."""
     engine = with_settings(spec.engine, settings)
     model_path = spec.model_path
     if weights is not None:
@@ -100,8 +100,8 @@ def changed(
 
 
 def with_settings(engine: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
-    """Engine settings by the names that flags have. Raises InvalidRequest for an unknown setting or an
-    invalid value."""
+    """Return an engine config with other settings, by the names of flags. Raises InvalidRequest for an unknown
+    setting or an invalid value."""
     places = _places(engine)
     for name, value in changes.items():
         if name not in places:
@@ -120,7 +120,7 @@ def with_settings(engine: EngineConfig, changes: Mapping[str, Any]) -> EngineCon
 
 
 def _places(engine: EngineConfig) -> dict[str, str | None]:
-    """The section of every setting; None for settings of the engine itself."""
+    """Return the section of every setting; None for settings of the engine itself."""
     places: dict[str, str | None] = {}
     for field in engine.__struct_fields__:
         value = getattr(engine, field)

@@ -1,5 +1,5 @@
-"""One active release: starts the candidate's replicas, collects evidence from gateways, and removes the revision that
-lost. `control/release` decides whether to go on; `releases` decides whether a release may begin."""
+"""Runs one active release: starts the candidate's replicas, collects evidence from gateways, and removes the revision
+that lost. `control/release` decides whether to go on; `releases` decides whether a release may begin."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ReleaseRun:
                 await self._driver
 
     async def finished(self) -> None:
-        """Returns when the release is over."""
+        """Wait until the release is over."""
         while not self.state.is_over and self._driver is not None:
             await asyncio.wait((self._driver,))
 
@@ -209,7 +209,8 @@ class ReleaseRun:
             await pool.remove(leaving)
 
     def _tokenizers(self, specs: Sequence[ReplicaSpec]) -> set[bytes]:
-        """Of those that serve; none, where all have left for want of requests."""
+        """Return the tokenizers of serving replicas. There may be none, if all replicas have left for want of
+        requests."""
         members = [
             member
             for pool, spec in zip(self._pools, specs, strict=True)
@@ -219,7 +220,7 @@ class ReleaseRun:
         return {ready.model.tokenizer_json for ready in descriptions if ready is not None}
 
     def _counts(self, candidate_share: float) -> list[int]:
-        """How many replicas of the candidate each pool needs for this share."""
+        """Return how many replicas of the candidate each pool needs for this share."""
         return [
             max(1, ceil(candidate_share * max(at_first, len(pool.serving(spec.revision)))))
             for pool, spec, at_first in zip(

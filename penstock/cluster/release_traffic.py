@@ -1,5 +1,5 @@
-"""A gateway's part in releases: which revision answers a request, which requests are mirrored, and whether a mirrored
-answer is the same. Follows the directive of the control plane; decides nothing about a release.
+"""Does a gateway's part in releases: chooses the revision that answers a request, mirrors requests, and compares
+mirrored answers. Follows the directive of the control plane; decides nothing about a release.
 
 A mirrored request is a copy that goes to the candidate. Its answer is compared and dropped, and no caller pays for
 the copy.
@@ -31,7 +31,7 @@ from penstock.router import ReplicaState
 
 MAX_MIRRORED = 64  # at a time
 MIRROR_TIMEOUT_S = 120.0
-# After one near-tie between two tokens falls the other way, two good answers have nothing in common any more.
+# When a near-tie between two tokens is decided differently, two good answers share nothing after that token.
 COMPARED_TOKENS = 16
 _MIRROR_PREFIX = "mirror-"
 # Errors that the caller or the deadline caused, not the revision.
@@ -41,7 +41,7 @@ _HIDDEN = (Stage.WARMING, Stage.SHADOW)
 
 
 class TrafficFleet(Protocol):
-    """What release traffic needs of the fleet."""
+    """The part of the fleet that release traffic needs."""
 
     @property
     def members(self) -> Sequence[Member]: ...
@@ -84,12 +84,12 @@ class ReleaseTraffic:
     def follow(self, releases: Iterable[ActiveRelease]) -> None:
         self._releases = {release.model: release for release in releases}
         present = {release.state.stage_number for release in self._releases.values()}
-        # What began in a stage that is over proves nothing.
+        # Requests that began in a past stage prove nothing.
         self._stages = {name: stage for name, stage in self._stages.items() if stage in present}
         self._pairs = {name: pair for name, pair in self._pairs.items() if pair.stage_number in present}
 
     def choose_revision(self, request: Request) -> str | None:
-        """The revision that must answer an attempt; None: any."""
+        """Return the revision that must answer an attempt; None: any."""
         release = self._releases.get(self._model(request))
         if release is None:
             return None
@@ -169,7 +169,7 @@ class ReleaseTraffic:
         self._fleet.add(mirrored, timeout_s=MIRROR_TIMEOUT_S, on_event=ignore, on_error=give_up)
 
     def _has_room(self) -> bool:
-        """Whether one more request may be mirrored; copies that timed out are dropped."""
+        """Say whether one more request may be mirrored. Copies that timed out are dropped."""
         if len(self._pairs) >= MAX_MIRRORED:
             latest_s = time.monotonic() - MIRROR_TIMEOUT_S
             self._pairs = {name: pair for name, pair in self._pairs.items() if pair.since_s > latest_s}
@@ -218,5 +218,5 @@ class ReleaseTraffic:
 
 
 def _is_repeatable(request: Request) -> bool:
-    """Whether the same request gets the same answer twice, from the same weights."""
+    """Say whether the same request gets the same answer twice, from the same weights."""
     return request.sampling.temperature == 0.0 or request.sampling.seed is not None

@@ -1,4 +1,4 @@
-"""All releases of a server: starts them, passes orders of operators and reports of gateways to the right release, and
+"""Starts the releases of a server, passes orders of operators and reports of gateways to the right release, and
 continues releases after a restart.
 
 Each model has one release at a time. Every change of state is stored before it is acted upon, so that a restarted
@@ -28,7 +28,7 @@ Resolve = Callable[[str], Awaitable[str]]  # from an operator's name of weights 
 
 
 class ReleaseService:
-    """All releases of a server. `pools` are those of every model."""
+    """Manages all releases of a server. `pools` are the pools of every model."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ReleaseService:
                 run.collector.add_comparisons(of_model)
 
     def active(self) -> tuple[ActiveRelease, ...]:
-        """The active releases, as gateways must know them."""
+        """Return the active releases, for gateways."""
         return tuple(
             ActiveRelease(model=model, state=run.state, config=run.record.config)
             for model, run in self._runs.items()

@@ -22,12 +22,12 @@ from penstock.router import Replica
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. Two replicas with equal specs are interchangeable."""
+    """Says what a replica runs. Two replicas with equal specs are interchangeable."""
 
     model: str  # the name that requests ask for
     engine: EngineConfig
     model_path: str
-    revision: str = ""  # which weights, settings and code: replicas of one revision answer alike
+    revision: str = ""  # of weights, settings and code: replicas of one revision answer alike
     region: str = ""
     role: Role = "both"
     launcher: Literal["local", "ray"] = "local"
@@ -54,16 +54,17 @@ class RunningReplica(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """The endpoint for gateways. The process may not listen there yet."""
+        """Return the endpoint for gateways. The process may not listen there yet."""
         ...
 
     @property
     def pid(self) -> int | None:
-        """The process id on this machine; None elsewhere."""
+        """Return the process id on this machine; None for a process elsewhere."""
         ...
 
     async def wait(self) -> int:
-        """Returns when the process has ended: its exit code, or the negative number of the signal that ended it."""
+        """Wait until the process has ended. Returns its exit code, or the negative number of the signal that ended
+        it."""
         ...
 
     async def stop(self) -> None:
@@ -77,28 +78,28 @@ class RunningReplica(Protocol):
 
 class Launcher(Protocol):
     async def launch(self, spec: ReplicaSpec, replica_id: str) -> RunningReplica:
-        """Returns as soon as a process exists, before its model is loaded."""
+        """Start a process. Returns before its model is loaded."""
         ...
 
 
 class EngineClient(Protocol):
     @property
     def ready(self) -> EngineReady | None:
-        """What the engine serves; None while the engine starts and after it has gone."""
+        """Return what the engine serves; None while the engine starts and after it has gone."""
         ...
 
     @property
     def models(self) -> Mapping[str, EngineReady]:
-        """Every model that could be asked for, by name."""
+        """Return every model that requests may ask for, by name."""
         ...
 
     @property
     def stats(self) -> EngineStats:
-        """The sum of the latest reports of all engines. The same object until a new report comes."""
+        """Return the sum of the latest reports of all engines, as the same object until a new report comes."""
         ...
 
     def stats_of(self, model: str) -> EngineStats:
-        """The sum over the engines that serve one model."""
+        """Return the sum over the engines that serve one model."""
         ...
 
     def add(
@@ -137,8 +138,8 @@ class ReplicaClient(Protocol):
         on_error: Callable[[PenstockError], None],
         kv_source: KVSource | None = None,
     ) -> None:
-        """The connector's `on_events` hears of the answer, or `on_error` is called once, and nothing follows.
-        `kv_source`: another replica that has, or computes, the KV of the request's first tokens."""
+        """Send a request. The connector's `on_events` gets the answer; or `on_error` is called once, and nothing
+        follows. `kv_source`: another replica that has, or computes, the KV of the request's first tokens."""
         ...
 
     def abort(self, request_id: str) -> None: ...
@@ -160,5 +161,5 @@ class Connector(Protocol):
         on_events: Callable[[Sequence[TokenEvent]], None],
         on_kv_events: Callable[[tuple[KVEvent, ...]], None],
     ) -> ReplicaClient:
-        """Returns a client that is not started yet. `on_events` hears all events of a step at once."""
+        """Return a client that is not started yet. `on_events` gets all events of a step at once."""
         ...

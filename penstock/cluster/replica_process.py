@@ -1,8 +1,8 @@
-"""One process of one replica, from its launch to its end. Never starts another process: `supervisor` does. Knows no
-gateway and no request of a client.
+"""Follows one process of one replica, from its launch to its end. Never starts another process: `supervisor` does.
+Knows no gateway and no request of a client.
 
     starting   the process exists and loads the model
-    warming    the replica answers requests of ours, so that no client's request is the first
+    warming    the replica answers test requests, so that no client's request is the first
     ready      the replica serves
     draining   the replica finishes its requests and gets no more; it may become ready again
     unhealthy  the process was silent for too long, and is killed
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def processor_s(pid: int | None) -> float | None:
-    """The processor time that a process of this machine has used; None where that is unknown."""
+    """Return the processor time that a process of this machine has used; None if unknown."""
     try:
         # The name of the program, in parentheses, may hold spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -58,7 +58,7 @@ def ask_for_stacks(pid: int | None) -> None:
 
 
 class Silence:
-    """How long an engine may say nothing before it counts as frozen. Heartbeats and passing time are passed in.
+    """Decides how long an engine may send nothing before it counts as frozen. Heartbeats and time are passed in.
 
     An engine sends no heartbeat during a step, and on a slow device the largest step may take long: the patience
     grows with the time that the largest step would take at the measured speed. A process that uses its processor is
@@ -144,7 +144,7 @@ class ReplicaProcess:
         )
 
     async def begin(self, launcher: Launcher) -> None:
-        """Returns when the replica is ready; raises the error that prevented it."""
+        """Wait until the replica is ready. Raises the error of a failed start."""
         self._running = await launcher.launch(self.spec, self.id)
         self._client = ZmqEngineClient(
             self._running.endpoint, on_progress=self._on_progress, on_stats=self._on_stats
@@ -157,7 +157,7 @@ class ReplicaProcess:
         self._become(ReplicaState.READY)
 
     async def over(self) -> str:
-        """Returns when the process has ended, with the rest of a sentence that says how."""
+        """Wait until the process has ended. Returns the rest of a sentence that says how."""
         assert self._watching is not None, "begin() comes first"
         return await asyncio.shield(self._watching)
 
@@ -166,7 +166,7 @@ class ReplicaProcess:
             self._become(ReplicaState.DRAINING)
 
     def resume(self) -> bool:
-        """Whether a draining replica serves again."""
+        """Take a replica out of draining. Returns whether the replica serves again."""
         if self._state is ReplicaState.DRAINING:
             self._become(ReplicaState.READY)
         return self._state is ReplicaState.READY
@@ -234,7 +234,7 @@ class ReplicaProcess:
 
 
 async def warm_up(client: EngineClient, ready: EngineReady) -> float:
-    """Make the first requests of a replica, so that no client pays for what happens once. Returns the seconds that
+    """Make the first requests of a replica, so that no client waits for one-time work. Returns the seconds that
     each prompt token took in the second request."""
     token_s = 0.0
     for number in range(2):

@@ -53,7 +53,7 @@ _PHASES = {
 
 
 def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | None:
-    """The autoscaler's settings; None when the number of replicas stays as it is."""
+    """Return the autoscaler's settings; None when the number of replicas stays as it is."""
     if config.min_replicas is None and config.max_replicas is None:
         return None
     floor = num_replicas if config.min_replicas is None else config.min_replicas
@@ -75,14 +75,14 @@ def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | 
 
 
 class ReplicaManager(Protocol):
-    """What the control plane needs of the supervisor."""
+    """The part of the supervisor that the control plane needs."""
 
     def members(self) -> tuple[Member, ...]: ...
 
     def stats(self, replica_id: str) -> EngineStats: ...
 
     def ready(self, replica_id: str) -> EngineReady | None:
-        """What the replica serves; None while it loads."""
+        """Return what the replica serves; None while it loads."""
         ...
 
     async def launch(self, spec: ReplicaSpec) -> str:
@@ -101,7 +101,7 @@ class ReplicaManager(Protocol):
 
 
 class PoolFigures:
-    """The sum of what all gateways report about one pool."""
+    """Adds up what all gateways report about one pool."""
 
     def __init__(self, config: AutoscalerConfig) -> None:
         # Times from before the last change must not cause another change.
@@ -131,12 +131,12 @@ class PoolFigures:
         self._token_s.update(report.token_s)
 
     def forget(self, gateway: int) -> None:
-        """A gateway has gone, and its waiting requests with it."""
+        """Forget a gateway that has gone, and its waiting requests."""
         self._held.pop(gateway, None)
 
     def drain_tokens_per_s(self, ready: list[str]) -> float | None:
-        """Prompt tokens per second of one replica: the mean of the ready replicas, or of all known ones when none is
-        ready."""
+        """Return the prompt tokens per second of one replica: the mean of the ready replicas, or of all known ones
+        when none is ready."""
         known = [self._token_s[replica_id] for replica_id in ready if replica_id in self._token_s]
         known = known or list(self._token_s.values())
         self._token_s = {
@@ -150,7 +150,7 @@ class PoolFigures:
 
 
 class PoolScaler:
-    """One pool. `spec` is what it starts replicas of; without a config their number stays as it is."""
+    """Scales one pool. `spec` describes new replicas. Without a config the number of replicas stays as it is."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class PoolScaler:
         self._last_decision_at: float | None = None
 
     def members(self) -> list[Member]:
-        """All replicas of this pool, of every revision."""
+        """Return all replicas of this pool, of every revision."""
         return [
             member
             for member in self._manager.members()
@@ -185,7 +185,7 @@ class PoolScaler:
         ]
 
     def serving(self, revision: str) -> list[Member]:
-        """The replicas of a revision that serve or are starting."""
+        """Return the replicas of a revision that serve or are starting."""
         return [
             member
             for member in self.members()

@@ -53,8 +53,8 @@ class Supervisor:
         self.on_change: list[Callable[[tuple[Member, ...]], None]] = []  # called with all members
 
     async def launch(self, spec: ReplicaSpec) -> str:
-        """Returns the id of a replica that is ready. Raises the engine's own error when it cannot start; from then on
-        a replica that ends is replaced, whatever the reason."""
+        """Start a replica and return its id when it is ready. Raises the engine's own error when the engine cannot
+        start. From then on, a replica that ends is replaced, whatever the reason."""
         # When several replicas load at once, the progress of the first is shown.
         on_progress = self._on_progress if not self._slots else None
         slot = _Slot(self._new_process(spec, on_progress))
@@ -69,26 +69,26 @@ class Supervisor:
         return slot.process.id
 
     def members(self) -> tuple[Member, ...]:
-        """All replicas that are not gone, in the order of their launch."""
+        """Return all replicas that are not gone, in the order of their launch."""
         return tuple(
             slot.process.member() for slot in self._slots if slot.process.state is not ReplicaState.GONE
         )
 
     def stats(self, replica_id: str) -> EngineStats:
-        """The statistics of the replica's latest heartbeat."""
+        """Return the statistics of the replica's latest heartbeat."""
         return self._slot(replica_id).process.stats
 
     def ready(self, replica_id: str) -> EngineReady | None:
-        """What the replica serves; None while it loads."""
+        """Return what the replica serves; None while it loads."""
         return self._slot(replica_id).process.ready
 
     def pid(self, replica_id: str) -> int | None:
-        """The process id of a replica on this machine; None elsewhere."""
+        """Return the process id of a replica on this machine; None elsewhere."""
         return self._slot(replica_id).process.pid
 
     @property
     def num_restarts(self) -> int:
-        """How many dead replicas were replaced, in the slots that are still wanted."""
+        """Return how many dead replicas were replaced, in the slots that are still wanted."""
         return sum(slot.num_restarts for slot in self._slots)
 
     async def drain(self, replica_id: str, timeout_s: float) -> bool:

@@ -1,7 +1,7 @@
-"""The gateway's end of the wire to one engine process: ZeroMQ frames in, callbacks out.
+"""Connects a gateway to one engine process: ZeroMQ frames in, callbacks out.
 
-Runs on the event loop of the gateway, without threads: the socket's file descriptor wakes us, and we read until it
-is empty. Knows no engine, no HTTP and no policy. The engine's end is in `worker`.
+Runs on the event loop of the gateway, without threads: the socket's file descriptor wakes the loop, which reads until
+the socket is empty. Knows no engine, no HTTP and no policy. The engine's end is in `worker`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Listener:
 
 
 class ZmqEngineClient:
-    """Implements `client.EngineClient` and `client.ReplicaClient`. `start` connects; `fail` is for the watcher of the
-    process.
+    """Implements `replica.EngineClient` and `replica.ReplicaClient`. `start` connects; `fail` is for the watcher of
+    the process.
 
     With `on_events`, all events of a step are passed on at once; without, each goes to the `on_event` of its request.
 
@@ -80,7 +80,7 @@ class ZmqEngineClient:
         self._listeners: dict[str, _Listener] = {}
         self._outbox: list[bytes] = []  # what this turn of the event loop sends
         self._ready: EngineReady | None = None
-        self._failure: PenstockError | None = None  # why it is not ready, where that is known
+        self._failure: PenstockError | None = None  # the reason why the engine is not ready, if known
         self._stats = EngineStats()
         self._fd = -1  # of the socket, while there is one
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,7 +92,7 @@ class ZmqEngineClient:
 
     @property
     def failure(self) -> PenstockError | None:
-        """Why the engine is not ready, where the engine or its supervisor said so."""
+        """Return the reason why the engine is not ready, if the engine or its supervisor gave one."""
         return self._failure
 
     @property
@@ -126,7 +126,7 @@ class ZmqEngineClient:
         self._send(Hello(wants_kv_events=self._reads_kv_events))
 
     async def wait_ready(self) -> EngineReady:
-        """Raises the engine's own error when it could not start."""
+        """Wait until the engine is ready. Raises the engine's own error when it could not start."""
         if self._became_ready is None:
             raise RuntimeError("start() comes first")
         return await asyncio.shield(self._became_ready)
@@ -140,7 +140,8 @@ class ZmqEngineClient:
         on_error: Callable[[PenstockError], None],
         kv_source: KVSource | None = None,
     ) -> None:
-        """`kv_source`: another engine that has, or computes, the KV of the request's first tokens."""
+        """Send a request. `kv_source` is another engine that has, or computes, the KV of the request's first
+        tokens."""
         if self._ready is None:
             on_error(self._failure or EngineUnavailable("The engine is not ready yet.", retry_after_s=1.0))
             return
@@ -152,14 +153,14 @@ class ZmqEngineClient:
             self._send(AbortRequests((request_id,)))
 
     def fail(self, error: PenstockError) -> None:
-        """The engine is gone: every request that it had ends."""
+        """End every request of an engine that is gone."""
         was_ready = self._ready is not None
         self._ready = None
         self._failure = error
         self._stats = EngineStats()
         if was_ready and self._on_ready is not None:
             self._on_ready()
-        # Whatever ended the engine, its requests are not to blame and may be tried on another one.
+        # The requests may be tried on another engine, whatever ended this one.
         lost = error if isinstance(error, EngineUnavailable) else EngineUnavailable(error.message)
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
