@@ -1,4 +1,4 @@
-"""The engine process: messages in, steps, messages out. Run as `python -m penstock.cluster.worker`.
+"""Runs the engine process: messages in, steps, messages out. Run as `python -m penstock.cluster.worker`.
 
 The only module of this room that imports the engine. One thread does everything: it drains its inbox between steps,
 so a request or an abort takes effect at the next step, and sends one message per step to each gateway, or one per
@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 # An idle engine also looks for expired requests and for its parent as often as it sends its stats.
 IDLE_POLL_S = HEARTBEAT_INTERVAL_S
-# The poll while all requests wait for KV of other engines; a socket signals when it has come.
+# The poll while all requests wait for KV of other engines; a socket signals its arrival.
 STUCK_POLL_S = 0.05
 STATS_INTERVAL_S = 0.1
 KV_EVENTS_INTERVAL_S = 0.02
-EVENTS_INTERVAL_S = 0.001  # the events of steps that take less travel together
+EVENTS_INTERVAL_S = 0.001  # the events of shorter steps travel together
 BROKEN_RECORDS_EXIT_CODE = 3
 # An engine that fails at once may do so before the process that started it has connected.
 FIRST_HELLO_TIMEOUT_S = 5.0
@@ -69,14 +69,14 @@ _decode_config = msgspec.json.Decoder(EngineConfig).decode
 
 
 class _Every:
-    """A clock for something that is done at most once in an interval."""
+    """Tells when to do something that is done at most once in an interval."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._done_s = 0.0
 
     def is_due(self, *, at_once: bool = False) -> bool:
-        """Whether to do it now. The next interval begins with a True."""
+        """Say whether the action is due now. Saying so begins the next interval."""
         now = time.monotonic()
         if not at_once and now - self._done_s < self._interval_s:
             return False
@@ -176,14 +176,14 @@ class Worker:
         self._broadcast(EngineFailed(error.code, error.message, error.hint))
 
     def _wait_for_gateway(self) -> None:
-        """Return when at least one gateway has said hello, so that a message has a receiver."""
+        """Wait until at least one gateway has said hello, so that a message has a receiver."""
         give_up_s = time.monotonic() + FIRST_HELLO_TIMEOUT_S
         self._read_inbox(0.0)
         while not self._gateways and time.monotonic() < give_up_s and os.getppid() == self._parent:
             self._read_inbox(0.1)
 
     def leaves_in_order(self) -> bool:
-        """Whether the engine's records agree with each other at the end: no KV block was lost."""
+        """Say whether the engine's records agree with each other at the end: no KV block was lost."""
         try:
             if self._engine is not None:
                 self._engine.loop.scheduler.check_integrity()
@@ -210,7 +210,7 @@ class Worker:
 
     @property
     def _has_mail(self) -> bool:
-        """Whether a message has come. Asked before every step: cheaper than a read that finds nothing."""
+        """Say whether a message has come. Before every step, this is cheaper than a read that finds nothing."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _handle(self, gateway: bytes, data: bytes) -> None:
@@ -246,15 +246,16 @@ class Worker:
             self._gateway_of[request_id] = gateway
 
     def _take_unsent(self, *, at_once: bool) -> list[TokenEvent]:
-        """The events to send now. A message wakes three threads, so an engine with very short steps sends the events
-        of several steps in one message."""
+        """Return the events to send now. A message wakes three threads, so an engine with very short steps sends the
+        events of several steps in one message."""
         if not self._unsent or not self._events_every.is_due(at_once=at_once):
             return []
         events, self._unsent = self._unsent, []
         return events
 
     def _due_kv_events(self, *, at_once: bool) -> tuple[KVEvent, ...]:
-        """The KV events to send now. All readers get the same stream, with events of several steps in one message."""
+        """Return the KV events to send now. All readers get the same stream, with events of several steps in one
+        message."""
         if not self._readers or self._engine is None or not self._kv_events_every.is_due(at_once=at_once):
             return ()
         return tuple(self._engine.loop.scheduler.take_kv_events())
@@ -300,7 +301,7 @@ class Worker:
             self._forget(gateway)
 
     def _forget(self, gateway: bytes) -> None:
-        """A gateway has gone: abort its requests."""
+        """Abort the requests of a gateway that has gone."""
         self._gateways.pop(gateway, None)
         self._readers.discard(gateway)
         for request_id in [known for known, owner in self._gateway_of.items() if owner == gateway]:
@@ -311,7 +312,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What this process is to run. `problem` is the error that preparing the job raised, if one did."""
+    """The job of this process. `problem` is the error that preparing the job raised, if any."""
 
     arguments: argparse.Namespace
     config: EngineConfig
@@ -363,7 +364,7 @@ def main() -> int:
     # sends Shutdown. If the gateway dies instead, run() notices.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    gc.disable()  # until everything is loaded: hardly any of it is garbage
+    gc.disable()  # while loading, which makes hardly any garbage
     faulthandler.enable()  # a crash in C code leaves the stacks of all threads in the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does a frozen engine, before it is killed
     given = sys.argv[1:]

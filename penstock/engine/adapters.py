@@ -1,9 +1,9 @@
-"""LoRA adapters of an engine: which are loaded, which rows of a step they are for, and the model run with them.
+"""Loads the LoRA adapters of an engine, and runs the model with them.
 
-At most `max_loras` are loaded. An adapter that no live request uses makes room for another, the longest unused first.
-`AdapterQueue` holds the requests that wait for their adapter, before the scheduler: a thread reads an adapter from
-disk while steps go on, and packing what was read is short work in the engine's loop. A request that waits can be
-aborted and has its deadline, like any other.
+At most `max_loras` adapters are loaded. An adapter that no live request uses makes room for another, the longest
+unused first. `AdapterQueue` holds the requests that wait for their adapter, before the scheduler: a thread reads an
+adapter from disk while steps go on, and the engine's loop packs its weights, which is short work. A request that
+waits can be aborted and has its deadline, like any other.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class LoRAModel:
         return digest in self._loaded
 
     def read(self, adapter: Adapter) -> LoRAWeights:
-        """From disk, on any thread. Raises InvalidRequest for one that cannot be used, or is not what it was when
-        it got its name: its KV would be taken for that of the other weights."""
+        """Read an adapter from disk, on any thread. Raises InvalidRequest for an adapter that cannot be used, or
+        whose files have changed since it was named: its KV would be mistaken for the KV of the former weights."""
         folder = Path(adapter.path)
         weights = read_lora(folder, self._products, self.max_rank)
         if adapter_digest(folder) != adapter.digest:
@@ -64,7 +64,7 @@ class LoRAModel:
         return weights
 
     def make_room(self, in_use: frozenset[str]) -> bool:
-        """Whether one more can be loaded, at the expense of one that is not in use."""
+        """Say whether one more adapter can be loaded, and drop an unused adapter for it if necessary."""
         if len(self._loaded) < self.max_loras:
             return True
         unused = next((digest for digest in self._loaded if digest not in in_use), None)
@@ -74,7 +74,7 @@ class LoRAModel:
         return True
 
     def load(self, digest: str, weights: LoRAWeights) -> None:
-        """Raises Overloaded where a GPU has no memory left for it."""
+        """Load an adapter. Raises Overloaded when a GPU has no memory left."""
         try:
             self._loaded[digest] = {
                 index: PackedDelta(
@@ -89,7 +89,7 @@ class LoRAModel:
             ) from error
 
     def touch(self, digest: str) -> None:
-        """A request begins to use it."""
+        """Note that a request begins to use an adapter."""
         self._loaded.move_to_end(digest)
 
     def begin(self, request: Request) -> None:
@@ -100,7 +100,7 @@ class LoRAModel:
         self._digest_of.pop(request_id, None)
 
     def adapters_of(self, chunks: Sequence[Chunk]) -> list[str | None] | None:
-        """The digest of each chunk's adapter; None when no chunk has one."""
+        """Return the digest of each chunk's adapter; None when no chunk has one."""
         if not self._digest_of:
             return None
         digests = [self._digest_of.get(chunk.request_id) for chunk in chunks]
@@ -160,8 +160,8 @@ class _Waiting:
 
 
 class AdapterQueue(Collaborator, Generic[Weights]):
-    """The queue has the same bounds as the scheduler's: at most `max_waiting` requests, each for at most
-    `queue_timeout_s`."""
+    """Holds requests until their adapter is loaded, within the bounds of the scheduler's queue: at most `max_waiting`
+    requests, each for at most `queue_timeout_s`."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class AdapterQueue(Collaborator, Generic[Weights]):
                 del self._in_use[digest]
 
     def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
-        """In order of arrival."""
+        """Return the requests that can go on, in order of arrival."""
         if is_idle and self._waiting:
             wait(self._reading.values(), _IDLE_WAIT_S, FIRST_COMPLETED)
         self._forget_unwanted()
@@ -253,7 +253,7 @@ class AdapterQueue(Collaborator, Generic[Weights]):
         return True
 
     def _forget_unwanted(self) -> None:
-        """Drop what was read for requests that have left since."""
+        """Drop the adapters of requests that have left since."""
         wanted = {waiting.adapter.digest for waiting in self._waiting.values()}
         for digest in [digest for digest in self._reading if digest not in wanted]:
             self._reading.pop(digest).cancel()

@@ -1,8 +1,8 @@
-"""The rows of running requests, kept from step to step, and the host memory from which a GPU copies them. Knows no
+"""Keeps the rows of running requests from step to step, and the host memory from which a GPU copies them. Knows no
 model and no sampler.
 
-Copies to the GPU go through page-locked buffers used in turn. A buffer comes round again only after as many steps as
-there are buffers, by when the executor has collected the step that used it.
+Copies to the GPU go through page-locked buffers used in turn. A buffer is used again only after as many steps as
+there are buffers; by then the executor has collected the step that used the buffer.
 
 Rows on the host are numpy arrays, one row per running request, grown in place as tokens and blocks arrive. Each step
 reads from them with a handful of vector operations, whatever the number of tokens.
@@ -50,7 +50,7 @@ class Staging:
         return self.all_to_device(array)[0]
 
     def all_to_device(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
-        """By one copy: what a small copy costs is its launch."""
+        """Copy several arrays at once, because the cost of a small copy is its launch."""
         sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         if not self._buffers:
             return sources
@@ -74,8 +74,8 @@ class Staging:
         target[: source.numel()].copy_(source, non_blocking=True)
 
     def _take(self, num_bytes: int) -> Tensor | None:
-        """Page-locked memory of this step. None where it is used up, which is rare: a plain, waiting copy is correct
-        too."""
+        """Return page-locked memory of this step; None when it is used up, which is rare: a plain, waiting copy is
+        correct too."""
         if not self._buffers or self._used + num_bytes > self._buffers[self._current].nbytes:
             return None
         start, self._used = self._used, -(-(self._used + num_bytes) // ALIGNMENT) * ALIGNMENT
@@ -92,10 +92,10 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """One step as the host knows it: requests with a single token first, as the plan orders them."""
+    """One step in host memory. Requests with a single token come first, as in the plan."""
 
     rows: Int64Array  # [R], the row of each request
-    token_ids: Int32Array  # [T]; where a token is in flight, anything
+    token_ids: Int32Array  # [T]; tokens in flight have any value
     positions: Int32Array  # [T]
     slots: Int32Array  # [T]
     query_starts: Int32Array  # [R + 1]
@@ -118,16 +118,16 @@ class BatchRows:
         self._tokens: Int32Array = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
         self._blocks: Int32Array = np.zeros((max_rows, -(-(max_model_len + 1) // block_size)), dtype=np.int32)
         self._num_tokens = np.zeros(max_rows, dtype=np.int64)
-        # Where in `_blocks` a row's last block is, and the slot of that block where its tokens begin.
+        # The index of a row's last block in `_blocks`, and the slot of that block where its tokens begin.
         self._last_block = np.zeros(max_rows, dtype=np.int64)
         self._tail_offset = np.zeros(max_rows, dtype=np.int32)
         self._free = list(range(max_rows - 1, -1, -1))
         self._row_of: dict[str, int] = {}
-        # The newest sampled token of each row, on the device: what a step reads whose input is still in flight.
+        # The newest sampled token of each row, on the device, for steps whose input is still in flight.
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     def keep_last_tokens_in(self, place: Tensor) -> None:
-        """From now on: int32 [max_rows] on the device."""
+        """Keep the newest tokens in this tensor from now on: int32 [max_rows] on the device."""
         self.last_tokens = place
 
     def row(self, request_id: str) -> int:
@@ -199,7 +199,7 @@ class BatchRows:
         )
 
     def token_ids(self, step: HostStep) -> Tensor:
-        """int32 [T] on the device, those in flight filled in."""
+        """Return int32 [T] on the device, with tokens in flight filled in."""
         if not step.in_flight_at.size:
             return self._staging.to_device(step.token_ids)
         token_ids, at, rows = self._staging.all_to_device(

@@ -1,7 +1,6 @@
 """Builds an engine from its configuration: loads the model and connects the parts.
 
-Torch takes seconds to import, and an echo engine has no use for it: what needs it is imported when it is known to be
-needed.
+Torch takes seconds to import, and an echo engine has no use for it: modules that need torch are imported late.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ class Engine:
 
 
 def preload(bytecode: Path) -> None:
-    """Import what engines of most kinds need, long before it is known what they will run. `bytecode` is a folder for
-    that of packages which have none."""
+    """Import what most engines need, before the job is known. `bytecode` is a folder for the bytecode of packages
+    that have none."""
     keep_bytecode(bytecode)
     read_compiler_ahead()
     import penstock.engine.decoder  # noqa: F401
 
 
 def prepare(config: EngineConfig, model_path: Path, bytecode: Path | None = None) -> None:
-    """Begin what needs no torch, as soon as it is known what will run and CUDA_VISIBLE_DEVICES is right. `bytecode`
-    where nothing is preloaded."""
+    """Begin work that needs no torch, once the job is known and CUDA_VISIBLE_DEVICES is set. Pass `bytecode` if
+    nothing is preloaded."""
     if bytecode is not None:
         keep_bytecode(bytecode)
     is_alone = config.parallel.num_ranks == 1  # ranks are processes of their own
@@ -88,7 +87,7 @@ def build_engine(
         loaded = load_decoder(config, model_path, clock, on_progress)
     card = loaded.card
     reuses_prefixes = config.cache.enable_prefix_caching and not card.is_encoder
-    # A prompt leaves room for a token of its answer, unless there is none.
+    # A prompt leaves room for a token of its answer. Encoders have no answers.
     max_model_len = card.max_model_len + (1 if card.is_encoder else 0)
     cache = KVCache(
         loaded.num_kv_blocks,
@@ -146,7 +145,8 @@ def build_engine(
 def _collaborators(
     loaded: Loaded, ranks: FirstRank | None, recorder: PlanRecorder | None
 ) -> list[Collaborator]:
-    """In the order in which requests pass their waiting lists. KV transfers join later, in front of the others."""
+    """Return the collaborators, in the order in which requests pass their waiting lists. KV transfers join later, in
+    front of the others."""
     watch = [StepWatch(ranks.check)] if ranks is not None else []
     adapters = loaded.adapters if loaded.adapters is not None else refuse_adapters()
     grammars = loaded.grammars if loaded.grammars is not None else refuse_grammars()
@@ -210,7 +210,7 @@ def _load_encoder(
     from penstock.models.tokenizer import numbered_tokenizer_json
 
     settings = config.model
-    # Encoders are small, and their vectors are compared with those of other servers: no precision to give away.
+    # Encoders are small, and their vectors are compared with other servers' vectors: they keep full precision.
     ops = choose_ops(
         msgspec.structs.replace(config, model=msgspec.structs.replace(settings, dtype="float32"))
     )

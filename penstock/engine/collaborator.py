@@ -36,17 +36,17 @@ class Arrival:
 
 
 class Collaborator:
-    """Every method does nothing by default: a collaborator overrides those that it needs."""
+    """An optional part of an engine. Every method does nothing by default: a collaborator overrides what it needs."""
 
-    # Whether a socket of the worker tells when a request that waits here can go on, so that the worker need not poll.
+    # Whether a socket wakes the worker when a waiting request can go on, so that the worker need not poll.
     wakes_worker = False
 
     def __len__(self) -> int:
-        """The number of requests that wait here."""
+        """Return the number of requests on the waiting list."""
         return 0
 
     def must_wait(self, arrival: Arrival) -> bool:
-        """Whether this request has to pass this collaborator's waiting list."""
+        """Say whether this request has to pass this collaborator's waiting list."""
         return False
 
     def enter(self, arrival: Arrival, now: float) -> None:
@@ -85,19 +85,19 @@ class Collaborator:
         """The scheduler has taken the result of a step."""
 
     def for_clients(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """The events that clients should see, which may be changed."""
+        """Return the events for clients, which may differ from the scheduler's."""
         return events
 
     def rejections_for_clients(self, rejections: list[RequestRejected]) -> list[RequestRejected]:
-        """The rejections that clients should see."""
+        """Return the rejections for clients."""
         return rejections
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
-        """The engine's figures, with those of this collaborator."""
+        """Return the engine's figures with the figures of this collaborator."""
         return stats
 
     def close(self) -> None:
-        """Let go of threads and files."""
+        """Close threads and files."""
 
 
 class Refusal(Collaborator):

@@ -1,7 +1,7 @@
-"""Loads a model that generates tokens: choose the device, read the weights, size the KV cache, connect the executor.
+"""Loads a model that generates tokens: chooses the device, reads the weights, sizes the KV cache, connects the
+executor.
 
-All sizes are decided here, once, with the numbers at hand; a model that does not fit is refused with them. Knows no
-scheduler.
+All sizes are decided here, once. The error of a model that does not fit names the sizes. Knows no scheduler.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ GPU_TILE_TOKENS = 128  # of cuBLAS's products
 class _Memory:
     kv: KVStore
     num_host_blocks: int
-    reserved: Future[None] | None  # the host's
+    reserved: Future[None] | None  # of host memory
 
 
 class OneRank:
-    """The setup of an engine that runs in one process: the whole model, and nobody to agree with."""
+    """The setup of an engine that runs in one process: the whole model, and no other rank."""
 
     shard: Shard = WHOLE
     is_alone = True
@@ -72,14 +72,14 @@ class OneRank:
         return model
 
     def agreed(self, number: int) -> int:
-        """The smallest of the numbers that the ranks have."""
+        """Return the smallest of the ranks' numbers."""
         return number
 
     def sampler(self, *settings: Any) -> Sampler:
         return Sampler(*settings)
 
     def connect(self, executor: ModelExecutor, rows: BatchRows, compiler: GrammarCompiler | None) -> None:
-        """Takes the executor, for plans that come from another rank."""
+        """Take the executor, for plans that come from another rank."""
 
 
 def load_decoder(
@@ -129,7 +129,9 @@ def load_decoder(
     shared_kv = share(config, model, ops, kv, clock) if config.kv_transfer else None
     records_graphs = is_cuda and setup.records_graphs
     prompt_graphs = None
-    if records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None:  # which watches every layer
+    if (
+        records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None
+    ):  # shared KV watches every layer
         prompt_graphs = PromptGraphs(model, ops, kv, rows, staging)
     executor = ModelExecutor(
         model,
@@ -161,7 +163,7 @@ def load_decoder(
 
 
 def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None:
-    """Before the memory is measured: that runs a step too, and would wait for its kernels one after the other."""
+    """Compile kernels in parallel, before the measurement of memory, which would compile them one after the other."""
     started_s = clock.now()
     limits = config.scheduler
     warm_up(
@@ -176,7 +178,7 @@ def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None
 
 
 def _allocate(config: EngineConfig, model: Model, ops: Ops, num_blocks: int, setup: OneRank) -> _Memory:
-    """Reserves host memory in a thread, because that takes a while in which other things can be prepared."""
+    """Allocate the KV cache, and reserve host memory in a thread, because that takes a while."""
     block_size = config.cache.block_size
     num_bytes = num_blocks * kv_block_bytes(config, model, ops)
     try:
@@ -199,7 +201,7 @@ def _allocate(config: EngineConfig, model: Model, ops: Ops, num_blocks: int, set
 
 
 def _host_copy_s(memory: _Memory, ops: Ops, clock: Clock) -> float | None:
-    """How long a block takes to the host's memory, once that is there."""
+    """Measure the copy of a block to host memory, once host memory is reserved."""
     if memory.reserved is None:
         return None
     try:
@@ -222,7 +224,7 @@ def _adaptable(config: EngineConfig, model: Model, ops: Ops, staging: Staging) -
 def _describe(
     config: EngineConfig, model_path: Path, model: Model, ops: Ops
 ) -> tuple[ModelCard, GrammarCompiler | None]:
-    """With the longest context that the model allows."""
+    """Describe the model, with the longest context that it allows, and build its grammar compiler."""
     card = _card(config, model_path, model, str(ops.dtype).removeprefix("torch."))
     return card, build_compiler(card)
 
@@ -259,7 +261,7 @@ def _weights_id(config: EngineConfig, model_path: Path) -> str:
 
 
 def _fit_context(config: EngineConfig, model_max_len: int, num_kv_blocks: int) -> int:
-    """The longest context that both the model and the KV cache allow."""
+    """Return the longest context that both the model and the KV cache allow."""
     capacity = num_kv_blocks * config.cache.block_size
     asked = config.model.max_model_len
     if asked is not None and asked > capacity:

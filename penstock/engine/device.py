@@ -74,7 +74,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def _kv_dtype(asked: str, device: torch.device) -> torch.dtype | None:
-    """The number format of the KV cache; None for the format that the model computes in."""
+    """Return the number format of the KV cache; None for the format of the model."""
     if asked == "auto":
         return None
     if asked == "int8":
@@ -96,7 +96,7 @@ def _choose_dtype(asked: str, device: torch.device) -> torch.dtype:
 DEFAULT_CPU_KV_MEMORY = "512MiB"
 # Left for CUDA graphs, the sampler's scratch and the allocator's fragments.
 GPU_MARGIN_BYTES = 1 << 30
-CUDA_CONTEXT_BYTES = 1 << 29  # what a process takes of a GPU before it allocates anything
+CUDA_CONTEXT_BYTES = 1 << 29  # of a GPU, for a process that has allocated nothing
 MAX_DEFAULT_HOST_MEMORY = 4 << 30
 _TIMED_COPIES = 8
 
@@ -106,7 +106,7 @@ def physical_memory_bytes() -> int:
 
 
 def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
-    """The size of one block as the backend lays it out: some backends pad small heads."""
+    """Return the size of one block in the backend's layout: some backends pad small heads."""
     size = config.cache.block_size
     return ops.allocate_kv(model.num_layers, 1, size, model.num_kv_heads, model.head_dim).block_bytes
 
@@ -132,7 +132,7 @@ def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:
 
 
 def num_host_blocks(config: EngineConfig, kv: KVStore) -> int:
-    """Slots of host memory for pinned blocks that the KV cache has no room for."""
+    """Return the number of slots of host memory, for pinned blocks without room in the KV cache."""
     if not config.cache.enable_prefix_caching:
         return 0
     if config.cache.kv_host_memory is not None:
@@ -141,7 +141,7 @@ def num_host_blocks(config: EngineConfig, kv: KVStore) -> int:
 
 
 def block_copy_s(kv: KVStore, ops: Ops, clock: Clock) -> float:
-    """How long a block takes to host memory, or back, measured. There must be a slot for it."""
+    """Measure the seconds that copying a block to host memory, or back, takes. There must be a slot."""
 
     def finish() -> None:
         if ops.device.type == "cuda":
@@ -161,8 +161,9 @@ def block_copy_s(kv: KVStore, ops: Ops, clock: Clock) -> float:
 
 
 def _gpu_memory_left(config: EngineConfig, model: Model, ops: Ops) -> int:
-    """What --gpu-memory-utilization allows this process, less what it has taken and the measured peak of the largest
-    step. Other processes on the GPU have shares of their own; what they have taken is not there to be had, though."""
+    """Return the memory that --gpu-memory-utilization allows this process, less its present memory and the measured
+    peak of the largest step. Other processes have shares of their own, but the memory that they have taken is
+    gone."""
     free, total = torch.cuda.mem_get_info(ops.device)
     peak = _peak_step_bytes(config, model, ops)
     allowed = int(total * config.cache.gpu_memory_utilization)
@@ -171,7 +172,7 @@ def _gpu_memory_left(config: EngineConfig, model: Model, ops: Ops) -> int:
 
 
 def _peak_step_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
-    """Run one step of --max-num-batched-tokens over a cache of a few blocks, and see what it took."""
+    """Measure the memory of one step of --max-num-batched-tokens over a cache of a few blocks."""
     block_size = config.cache.block_size
     count = min(config.scheduler.max_num_batched_tokens, model.max_model_len)
     samples = min(config.scheduler.max_num_seqs, count)

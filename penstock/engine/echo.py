@@ -1,7 +1,7 @@
-"""An engine without a model: it answers with the prompt, over and over. Knows no torch.
+"""The echo engine has no model and answers with the prompt, over and over. Knows no torch.
 
-`penstock serve echo` runs it behind the real scheduler, wire and gateway, which makes those measurable and testable
-on their own. Tokens are bytes.
+`penstock serve echo` runs the real scheduler, wire and gateway around it, which can then be measured and tested
+alone. Tokens are bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EchoExecutor:
         self._prompts[request.id] = request.prompt_token_ids
 
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
-        """The next token follows from the position alone."""
+        """Do nothing: the next token follows from the position alone."""
 
     def remove(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
@@ -79,7 +79,7 @@ def echo_card(name: str, max_model_len: int) -> ModelCard:
 
 
 def byte_tokenizer_json() -> bytes:
-    """A `tokenizers` file in which token i is byte i, and one special token ends an answer."""
+    """Return a `tokenizers` file in which token i is byte i, and one special token ends an answer."""
     vocabulary = {character: byte for byte, character in _byte_characters().items()}
     return json.dumps(
         {
@@ -113,7 +113,7 @@ def byte_tokenizer_json() -> bytes:
 
 
 def _byte_characters() -> dict[int, str]:
-    """The printable stand-ins that byte-level tokenizers use for bytes, by byte."""
+    """Return the printable characters that byte-level tokenizers use for bytes, by byte."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

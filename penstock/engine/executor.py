@@ -2,7 +2,7 @@
 
 `submit` queues the work on the device and starts copying the sampled tokens back; `collect` waits for that copy.
 On a CPU both are synchronous, which changes nothing for the caller. A step that lacks memory is computed in pieces
-(`faults`), and no memory at all ends one request.
+(`halves`), and a piece that cannot be halved ends its own request.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Submitted:
 
 @dataclass(slots=True)
 class _FromHidden:
-    """What one step makes of hidden states besides samples."""
+    """The results that one step makes of hidden states, besides samples."""
 
     embeddings: dict[str, Tensor] = field(default_factory=dict)  # on the device, by request
     scores: list[Scores] = field(default_factory=list)
@@ -167,7 +167,7 @@ class ModelExecutor:
         return replace(step, sampled=tokens_only)
 
     def _needs_only_argmax(self, request_ids: Sequence[str], rows: NDArray[np.int64]) -> bool:
-        """Whether the requests that sample in this step need nothing but the argmax of their logits."""
+        """Say whether the requests that sample in this step need nothing but the argmax of their logits."""
         masked = self._masks is not None and self._masks.any_of(request_ids)
         return not masked and self._sampler.needs_only_argmax(rows)
 
@@ -180,8 +180,8 @@ class ModelExecutor:
         graphs: bool = True,
         only_argmax: bool = False,
     ) -> Tensor | None:
-        """Run the model; float32 [S, V] of the requests that sample, if any does. With `only_argmax` it may be
-        int64 [S]: the argmax of each row. `taken` gets embeddings of prompts that ended, and scores of prompts."""
+        """Run the model. Returns float32 [S, V] for the requests that sample, if any; with `only_argmax` perhaps
+        int64 [S], the argmax of each row. `taken` gets embeddings of prompts that ended, and scores of prompts."""
         adapters = None if self._lora is None else self._lora.adapters_of(chunks)
         pools, scores = self._pooler.any_of(chunks), self._scorer.any_of(chunks)
         graphs = graphs and adapters is None and not pools
@@ -203,12 +203,12 @@ class ModelExecutor:
     def _compute_somehow(
         self, chunks: Sequence[Chunk], step: HostStep, taken: _FromHidden, only_argmax: bool
     ) -> tuple[Tensor | None, list[Chunk]]:
-        """As `_compute`, in as many passes as the memory asks for; also returns the chunks, or what was left of them,
-        that no pass had room for. Their logits and vectors are not numbers."""
+        """Run `_compute` in as many passes as the memory needs. Also returns the chunks, or their rests, that no pass
+        had room for. Their logits and vectors are not numbers."""
         try:
             return self._compute(chunks, step, taken, only_argmax=only_argmax), []
         except torch.OutOfMemoryError:
-            pass  # the exception keeps what the pass had allocated, so the next attempt comes after this block
+            pass  # the exception keeps the memory of the pass, so the next attempt comes after this block
         return self._compute_in_pieces(chunks, taken)
 
     def _compute_in_pieces(
@@ -216,7 +216,7 @@ class ModelExecutor:
     ) -> tuple[Tensor | None, list[Chunk]]:
         logger.warning("out of memory in a step of %d tokens", sum(chunk.num_tokens for chunk in chunks))
         made: list[Tensor] = []
-        lost: dict[str, Chunk] = {}  # by request, the first piece of it; what follows that is lost with it
+        lost: dict[str, Chunk] = {}  # by request, the first lost piece; later pieces are lost with it
         pieces = [chunks]
         while pieces:
             piece = pieces.pop()
@@ -291,7 +291,7 @@ class ModelExecutor:
         return CudaTimer() if self._ops.device.type == "cuda" else HostTimer(self._clock)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        """Starts the copy; the step's timer tells when it is done."""
+        """Start the copy to the host. The step's timer tells when the copy is done."""
         if tensor.device.type == "cpu":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -314,14 +314,14 @@ class ModelExecutor:
 
 
 class StepTimer(Protocol):
-    """Starts when it is made."""
+    """Measures the time of a step from the construction of the timer."""
 
     def stop(self) -> None:
-        """All of the step's work has been submitted."""
+        """Mark the end of the step's work, all of which has been submitted."""
         ...
 
     def wait(self) -> float:
-        """Wait until that work is done; the seconds it took."""
+        """Wait until the step's work is done. Returns its seconds."""
         ...
 
 

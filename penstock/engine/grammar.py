@@ -30,8 +30,8 @@ _IDLE_WAIT_S = 0.002  # for a grammar, when the engine has nothing else to do
 
 
 class GrammarCompiler:
-    """Owns the tokenizer that matchers work with. Building it takes a moment, during which no other thread runs, so
-    it is built while the engine starts."""
+    """Compiles grammars. Owns the matchers' tokenizer, which is built while the engine starts, because no other
+    thread runs meanwhile."""
 
     def __init__(self, card: ModelCard, limits: GrammarLimits | None = None) -> None:
         self.limits = limits or GrammarLimits()
@@ -41,11 +41,12 @@ class GrammarCompiler:
         self._executor = LLExecutor(self.limits.mask_threads)
         self._end_words = _words_of(card.eos_token_ids, self._tokenizer.vocab_size)
         self._pool = ThreadPoolExecutor(self.limits.compile_threads, thread_name_prefix="grammar")
-        # Least recently used first; those being compiled are in it too, so that siblings share one compilation.
+        # Least recently used first, with unfinished compilations, so that requests with one grammar share them.
         self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Raises Overloaded when too many are being compiled. The future raises InvalidRequest."""
+        """Compile a grammar, or return its known compilation. Raises Overloaded when too many grammars are being
+        compiled. The future raises InvalidRequest."""
         known = self._compiled.get(grammar)
         if known is not None and not _failed(known):
             self._compiled.move_to_end(grammar)
@@ -76,7 +77,7 @@ class GrammarCompiler:
 
 
 def build_compiler(card: ModelCard, limits: GrammarLimits | None = None) -> GrammarCompiler | None:
-    """None, with the reason in the log, where answers cannot be constrained."""
+    """Build a compiler. Returns None, and logs the reason, if answers cannot be constrained."""
     try:
         return GrammarCompiler(card, limits)
     except ValueError as error:
@@ -117,7 +118,7 @@ class _Waiting:
 
 
 class GrammarQueue(Collaborator):
-    """The requests that wait for their grammar. Other requests do not wait with them, and a request that waits can be
+    """Holds the requests that wait for their grammar. Other requests do not wait with them. A waiting request can be
     aborted and has its deadline, like any other."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
@@ -141,11 +142,11 @@ class GrammarQueue(Collaborator):
         self._waiting[request.id] = _Waiting(arrival, compiled, gives_up_s)
 
     def forget(self, request_id: str) -> None:
-        """The compilation goes on: another request may want the same grammar."""
+        """Forget a request. Its compilation goes on: another request may need the same grammar."""
         self._waiting.pop(request_id, None)
 
     def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
-        """In order of arrival."""
+        """Return the requests that can go on, in order of arrival."""
         if is_idle and self._waiting:
             wait([each.compiled for each in self._waiting.values()], _IDLE_WAIT_S, FIRST_COMPLETED)
         for request_id, waiting in tuple(self._waiting.items()):
@@ -182,7 +183,7 @@ class GrammarQueue(Collaborator):
 
 
 def with_unspellable_tokens(tokenizer_json: bytes) -> str:
-    """The same `tokenizers` file under other names. Ids stay what they are."""
+    """Return the `tokenizers` file with other names for tokens that no text may spell. Ids stay the same."""
     names = {
         name: f"\ue000{token_id}\ue001" for name, token_id in token_ids_by_number(tokenizer_json).items()
     }
@@ -200,6 +201,6 @@ def with_unspellable_tokens(tokenizer_json: bytes) -> str:
     unknown = file["model"].get("unk_token")
     if unknown in names:
         file["model"]["unk_token"] = names[unknown]
-    # It would put special tokens, by their names, around a whole text: nothing that a grammar ever asks for.
+    # A post-processor would put special tokens around a whole text, which no grammar asks for.
     file["post_processor"] = None
     return msgspec.json.encode(file).decode()

@@ -5,8 +5,8 @@ next mask is begun as soon as its newest token is known and is needed only after
 grammar and step: requests with the same grammar are masked in one call, and different grammars never wait for each
 other.
 
-A step does not wait for a slow mask. The first time a mask is late the step grants it a short grace; after that
-its row is sampled without it, the sample is thrown away, and the scheduler plans the row again.
+A step hardly waits for a slow mask. The first time a mask is late, the step waits a short moment; after that the row
+is sampled without the mask, the sample is thrown away, and the scheduler plans the row again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Words = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """How much grammars may take. A matcher's fuel is a count of its own operations, so what is refused does not
-    depend on how busy the machine is."""
+    """Limits of grammars. A matcher's fuel counts its operations, so a refusal does not depend on how busy the
+    machine is."""
 
     max_cached: int = 64  # compiled grammars
     compile_threads: int = 2
@@ -50,10 +50,10 @@ class GrammarLimits:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which tokens may come next: bit i % 32 of word i // 32."""
+    """The tokens that may come next: bit i % 32 of word i // 32."""
 
     words: Words
-    must_end: bool  # nothing but an end token may
+    must_end: bool  # only an end token may come next
 
 
 class CompiledGrammar:
@@ -73,11 +73,11 @@ class CompiledGrammar:
         return self._prototype.deep_copy()
 
     def advance(self, matcher: Any, token_ids: Sequence[int]) -> None:
-        """A failure shows in the next mask."""
+        """Advance a matcher. A failure shows in the next mask."""
         matcher.consume_tokens(list(token_ids))
 
     def masks(self, matchers: Sequence[Any]) -> list[Mask | str]:
-        """For the next token of each; a sentence in place of one that cannot be computed."""
+        """Return the mask of each matcher's next token, or a sentence if a mask cannot be computed."""
         words = np.empty((len(matchers), self._text_words.size), dtype=np.int32)
         if len(matchers) == 1:
             matchers[0].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -94,7 +94,7 @@ class CompiledGrammar:
 
 
 def first_line(error: str) -> str:
-    """Without the matcher's state, which follows."""
+    """Return the first line of an error. The matcher's state follows it."""
     return next(iter(error.strip().splitlines()), "the matcher gave up").rstrip(" .:")
 
 
@@ -132,7 +132,7 @@ class GrammarMasks:
         self._constraints[request_id] = _Constraint(grammar, grammar.start(), grammar.first_mask)
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """These tokens were committed. Requests without a grammar are ignored."""
+        """Note committed tokens. Requests without a grammar are ignored."""
         constraint = self._constraints.get(request_id)
         if constraint is not None:
             constraint.new_token_ids.extend(token_ids)
@@ -146,7 +146,7 @@ class GrammarMasks:
         return bool(self._constraints) and any(request_id in self._constraints for request_id in request_ids)
 
     def start(self) -> None:
-        """Give what was committed since the last call to the threads."""
+        """Give the tokens committed since the last call to the threads."""
         if not self._advanced:
             return
         now = self._clock.now()
@@ -162,7 +162,8 @@ class GrammarMasks:
                 constraint.pending, constraint.pending_since_s = future, now
 
     def take(self, request_ids: Sequence[str], num_chunks: int) -> StepMasks | None:
-        """For the rows that a step of `num_chunks` chunks samples, in order; None when none is constrained."""
+        """Return the masks of the rows that a step of `num_chunks` chunks samples, in order; None when no row is
+        constrained."""
         if not self._constraints:
             return None
         constrained = {
@@ -202,7 +203,7 @@ class GrammarMasks:
             wait(fresh, self._limits.mask_grace_s)
 
     def _outcome(self, constraint: _Constraint) -> Mask | str | None:
-        """None while the mask is being computed."""
+        """Return the mask, or a sentence if it failed; None while the mask is being computed."""
         pending = constraint.pending
         if pending is None:
             return _sentence(constraint.mask)
@@ -218,7 +219,7 @@ class GrammarMasks:
 
 
 def _compute(constraints: list[_Constraint], token_ids: list[list[int]]) -> None:
-    """Runs in a thread. The loop does not touch a constraint's mask or matcher while this is pending."""
+    """Compute masks in a thread. The loop does not touch a constraint's mask or matcher meanwhile."""
     grammar = constraints[0].grammar
     for constraint, new in zip(constraints, token_ids, strict=True):
         grammar.advance(constraint.matcher, new)
@@ -228,5 +229,6 @@ def _compute(constraints: list[_Constraint], token_ids: list[list[int]]) -> None
 
 
 def _sentence(mask: Mask | str) -> Mask | str:
-    """Either the grammar grew too complex, or it demands a byte that the tokenizer has no token for."""
+    """Put a failure into a sentence: the grammar grew too complex, or needs a byte that the tokenizer has no token
+    for."""
     return f"This answer cannot follow its grammar any further: {mask}." if isinstance(mask, str) else mask

@@ -5,11 +5,10 @@ A graph of decode steps is captured the first time its size is needed and belong
 bound on the context. Its inputs live in buffers that never move; rows beyond the real requests read nothing and write
 their KV to a block that no request owns.
 
-A step with a few tokens of prompts takes the GPU less time than the host needs for its several hundred launches. What
-lies between two attentions depends on nothing but the number of tokens: it is one graph, recorded for a padded number
-of them. Attention, which contexts of any length and number go into, is launched as always.
-
-Its graphs are recorded when a padded size is met for the second time.
+A step with a few tokens of prompts takes the GPU less time than the host needs for its several hundred launches. The
+work between two attentions depends on the number of tokens alone: it is one graph, recorded for a padded number of
+tokens. Attention, which depends on the contexts, is launched as always. These graphs are recorded when a padded size
+is met for the second time.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class DecodeGraphs:
         return step.num_decodes == count == len(step.sampled) and count <= self._sizes[-1]
 
     def logits(self, step: HostStep) -> Tensor:
-        """float32 [R, V], valid until the next call."""
+        """Return float32 [R, V], valid until the next call."""
         count = len(step.rows)
         size = next(size for size in self._sizes if size >= count)
         context = self._context_bound(step.max_context_len)
@@ -131,7 +130,7 @@ class DecodeGraphs:
 
 
 def _sizes(largest: int) -> list[int]:
-    """1, 2, 4, then every multiple of 8 up to 64, of 16 up to 256, of 64 beyond."""
+    """Return 1, 2, 4, then every multiple of 8 up to 64, of 16 up to 256, of 64 beyond."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 64, 64)]
     return [size for size in sizes if size < largest] + [largest]
 
@@ -180,7 +179,7 @@ class PromptGraphs:
         self._attended = torch.zeros_like(self._queries)
 
     def hidden(self, step: HostStep) -> Tensor | None:
-        """[T, hidden], valid until the next call. None where the step is to be launched piece by piece."""
+        """Return [T, hidden], valid until the next call; None when the step must be launched piece by piece."""
         count = len(step.token_ids)
         size = next((size for size in self._sizes if size >= count), None)
         if size is None:
@@ -225,9 +224,9 @@ class PromptGraphs:
 
 @dataclass(slots=True)
 class _Recording:
-    """A forward pass, in this context, as graphs with attentions between them."""
+    """Records a forward pass, run in this context, as graphs with attentions between them."""
 
-    pool: Any  # as `torch.cuda.graph_pool_handle` gives it
+    pool: Any  # from `torch.cuda.graph_pool_handle`
     pieces: list[tuple[torch.cuda.CUDAGraph, Attend]] = field(default_factory=list)
     graph: torch.cuda.CUDAGraph = field(default_factory=torch.cuda.CUDAGraph)
 
@@ -253,7 +252,7 @@ class _Recording:
 
 
 def padded_sizes(num_parameters: int) -> list[int]:
-    """Numbers of tokens that steps are padded to: by an eighth on average."""
+    """Return the numbers of tokens to which steps are padded, by an eighth on average."""
     largest = min(MOST, max(FEWEST, HOST_BOUND_WORK // max(num_parameters, 1)))
     sizes = [16, 32, 48, 64, 96, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, MOST + 1, 256)]
     return [size for size in sizes if size <= largest]

@@ -1,5 +1,5 @@
-"""Work that a start on a GPU does while torch is imported, which keeps one core busy for seconds, and bytecode of
-packages that come without, which makes that import faster."""
+"""Does work of a start on a GPU while torch is imported, which keeps one core busy for seconds, and compiles packages
+that come without bytecode, which makes that import faster."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CUDA_LIBRARY = "libcuda.so.1"
 
 
 def read_compiler_ahead() -> threading.Thread | None:
-    """Have the system read the compiler of kernels from disk: 400 MB, which cost a machine that was just switched on
-    three seconds where they are read in small pieces, as they are first used.
+    """Have the system read the compiler of kernels from disk: 400 MB, which would take a machine that was just
+    switched on three seconds in small pieces.
 
-    Returns at once. None where there is no GPU to compile for, or no compiler."""
+    Returns at once; None without a GPU or a compiler."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None or not _has_gpu():
         return None
@@ -33,10 +33,10 @@ def read_compiler_ahead() -> threading.Thread | None:
 
 def open_gpu_ahead() -> threading.Thread | None:
     """Let the driver find its devices and set up the first one, which torch then finds open: some tenths of a second.
-    Then have Triton build its way to the driver, a small library, if this is the first time. CUDA_VISIBLE_DEVICES has
-    to be what it will be.
+    Then have Triton build its small library for the driver, if this is the first time. CUDA_VISIBLE_DEVICES must be
+    set.
 
-    Returns at once. None where there is no GPU."""
+    Returns at once; None without a GPU."""
     if not _has_gpu():
         return None
     return _start(threading.Thread(target=_open_gpu, name="open-gpu", daemon=True))
@@ -58,7 +58,7 @@ def _read_ahead(paths: list[Path]) -> None:
 
 
 def _open_gpu() -> None:
-    """If something is wrong, torch or Triton says so when it finds it itself."""
+    """Open the GPU. Errors are ignored: torch or Triton reports them later."""
     try:
         cuda = ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
@@ -76,9 +76,9 @@ def _open_gpu() -> None:
 PACKAGES = ("torch", "numpy", "triton")
 # Large parts of torch that no engine imports.
 LEFT_OUT = r"/torch/(testing/_internal|_inductor|_dynamo|onnx|include)/"
-MIN_CORES = 8  # with fewer, compilers would be in the way of the import
+MIN_CORES = 8  # with fewer cores, compilers would slow the import down
 
-# The folder is said when Python's own modules are imported, which have bytecode; and in the variable, for processes
+# The folder is set after the import of Python's own modules, which have bytecode; and in the variable, for processes
 # that do not inherit it.
 _COMPILER = f"""
 import compileall, os, re, sys
@@ -91,7 +91,8 @@ for package in packages:
 
 
 def keep_bytecode(folder: Path) -> threading.Thread | None:
-    """To be called before torch is imported. Returns at once; None where nothing is to be compiled."""
+    """Compile packages without bytecode into a folder. Call this before torch is imported. Returns at once; None when
+    there is nothing to compile."""
     specs = [spec for name in PACKAGES if (spec := importlib.util.find_spec(name)) and spec.origin]
     if not specs or _has_bytecode(specs[0]):
         return None

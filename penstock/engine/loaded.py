@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from penstock.engine.transfer.sharing import SharedKV
     from penstock.models.lora import LoRAWeights
 
-Progress = Callable[[str, float], None]  # what is being done, and how much of it is
+Progress = Callable[[str, float], None]  # the stage, and its finished share
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An executor, and the facts that size everything else."""
+    """An executor, and the facts that determine all other sizes."""
 
     executor: Executor
     card: ModelCard

@@ -35,20 +35,20 @@ class Executor(Protocol):
     loop passes them on with `append`, after each commit."""
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
-        """A request may appear in plans from now on. `grammar` is that of its sampling settings."""
+        """Add a request, which may appear in plans from now on. `grammar` comes from its sampling settings."""
         ...
 
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
-        """These tokens now follow those the request already has."""
+        """Append tokens to a request."""
         ...
 
     def remove(self, request_id: str) -> None:
-        """The request has ended. It may still be part of a submitted plan."""
+        """Remove a request that has ended, and may still be part of a submitted plan."""
         ...
 
     def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
-        """Start a plan. Returns what could not be computed for want of memory: the first missing piece of each such
-        request. The sample of such a request, if it has one, carries an error."""
+        """Start a plan. Returns the chunks that were not computed for want of memory: the first missing piece of each
+        such request. The sample of such a request, if it has one, carries an error."""
         ...
 
     def collect(self) -> StepResult:
@@ -58,13 +58,13 @@ class Executor(Protocol):
 
 @dataclass(slots=True)
 class _Counters:
-    """What the loop itself counts for `EngineStats`."""
+    """The loop's own figures for `EngineStats`."""
 
     num_steps: int = 0
     tokens_computed: int = 0
     step_tokens: int = 0  # of the latest step
-    step_s: float = 0.0  # what the executor needed for the latest step
-    plan_s: float = 0.0  # what planning and committing took in the latest step
+    step_s: float = 0.0  # seconds of the executor for the latest step
+    plan_s: float = 0.0  # seconds of planning and committing the latest step
     num_nan_logits: int = 0
     num_out_of_memory: int = 0
 
@@ -93,7 +93,7 @@ class EngineLoop:
         self._counters = _Counters()
 
     def step(self) -> list[TokenEvent]:
-        """Advance by at most one committed step; returns the events for clients."""
+        """Advance by at most one committed step. Returns the events for clients."""
         self._admit_ready()
         began_s = self._clock.now()
         executing_s = 0.0
@@ -110,9 +110,9 @@ class EngineLoop:
     def add(
         self, request: Request, timeout_s: float | None = None, kv_source: KVSource | None = None
     ) -> None:
-        """Raises what `Scheduler.add` and waiting lists raise; a refused request leaves no trace. A request that
-        waits for KV, an adapter or a grammar reaches the scheduler later; if it is refused then, `take_rejections`
-        says so."""
+        """Add a request. Raises the errors of `Scheduler.add` and of waiting lists; a refused request leaves no
+        trace. A request that waits for KV, an adapter or a grammar reaches the scheduler later; `take_rejections`
+        returns the request if the scheduler refuses it then."""
         now = self._clock.now()
         self._check_token_ids(request)
         if timeout_s is not None:
@@ -130,7 +130,7 @@ class EngineLoop:
         self._executor.remove(request_id)
 
     def take_rejections(self) -> list[RequestRejected]:
-        """Requests that `add` accepted, and that were refused later. Call it after `step`."""
+        """Return the requests that `add` accepted, and that were refused later. Call this after `step`."""
         rejections, self._rejections = self._rejections, []
         for collaborator in self._collaborators:
             rejections = collaborator.rejections_for_clients(rejections)
@@ -146,12 +146,12 @@ class EngineLoop:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nothing can go on before another engine has sent KV, or has read what it asked for."""
+        """Say whether all requests wait until another engine has sent or read KV."""
         return self._is_stuck
 
     @property
     def step_s(self) -> float:
-        """What the executor needed for the latest step."""
+        """Return the seconds of the executor for the latest step."""
         return self._counters.step_s
 
     def stats(self) -> EngineStats:
@@ -209,7 +209,7 @@ class EngineLoop:
         return plan
 
     def _execute(self, plan: StepPlan) -> float:
-        """Submit a plan; returns the seconds that took."""
+        """Submit a plan. Returns the seconds that it took."""
         began_s = self._clock.now()
         for collaborator in self._collaborators:
             collaborator.executing(plan)
@@ -244,7 +244,7 @@ class EngineLoop:
         return events
 
     def _deliver(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Tell the executor what became of its requests; returns the events for clients."""
+        """Tell the executor about committed tokens and ended requests. Returns the events for clients."""
         for event in events:
             if event.finish_reason is not None:
                 self._executor.remove(event.request_id)

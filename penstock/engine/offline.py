@@ -69,7 +69,7 @@ class OfflineEngine:
 
     @property
     def loop(self) -> EngineLoop:
-        """The engine's loop, for benchmarks that count steps."""
+        """Return the engine's loop, for benchmarks that count steps."""
         return self._engine.loop
 
     def stats(self) -> EngineStats:

@@ -1,8 +1,8 @@
-"""Embeddings: vectors made from hidden states, in a decoder's steps or by an encoder's executor. Knows no queue,
-client or text.
+"""Makes embeddings from hidden states, in a decoder's steps or by an encoder's executor. Knows no queue, client or
+text.
 
-Sums over a prompt's chunks are kept in double precision, so that how a prompt was cut into chunks does not
-show in the single-precision result.
+Sums over a prompt's chunks are kept in double precision, so that the single-precision result does not depend on how a
+prompt was cut into chunks.
 
 The scheduler treats a text like any prompt, and may cut it into chunks. An encoder cannot: every token sees all
 others. An encoder therefore computes a text whole, in the step that has its last chunk. An encoder's blocks are
@@ -75,20 +75,20 @@ class HiddenPooler:
 
 
 def pool_states(states: Tensor, pooling: Pooling) -> Tensor:
-    """[length, hidden] → float64 [hidden]. For a mean this is the sum, since only the direction matters."""
+    """Pool [length, hidden] to float64 [hidden]. For a mean this is the sum, since only the direction matters."""
     if pooling == "mean":
         return states.double().sum(dim=0)
     return states[0 if pooling == "first" else -1].double()
 
 
 def unit_vector(vector: Tensor) -> Tensor:
-    """float32 of length 1. A vector of zeros stays as it is; one with NaNs keeps them."""
+    """Scale a vector to length 1, in float32. A vector of zeros stays as it is; NaNs stay."""
     length = vector.norm()
     return (vector / torch.where(length > 0, length, 1.0)).float()
 
 
 def sampled_vector(request_id: str, vector: Tensor) -> SampledToken:
-    """What a step reports for a prompt that was embedded."""
+    """Return the sample that a step reports for an embedded prompt."""
     host = vector.cpu()
     if not bool(torch.isfinite(host).all()):
         return SampledToken(request_id, 0, error=NOT_A_NUMBER)
@@ -106,7 +106,7 @@ class EncoderExecutor:
         self._texts[request.id] = request.prompt_token_ids
 
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
-        """There are no tokens to follow a text."""
+        """Do nothing: no tokens follow a text."""
 
     def remove(self, request_id: str) -> None:
         self._texts.pop(request_id, None)

@@ -57,7 +57,7 @@ class PlanRecorder(Collaborator):
 
 
 class RecordedExchange:
-    """A scheduler's block exchange, whose calls are written down too."""
+    """Wraps a scheduler's block exchange, and records its calls."""
 
     def __init__(self, exchange: BlockExchange, clock: Clock, recorder: PlanRecorder | None) -> None:
         self._exchange = exchange

@@ -30,7 +30,7 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(slots=True)
 class LogitEdits:
-    """What one request does to its logits before sampling. Lives on the device."""
+    """The changes of one request's logits before sampling. They live on the device."""
 
     params: SamplingParams
     bias_ids: Tensor | None
@@ -102,7 +102,7 @@ class Sampler:
         self._logprobs.pop(row, None)
 
     def needs_only_argmax(self, rows: NDArray[np.int64]) -> bool:
-        """Whether all these rows need of their logits is the argmax."""
+        """Say whether these rows need only the argmax of their logits."""
         if any(int(row) in special for special in (self._edits, self._logprobs) if special for row in rows):
             return False
         return not self._temperature[rows].any()

@@ -1,1 +1,1 @@
-"""External servers: any server with OpenAI's chat completions API, used as a replica that answers with text."""
+"""Uses any server with OpenAI's chat completions API as a replica that answers with text."""

@@ -1,5 +1,5 @@
-"""All external servers: which are up, and which one gets a request. A request whose server fails before its answer
-begins is sent to another server.
+"""Knows which external servers are up, and chooses the server of a request. A request whose server fails before its
+answer begins is sent to another server.
 
 Servers report nothing about their caches, so the router assumes that each server keeps the prefixes of the prompts
 that were sent to it. Used from one event loop.
@@ -37,13 +37,13 @@ class _Member:
     state: ReplicaState = ReplicaState.STARTING
     breaker: BreakerState = field(default_factory=BreakerState)
     missed_probes: int = 0
-    num_running: int = 0  # sent from here
+    num_running: int = 0  # sent from this gateway
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """A server as operators see it."""
+    """The view of a server for operators."""
 
     name: str
     state: ReplicaState
@@ -51,12 +51,12 @@ class ServerView:
     models: tuple[str, ...]
     region: str
     num_running: int  # sent from this gateway
-    load: ServerLoad | None  # by everyone, as the server tells
+    load: ServerLoad | None  # of all clients, by the server's report
     outcomes: Mapping[str, int]  # attempts, by how they ended
 
 
 class ExternalPool:
-    """`run` must run beside it. `close` when nothing is asked any more."""
+    """Sends requests to external servers. `run` must run in the background. Call `close` after the last request."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class ExternalPool:
 
     @property
     def models(self) -> Mapping[str, int | None]:
-        """The names that may be asked for, with the length of their context where a server tells it. A model stays
-        while its servers are away."""
+        """Return the names that requests may use, with the context length if a server reports it. A model stays while
+        its servers are away."""
         found: dict[str, int | None] = {}
         for member in self._members.values():
             for name in member.server.models:
@@ -108,7 +108,7 @@ class ExternalPool:
         ]
 
     async def run(self) -> None:
-        """Probes all servers again and again, until cancelled."""
+        """Probe all servers again and again, until cancelled."""
         while True:
             await self.probe()
             await asyncio.sleep(PROBE_INTERVAL_S)

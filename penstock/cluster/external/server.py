@@ -1,4 +1,4 @@
-"""One external server: what it serves, how busy it is, and requests to it. Knows no other server and no
+"""Connects to one external server: learns its models and its load, and sends requests. Knows no other server and no
 routing.
 
 The load is read from the metrics that the server shows. For servers without such metrics, only the requests that were
@@ -34,12 +34,12 @@ _DONE = b"[DONE]"
 
 
 class LineTooLong(Exception):
-    """No event is that large: whatever sends it is no event stream."""
+    """A line is larger than any event: the stream is no event stream."""
 
 
 async def event_data(source: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The data of each event, up to the one that says that there are no more. Lines end at line feeds only: text may
-    hold characters that other decoders split at."""
+    """Yield the data of each event, up to the event that ends the stream. Lines end at line feeds only: text may hold
+    characters at which other decoders split."""
     pending = b""
     async for piece in source:
         *lines, pending = (pending + piece).split(b"\n")
@@ -71,7 +71,7 @@ _WAITING = (
     "llamacpp:requests_deferred",
     "nv_inference_pending_request_count",
 )
-# Shares from 0 to 1; of several engines the fullest counts.
+# Shares from 0 to 1; the fullest of several engines counts.
 _KV_USAGE = (
     "vllm:kv_cache_usage_perc",
     "vllm:gpu_cache_usage_perc",
@@ -85,11 +85,11 @@ _WANTED = frozenset((*_RUNNING, *_WAITING, *_KV_USAGE))
 class ServerLoad:
     num_running: int
     num_waiting: int
-    kv_usage: float | None = None  # None where the server does not tell
+    kv_usage: float | None = None  # None if the server does not report it
 
 
 def read_load(page: str) -> ServerLoad | None:
-    """None when the page tells nothing about load. Raises ValueError for one that is no metrics page."""
+    """Read the load from a metrics page; None if the page has none. Raises ValueError for another kind of page."""
     found: dict[str, list[float]] = {}
     # Only the lines that matter: a page may have thousands.
     lines = [line for line in page.splitlines() if line.startswith(tuple(_WANTED))]
@@ -129,7 +129,8 @@ class ServerDown(Exception):
 
 
 class ExternalServer:
-    """`close` it in the end. `models` is what clients may ask for, each with the server's own name for it."""
+    """A connection to one server. `models` maps the names that clients use to the server's own names. Call `close` at
+    the end."""
 
     def __init__(
         self, config: ExternalServerConfig, transport: httpx.AsyncBaseTransport | None = None
@@ -176,7 +177,7 @@ class ExternalServer:
             await self._read_metrics()
 
     async def _read_metrics(self) -> None:
-        """The load by the server's metrics, if it has any."""
+        """Return the load by the server's metrics, if it has any."""
         with contextlib.suppress(httpx.HTTPError, ValueError):
             answer = await self._http.get(f"{self._root}/metrics", timeout=PROBE_TIMEOUT_S)
             self._shows_metrics = answer.status_code not in _NO_METRICS
@@ -184,8 +185,8 @@ class ExternalServer:
                 self.load = read_load(answer.text)
 
     async def stream(self, call: ExternalCall) -> AsyncGenerator[StreamChunk, None]:
-        """The answer as it comes. Raises RequestRefused. Closing this closes the connection, by which the server
-        learns that nobody reads the rest."""
+        """Stream the answer. Raises RequestRefused. Closing the stream closes the connection, so that the server
+        stops too."""
         body = {**call.body, "model": self.models[call.model], "stream": True}
         if self._salts_cache:  # workspaces can neither read nor time each other's prefixes
             body["cache_salt"] = blake2b(call.tenant.encode(), digest_size=16).hexdigest()

@@ -28,7 +28,8 @@ BYTES_PER_TOKEN = 4  # of English text, roughly: the gateway does not have the m
 
 
 class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
-    """`body` is what the API wants, without the model, which each server may call something else."""
+    """A call of an external server. `body` is the body of the API, without the model, whose name differs by
+    server."""
 
     id: str
     model: str
@@ -42,7 +43,7 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def estimated_tokens(self) -> int:
-        """Of the prompt."""
+        """Estimate the number of tokens of the prompt."""
         return estimated_tokens(self.text)
 
     @property
@@ -117,7 +118,7 @@ class WireToken(msgspec.Struct, frozen=True):
 
 
 class WireLogprobs(msgspec.Struct, frozen=True):
-    """Of a chat, `content`; of a completion, parallel lists."""
+    """Log-probabilities: `content` for a chat, parallel lists for a completion."""
 
     content: list[WireToken] | None = None
     tokens: list[str] | None = None
@@ -174,7 +175,7 @@ class StreamChunk(msgspec.Struct, frozen=True):
     error: Any = None
 
     def without_cached_tokens(self) -> StreamChunk:
-        """For a client that must not learn what other clients' prompts left in the server's cache."""
+        """Hide cached tokens from a client, which must not learn about the prompts of other clients."""
         if self.usage is None and self.timings is None:
             return self
         usage = self.usage and msgspec.structs.replace(self.usage, prompt_tokens_details=None)
@@ -182,14 +183,14 @@ class StreamChunk(msgspec.Struct, frozen=True):
 
     @property
     def says_something(self) -> bool:
-        """Whether a chunk holds anything for the client. The first chunk of most servers only names a role."""
+        """Say whether a chunk holds anything for the client. The first chunk of most servers only names a role."""
         return any(choice.says_something for choice in self.choices)
 
 
 class WireModel(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None  # vLLM and SGLang
-    owned_by: str = ""  # who serves it: "vllm", "sglang", …
+    owned_by: str = ""  # the kind of server: "vllm", "sglang", …
 
 
 class ModelPage(msgspec.Struct, frozen=True):
@@ -202,7 +203,8 @@ class _ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
-    """`error` is an object for most, and a sentence for TGI; vLLM has had `message` on top."""
+    """The body of an error. `error` is an object for most servers, and a sentence for TGI; vLLM has had `message` on
+    top."""
 
     error: Any = None
     message: str = ""
@@ -213,7 +215,7 @@ _decode_error = msgspec.json.Decoder(_ErrorBody).decode
 
 
 class RequestRefused(Exception):
-    """A server did not serve a request. `elsewhere` says that another one might."""
+    """A server did not serve a request. With `elsewhere`, another server might."""
 
     def __init__(self, error: PenstockError, *, elsewhere: bool) -> None:
         super().__init__(error.message)
@@ -222,7 +224,7 @@ class RequestRefused(Exception):
 
 
 def refusal(server: str, status: int, body: bytes, retry_after_s: float | None = None) -> RequestRefused:
-    """What an answer other than 200 means to us."""
+    """Return the error that stands for an answer other than 200."""
     message, code = _what_it_says(body)
     quoted = f" It says: {message}" if message else ""
     if status in (401, 403):  # the error is about our key, not the client's: its text is not shown
@@ -276,7 +278,7 @@ def _what_it_says(body: bytes) -> tuple[str, Any]:
 
 
 def server_name(config: ExternalServerConfig) -> str:
-    """The given name, or else host and port. Raises ConfigError for an invalid URL."""
+    """Return the given name, or else host and port. Raises ConfigError for an invalid URL."""
     address = urlsplit(config.url)
     if address.scheme not in ("http", "https") or not address.netloc:
         raise ConfigError(
@@ -286,5 +288,5 @@ def server_name(config: ExternalServerConfig) -> str:
 
 
 def server_root(config: ExternalServerConfig) -> str:
-    """The base URL, before /v1 and /metrics."""
+    """Return the base URL, before /v1 and /metrics."""
     return config.url.rstrip("/").removesuffix("/v1")
