@@ -115,7 +115,7 @@ class Sampler:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Sample one token for each row of float32 `logits` [S, V]; returns int64 [S] on the device, and the
         log-probabilities (before penalties, masks and temperature) of the rows that asked for them, by index in S.
-        What it draws for a row whose mask is late means nothing, and leaves no trace in the row's state."""
+        The sample of a row whose mask is late means nothing, and leaves no trace in the row's state."""
         late = masks.late if masks is not None else frozenset()
         logprobs = (
             {
@@ -169,7 +169,8 @@ class Sampler:
         return tuple(sampled)
 
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Rows need scratch as wide as the vocabulary; where there is not enough for all, halves take turns."""
+        """Draw samples. Rows need scratch memory as wide as the vocabulary; without enough for all, halves take
+        turns."""
         try:
             return self._ops.sample(logits, batch)
         except torch.OutOfMemoryError:
@@ -207,7 +208,7 @@ class Sampler:
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
         banned_until: float = params.min_tokens
         if params.grammar is not None and params.ignore_eos:
-            # An end token of a grammar is an end: to ignore it is to go on for as long as the grammar allows.
+            # A grammar's end token ends the answer, even for a request that ignores end tokens elsewhere.
             ends, banned_until = params.stop_token_ids + self._eos_token_ids, inf
         delayed = banned_until > 0 and bool(ends)
         if not (counted or delayed or params.logit_bias):

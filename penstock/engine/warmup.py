@@ -1,9 +1,9 @@
-"""Compiles what serving will need before it is needed: every GPU kernel exists in a few variants, by the number of
-rows, and the first step that meets a new one would make all its requests wait while it is compiled.
+"""Compiles GPU kernels before serving: every kernel exists in a few variants, by the number of rows, and the first
+step that needs a new variant would make all its requests wait while it is compiled.
 
-A handful of steps of the real model, over a cache of a single block, meet all of them. They launch nothing: kernels
-are only asked for, so that no step waits for one and all of them are compiled at the same time. What torch computes
-meanwhile, from memory that nobody wrote, loads its libraries; nothing is read from the results.
+A handful of steps of the real model, over a cache of a single block, need all variants. They launch no kernel:
+kernels are only collected, and then compiled at the same time. Torch computes meanwhile on uninitialised memory,
+which loads its libraries; the results are not read.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import torch
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops, SamplingBatch
 from penstock.models.model import Model
 
-LONG_CONTEXT = 1024  # is split over the chip when requests are few
-VERY_LONG_CONTEXT = 65_536  # whatever the step, it leaves the chip room to split it
+LONG_CONTEXT = 1024  # attention splits it over the chip when requests are few
+VERY_LONG_CONTEXT = 65_536  # attention splits it over the chip in any step
 MANY_TOKENS = 2048  # fill the chip ...
 SHORT_CHUNK = 256  # ... also in chunks that our own attention is best at
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpStep:
-    """So many requests, each with so many tokens of its own, among others that may have contexts of `span`."""
+    """A step of so many requests, each with so many new tokens, beside requests with contexts of up to `span`."""
 
     num_requests: int
     tokens_each: int
     span: int
 
 
-# What takes longest to compile comes first. Ends of prompts whose beginnings are cached, and whole prompts.
+# The longest compilations come first: ends of prompts whose beginnings are cached, and whole prompts.
 PREFILLS = (WarmUpStep(4, 10, 10), WarmUpStep(1, 10, VERY_LONG_CONTEXT), WarmUpStep(1, 200, 200))
-# One row, and few in each size that products are padded to, each with one token per request: decodes. The first ones
-# leave the chip room to split contexts, the later ones do not.
+# Decodes: one row, and the padded sizes of products, with one token per request. The first steps split contexts over
+# the chip, the later steps do not.
 DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64, 128))
 
 
 def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_tokens: int) -> None:
-    """Returns when everything is compiled that steps of so many requests and tokens at most can meet."""
+    """Compile all kernels that steps of at most so many requests and tokens need."""
     model = model.with_distinct_layers()
     kv = ops.allocate_kv(model.num_layers, 1, block_size, model.num_kv_heads, model.head_dim)
     many = min(MANY_TOKENS, max_tokens)
@@ -81,7 +81,8 @@ def _load(compile_kernel: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _compiling(device: torch.device) -> Iterator[None]:
-    """Kernels that are launched in this context do not run; at its end they are compiled and loaded."""
+    """Collect the kernels that are launched in this context without running them; compile and load them at its
+    end."""
     from triton import AsyncCompileMode, JITFunction  # only a GPU has kernels to compile
 
     launch = JITFunction.run
@@ -131,7 +132,7 @@ def _run(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
 
 
 def _sample(ops: Ops, vocab_size: int) -> None:
-    """One row with a limit: it meets what rows without one do, and more."""
+    """Sample one row with a limit, which needs all kernels of rows without one, and more."""
 
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((1,), value, dtype=dtype, device=ops.device)

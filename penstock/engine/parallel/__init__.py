@@ -1,1 +1,1 @@
-"""One model over several processes: tensor, pipeline and expert parallelism. See docs/parallelism.md."""
+"""Runs one model over several processes: tensor, pipeline and expert parallelism. See docs/parallelism.md."""

@@ -54,8 +54,8 @@ class MicroBatcher:
             self._num_in_part[part] -= 1
 
     def split(self, plan: StepPlan) -> tuple[StepPlan, ...]:
-        """Plans with the same step id that do, one after the other, what `plan` does. A request that begins with a
-        cached prefix may read what another one writes in the same step: it comes in the last part."""
+        """Cut a plan into plans with the same step id, to be run one after the other. A request that begins with a
+        cached prefix may read what another request writes in the same step: it comes in the last part."""
         parts = [_Part() for _ in range(self._num_parts)]
         prompts = []
         for chunk in plan.chunks:
@@ -82,7 +82,7 @@ class MicroBatcher:
 
 
 def without_samples(plan: StepPlan) -> StepPlan:
-    """For stages that have no logits."""
+    """Return the plan without samples, for stages that have no logits."""
     chunks = tuple(
         msgspec.structs.replace(chunk, samples=False, scores_from=None)
         if chunk.samples or chunk.scores_from is not None
@@ -118,12 +118,13 @@ def _spread(chunk: Chunk, parts: list[_Part], share: int) -> None:
 
 
 def _in_order(chunks: list[Chunk]) -> tuple[Chunk, ...]:
-    """Single tokens first, as every plan has them."""
+    """Order chunks as in every plan: single tokens first."""
     return tuple(sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
 
 
 class LocalRank:
-    """`compiler` is needed on a last stage that is not the first: it masks logits itself."""
+    """Runs steps on one rank. A last stage that is not the first needs a `compiler`, because it masks logits
+    itself."""
 
     def __init__(
         self, executor: ModelExecutor, rows: BatchRows, mesh: Mesh, compiler: GrammarCompiler | None
@@ -153,7 +154,7 @@ class LocalRank:
         self.executor.add(request, grammar)
 
     def run(self, plan: StepPlan, in_flight: Mapping[str, int]) -> StepResult | None:
-        """The result, on the rank that reports it; steps of other ranks are collected when they are done."""
+        """Run a step. Returns the result on the rank that reports it; steps of other ranks are collected later."""
         if in_flight:
             rows = torch.tensor([self._rows.row(request_id) for request_id in in_flight])
             tokens = torch.tensor(list(in_flight.values()), dtype=torch.int32)
@@ -175,7 +176,7 @@ class LocalRank:
         self._mesh.close()
 
     def _compiled(self, request: Request) -> CompiledGrammar | None:
-        """The first rank has compiled the grammar before it told anybody of the request, so this takes a moment."""
+        """Compile the request's grammar. The first rank has compiled it before, so it is known to be good."""
         if self._compiler is None or request.sampling.grammar is None:
             return None
         return self._compiler.compile(request.sampling.grammar).result()
@@ -185,7 +186,7 @@ class FirstRank:
     def __init__(self, local: LocalRank, others: RankProcesses) -> None:
         self._local = local
         self._others = others
-        self._news: list[News] = []  # that the others do not know yet
+        self._news: list[News] = []  # not sent to the other ranks yet
         self._is_closed = False
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
@@ -202,15 +203,15 @@ class FirstRank:
 
     @property
     def pids(self) -> Sequence[int]:
-        """Of the other ranks."""
+        """Return the process ids of the other ranks."""
         return self._others.pids
 
     def check(self) -> None:
-        """Raises when a rank has gone."""
+        """Raise when a rank has gone."""
         self._others.check()
 
     def close(self) -> None:
-        """Ends the other ranks, whatever they are doing. May be called again."""
+        """End the other ranks, whatever they are doing. May be called again."""
         if not self._is_closed:
             self._is_closed = True
             self._others.close()
@@ -224,7 +225,7 @@ class FirstRank:
 
 
 class TensorParallelExecutor(FirstRank):
-    """One stage: all ranks compute the same plan, and this one samples."""
+    """The executor of one stage: all ranks compute the same plan, and this rank samples."""
 
     def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
         self._run(plan, {})
@@ -243,8 +244,8 @@ class _Submitted:
 
 
 class PipelineExecutor(FirstRank):
-    """Several stages, of which this rank is in the first. A plan goes through them in parts, and its samples come
-    back part by part; a part with a token that is still being sampled waits for it here."""
+    """The executor of several stages; this rank is in the first. A plan goes through the stages in parts, and its
+    samples come back part by part. A part waits here for tokens that are still being sampled."""
 
     def __init__(self, local: LocalRank, others: RankProcesses, clock: Clock) -> None:
         super().__init__(local, others)
@@ -285,7 +286,7 @@ class PipelineExecutor(FirstRank):
         parts = [self._arrived.popleft() for _ in range(step.num_parts)]
         sampled = tuple(token for part in parts for token in part.sampled)
         scored = tuple(chunk for part in parts for chunk in part.scored)
-        # Steps overlap: each has occupied the pipeline since the one before it left.
+        # Steps overlap: each step has the pipeline from the end of the step before.
         before_s, self._finished_s = self._finished_s, self._clock.now()
         elapsed_s = self._finished_s - max(step.started_s, before_s)
         return StepResult(step.step_id, sampled, elapsed_s, scored)

@@ -1,4 +1,4 @@
-"""The process groups of the ranks of one replica, and the few collectives that are used on them.
+"""Connects the ranks of one replica: their process groups, and the few collectives that are used on them.
 
 A rank's number is `stage × tensor_size + tensor_rank`. The ranks of a stage cut its layers up between them; ranks
 with the same place in neighbouring stages hand activations on. NCCL carries CUDA tensors, gloo the rest. Knows no
@@ -24,7 +24,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from penstock.core.engine_config import ParallelConfig
 from penstock.models.sharding import Shard
 
-# All ranks are told of a step before any of them computes it, so none waits for another much longer than it takes.
+# All ranks learn of a step before any rank computes it, so no rank waits much longer than a step takes.
 _TIMEOUT = timedelta(minutes=5)
 _SENDS_IN_FLIGHT = 8
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # where gloo looks for the network to use
@@ -52,18 +52,18 @@ class TensorGroup:
         self._first = first
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x, group=self._group)
         return x
 
     def share(self, x: Tensor) -> None:
-        """The first rank's values for everybody, in place."""
+        """Copy the first rank's values to all ranks, in place."""
         if self.size > 1:
             dist.broadcast(x, self._first, group=self._group)
 
     def join_columns(self, own: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """All ranks' columns side by side, for the first rank alone."""
+        """Join all ranks' columns side by side, on the first rank alone."""
         if self.size == 1:
             return own
         widest = max(widths)
@@ -76,7 +76,7 @@ class TensorGroup:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def join_rows(self, own: Tensor, heights: Sequence[int]) -> Tensor:
-        """All ranks' rows one below the other, for everybody."""
+        """Join all ranks' rows one below the other, on all ranks."""
         tallest = max(heights)
         padded = own.new_zeros(tallest, own.shape[1])
         padded[: own.shape[0]] = own
@@ -87,20 +87,20 @@ class TensorGroup:
         )
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
-        """int64 [size]: how much goes to each rank → how much comes from each."""
+        """Exchange counts, int64 [size]: the counts to each rank go in, the counts from each rank come out."""
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self._group)
         return received
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """So many rows to each rank, in order; returns the rows that came, in the order of the ranks."""
+        """Send so many rows to each rank, in order. Returns the received rows, in the order of the ranks."""
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
         return arrived
 
 
 class StageLink:
-    """To the same place in the stages before and after this one. Sending does not wait for the receiver."""
+    """Connects a rank to the same place in the stages before and after. Sending does not wait for the receiver."""
 
     def __init__(self, rank: int, tensor_size: int) -> None:
         self._before = rank - tensor_size
@@ -116,7 +116,7 @@ class StageLink:
         self._sending.append((dist.isend(x, self._after), x))
 
     def flush(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sent tensors have left."""
         while self._sending:
             work, _ = self._sending.popleft()
             work.wait()
@@ -130,7 +130,7 @@ class Mesh:
     def __init__(
         self, rank: int, parallel: ParallelConfig, device: torch.device, meeting_place: Path
     ) -> None:
-        """Waits until all ranks have come. `meeting_place` is a file in a folder that only this user can enter."""
+        """Wait until all ranks have come. `meeting_place` is a file in a folder that only this user can enter."""
         num_ranks, size = parallel.num_ranks, parallel.tensor_parallel_size
         self.shard = shard_of(rank, parallel)
         self.device = device
@@ -147,11 +147,11 @@ class Mesh:
         self.stages = StageLink(rank, size)
 
     def smallest(self, number: int) -> int:
-        """Of what all ranks say."""
+        """Return the smallest of all ranks' numbers."""
         return int(self._reduced([number], dist.ReduceOp.MIN)[0])
 
     def totals(self, *numbers: int) -> list[int]:
-        """Each number summed over all ranks."""
+        """Return each number summed over all ranks."""
         return self._reduced(list(numbers), dist.ReduceOp.SUM)
 
     def close(self) -> None:
@@ -174,5 +174,5 @@ class Mesh:
 
 
 def _loopback() -> str:
-    """Ranks share a machine, and no other process needs to reach them."""
+    """Restrict gloo to the loopback interface: ranks share a machine, and no other process needs to reach them."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

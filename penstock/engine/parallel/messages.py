@@ -39,8 +39,8 @@ News: TypeAlias = Added | Appended | Removed
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Take the news, in order, then run the plan. `in_flight` are tokens that the plan counts on and that no news
-    has told yet, by request."""
+    """Take the news, in order, then run the plan. `in_flight` holds tokens that the plan needs and that no news has
+    brought yet, by request."""
 
     news: tuple[News, ...]
     plan: StepPlan
@@ -59,7 +59,7 @@ class Present(msgspec.Struct, frozen=True, tag="present"):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
-    """What the last stage of a pipeline sampled in one plan, and its scores of prompt tokens."""
+    """The samples of the last stage of a pipeline for one plan, and its scores of prompt tokens."""
 
     sampled: tuple[SampledToken, ...]
     scored: tuple[ScoredChunk, ...] = ()

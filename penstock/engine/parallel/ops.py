@@ -1,8 +1,8 @@
-"""`TensorParallelOps`: a backend whose results are added up over the ranks that hold parts of a layer.
+"""`TensorParallelOps` is a backend whose results are added up over the ranks that hold parts of a layer.
 
-Each rank has some heads, a slice of the MLP and some rows of the vocabulary, and computes with them what the backend
-computes with all. What a half layer adds to the residual is summed over ranks; the residual itself is the same on all
-of them. Models call it as they call any backend, and know nothing of ranks.
+Each rank has some heads, a slice of the MLP and some rows of the vocabulary, and computes its part with the backend.
+The addition of a half layer to the residual is summed over ranks; the residual itself is the same on all ranks.
+Models call this backend like any other, and know nothing of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorParallelOps(DelegatingOps):
         self._placed = PlacedExperts(ops, group) if shard.places_experts else None
 
     def embed(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
-        """Each token is in one rank's rows, and zero in all others'."""
+        """Embed tokens. Each token is in one rank's rows, and zero on all other ranks."""
         own = self._vocabulary
         rows = token_ids - own.start
         is_elsewhere = (rows < 0) | (rows >= len(own))
@@ -45,7 +45,7 @@ class TensorParallelOps(DelegatingOps):
         return self._group.add_up(embedded.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
     def logits(self, x: Tensor, head: PackedLinear) -> Tensor:
-        """The first rank gets all columns; the others, who do not sample, keep their own."""
+        """Compute logits. The first rank gets all columns; the other ranks, which do not sample, keep their own."""
         own = self._ops.logits(x, head)
         joined = self._group.join_columns(own, [len(part) for part in self._vocabularies])
         return own if joined is None else joined
@@ -81,19 +81,19 @@ class TensorParallelOps(DelegatingOps):
         routing: Routing,
         activation: Activation,
     ) -> None:
-        """Every rank has the whole router, so its logits are the backend's own."""
+        """Compute experts. Every rank has the whole router, so its logits are the backend's own."""
         normed = self.rms_norm(residual, norm, eps)
         residual.add_(self.moe(normed, self._ops.logits(normed, router), experts, routing, activation))
 
 
 FEW_TOKENS = 32
-# As a router's logit, it leaves all other experts a share of exactly 0.
+# As a router's logit, this number leaves all other experts a share of exactly 0.
 _CERTAIN = 1e4
 
 
 @dataclass(frozen=True, slots=True)
 class _OwnExperts:
-    """The experts of this rank, among those of all."""
+    """The experts of this rank, among all experts."""
 
     ops: Ops
     packed: PackedExperts
@@ -101,7 +101,7 @@ class _OwnExperts:
     activation: Activation
 
     def run(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """[n, hidden] → [n, hidden]: each row through one of them, given by its number among all."""
+        """Run each row of [n, hidden] through one expert, given by its number among all."""
         if not rows.shape[0]:
             return rows
         logits = torch.zeros(rows.shape[0], len(self.span), dtype=torch.float32, device=rows.device)
@@ -118,7 +118,7 @@ class PlacedExperts:
     def run(
         self, x: Tensor, logits: Tensor, experts: PackedExperts, routing: Routing, activation: Activation
     ) -> Tensor:
-        """What `Ops.moe` does, of `x` and `logits` that are the same on all ranks, with this rank's `experts`."""
+        """Compute `Ops.moe` of `x` and `logits`, which are the same on all ranks, with this rank's `experts`."""
         placement = balanced(routing.num_experts, self._group.size)
         own = _OwnExperts(self._ops, experts, placement[self._group.rank], activation)
         weights, chosen = route(logits, routing)
@@ -130,7 +130,7 @@ class PlacedExperts:
         top_k = chosen.shape[1]
         is_own = (chosen >= own.span.start) & (chosen < own.span.stop)
         if x.is_cuda:
-            # No size may depend on values: the others' pairs are computed too, in vain, by an expert that is here.
+            # No size may depend on values: pairs of other ranks are computed too, in vain, by an expert of this rank.
             chosen = torch.where(is_own, chosen, own.span.start)
             pairs = torch.arange(chosen.numel(), device=x.device)
         else:
@@ -162,5 +162,5 @@ class PlacedExperts:
 
 
 def _weighted(of_pairs: Tensor, weights: Tensor) -> Tensor:
-    """[T, K, hidden], [T, K] → [T, hidden]"""
+    """Return the weighted sum of [T, K, hidden] with [T, K] as [T, hidden]."""
     return (of_pairs.float() * weights.unsqueeze(2)).sum(dim=1).to(of_pairs.dtype)

@@ -51,13 +51,13 @@ class _Child:
 
 
 def rank_config(config: EngineConfig) -> EngineConfig:
-    """What every rank is told: each gets its share of the cores."""
+    """Return the config of every rank, with its share of the cores."""
     num_threads = config.num_threads or len(os.sched_getaffinity(0))
     return msgspec.structs.replace(config, num_threads=max(1, num_threads // config.parallel.num_ranks))
 
 
 class RankProcesses:
-    """Ranks 1 and up; the caller's process is rank 0."""
+    """Runs ranks 1 and up; the caller's process is rank 0."""
 
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
         # Only this user can enter the folder in which the ranks find each other.
@@ -90,7 +90,7 @@ class RankProcesses:
         return [child.process.pid for child in self._children]
 
     def wait_until_present(self) -> None:
-        """Returns when every rank is about to meet the others."""
+        """Wait until every rank is about to meet the others."""
         for _ in self._children:
             self._present.acquire()
         self.check()
@@ -101,13 +101,13 @@ class RankProcesses:
             self._send(child, data)
 
     def check(self) -> None:
-        """Raises the reason when a rank has gone."""
+        """Raise the reason when a rank has gone."""
         if self.failure is not None:
             raise self.failure
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """When what the ranks do together fails, and one of them has gone, that is what is raised."""
+        """Raise the reason why a rank has gone, if common work of the ranks fails because of that."""
         try:
             yield
         except (RuntimeError, OSError):
@@ -116,7 +116,8 @@ class RankProcesses:
             raise
 
     def close(self) -> None:
-        """Let them leave after their last step; once one has failed, the others may never end theirs."""
+        """Let the ranks leave after their last step, or kill them if one has failed: the others may never end their
+        step."""
         self._is_closing = True
         if self.failure is None:
             for child in self._children:
@@ -154,7 +155,7 @@ class RankProcesses:
                 raise
 
     def _listen(self) -> None:
-        """In a thread of its own, until the last rank has gone."""
+        """Handle messages, in a thread of its own, until the last rank has gone."""
         children = {child.connection: child for child in self._children}
         while children:
             for ready in wait(list(children)):
@@ -184,7 +185,7 @@ class RankProcesses:
         self._fail(EngineUnavailable(sentence, retry_after_s=5.0))
 
     def _fail(self, error: PenstockError) -> None:
-        if self.failure is None:  # what follows from it is not news
+        if self.failure is None:  # later failures follow from the first
             self.failure = error
             self._failed.set()
         self.sampled.put(None)

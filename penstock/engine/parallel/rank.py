@@ -1,8 +1,8 @@
 """Runs a rank other than the first: it follows the messages of the first rank, step by step.
 
-Started by the engine process as `python -m penstock.engine.parallel.rank FD`, with the number of the open file
-through which they talk. It ends when told to, when that connection closes, or with its parent; and on any error of
-its own, because ranks that no longer agree on a step can only wait for each other.
+The engine process starts a rank as `python -m penstock.engine.parallel.rank FD`, with the number of the open file
+of their connection. A rank ends when told to, when the connection closes, or with its parent; and on any error,
+because ranks that no longer agree on a step can only wait for each other.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _run(begin: Begin, connection: Connection) -> Failed | None:
-    """Until told to leave, or until it cannot go on."""
+    """Run the rank until it is told to leave, or cannot go on."""
     try:
         model_path = Path(begin.model_path)
         setup = join(begin.config, model_path, begin.rank, Path(begin.meeting_place))
@@ -89,7 +89,7 @@ def _serve(rank: LocalRank, connection: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """Linux tells a process of its parent's end, however it came; elsewhere the closed connection has to do."""
+    """Have Linux kill this process when its parent ends. On other systems the closed connection ends it."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()

@@ -33,7 +33,8 @@ from penstock.models.weights import NamedProduct
 
 
 class RankModel:
-    """What `forward` and `logits` return is of use on the last stage alone; there, `logits` on the first rank."""
+    """A rank's part of a model. Only the last stage uses the result of `forward`, and only its first rank that of
+    `logits`."""
 
     def __init__(self, model: StagedModel, mesh: Mesh, ops: Ops) -> None:
         self.config = model.config
@@ -42,7 +43,7 @@ class RankModel:
         self.head_dim = model.head_dim
         self.max_model_len = model.max_model_len
         self.products: Sequence[NamedProduct] = model.products
-        # Every rank of a stage counts the parameters that the stage has a part of.
+        # The first rank of each stage counts the parameters of the stage.
         counted = model.num_parameters if mesh.shard.tensor_rank == 0 else 0
         self.num_parameters, self.weight_bytes = mesh.totals(counted, model.weight_bytes)
         self._model = model
@@ -90,7 +91,7 @@ def _no_second_try() -> Iterator[None]:
 
 
 class SharingSampler(Sampler):
-    """Of the first rank, which has all logits."""
+    """The sampler of the first rank, which has all logits."""
 
     def __init__(self, group: TensorGroup, *settings: Any) -> None:
         super().__init__(*settings)
@@ -105,7 +106,7 @@ class SharingSampler(Sampler):
 
 
 class ReceivingSampler(Sampler):
-    """Of the other ranks, which have no logits to speak of and keep no state of requests."""
+    """The sampler of the other ranks, which have no complete logits and keep no state of requests."""
 
     has_logits = False
 
@@ -164,7 +165,7 @@ class OneOfSeveralRanks(OneRank):
 
 
 def join(config: EngineConfig, model_path: Path, rank: int, meeting_place: Path) -> OneOfSeveralRanks:
-    """Waits until all ranks have come."""
+    """Join the ranks of this model. Waits until all ranks have come."""
     device = choose_device(config.model.device)
     if device.type == "cuda":
         torch.cuda.set_device(rank)
@@ -173,7 +174,7 @@ def join(config: EngineConfig, model_path: Path, rank: int, meeting_place: Path)
 
 
 def check(config: EngineConfig, model_path: Path) -> None:
-    """Raises ConfigError for what cannot be shared out, before anything is loaded."""
+    """Raise ConfigError for a model that cannot be split over ranks, before anything is loaded."""
     if is_encoder(model_path):
         raise ConfigError(
             "An encoder is too small to be shared out over ranks.",

@@ -1,6 +1,6 @@
-"""The KV blocks of this process, open to other engines, and theirs to this one, through NIXL. Knows no request.
+"""Opens the KV blocks of this process to other engines, and reads their blocks, through NIXL. Knows no request.
 
-NIXL picks what carries the bytes: RDMA, NVLink, shared memory or TCP, for GPU and plain memory alike. An agent
+NIXL picks the transport: RDMA, NVLink, shared memory or TCP, for GPU and plain memory alike. An agent
 belongs to the thread that made it. It has no thread of its own, which would keep a core busy: the owner calls
 `progress` now and then while it waits for a read or may be read from.
 """
@@ -30,11 +30,11 @@ class TransferError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """Where the blocks of this process lie, by layer, and what they mean."""
+    """Describes the memory and the meaning of this process's blocks, by layer."""
 
     layers: tuple[tuple[MemoryRegion, ...], ...]
     num_blocks: int
-    model: str  # equal where blocks can be exchanged
+    model: str  # engines with equal values can exchange blocks
     memory: str = "DRAM"
     device_id: int = 0
 
@@ -51,7 +51,7 @@ class Read:
         self._handle = handle
 
     def is_done(self) -> bool:
-        """Raises TransferError when it failed; nothing is written any more then."""
+        """Say whether the transfer is done. Raises TransferError when it failed; nothing is written after that."""
         try:
             state = self._agent.check_xfer_state(self._handle)
         except Exception as error:
@@ -61,7 +61,7 @@ class Read:
         return bool(state == "DONE")
 
     def stop(self) -> bool:
-        """Free it, finished or not. False: it cannot be stopped yet and may still write."""
+        """Free the transfer, finished or not. Returns False when it cannot be stopped yet and may still write."""
         try:
             self._agent.release_xfer_handle(self._handle)
         except Exception:
@@ -111,7 +111,7 @@ class NixlAgent:
     def read(
         self, peer: KVLayout, layers: range, their_block_ids: Sequence[int], our_block_ids: Sequence[int]
     ) -> Read:
-        """Begin to copy some layers of their blocks into ours."""
+        """Begin to copy some layers of another engine's blocks into blocks of this process."""
         runs = _runs(their_block_ids, our_block_ids)
         theirs = _pieces(peer.layers, layers, runs, 0, peer.device_id)
         ours = _pieces(self.memory.layers, layers, runs, 1, self.memory.device_id)
@@ -132,7 +132,7 @@ class NixlAgent:
         return Read(agent, handle)
 
     def progress(self) -> None:
-        """Let the transport work, for reads of ours and for those of others from our memory."""
+        """Let the transport work, for reads of this engine and for reads of other engines from its memory."""
         self._agent.get_new_notifs()
 
 
@@ -156,7 +156,7 @@ def _sizes(layers: tuple[tuple[MemoryRegion, ...], ...]) -> list[list[int]]:
 
 
 def _runs(theirs: Sequence[int], ours: Sequence[int]) -> NDArray[np.int64]:
-    """Rows of (their first block, our first block, count), where both go up by one: each is one piece of memory."""
+    """Return rows of (their first block, our first block, count) with ids that rise by one: pieces of memory."""
     pairs = np.array([theirs, ours], dtype=np.int64).T
     breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
     starts = np.concatenate(([0], breaks))
@@ -171,7 +171,7 @@ def _pieces(
     side: int,
     device_id: int,
 ) -> NDArray[np.uint64]:
-    """Rows of (address, bytes, device), as NIXL wants them. `side` says which blocks of the runs."""
+    """Return rows of (address, bytes, device) for NIXL. `side` selects the blocks of the runs."""
     regions = [region for layer in wanted for region in layers[layer]]
     addresses = np.array([region.address for region in regions], dtype=np.int64)[:, None]
     sizes = np.array([region.block_bytes for region in regions], dtype=np.int64)[:, None]

@@ -20,7 +20,7 @@ class Marker(Protocol):
     """A point in the device's work. On a CPU nothing is ever outstanding, and there are no markers."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come to it."""
+        """Wait until the device has reached the marker."""
         ...
 
 
@@ -32,8 +32,8 @@ class Fetch:
     source: KVSource
     request: Request
     first_block: int
-    block_ids: tuple[int, ...]  # here, where they go
-    marker: Marker | None  # before which nothing may be written to them
+    block_ids: tuple[int, ...]  # of this engine, to be filled
+    marker: Marker | None  # nothing may be written to the blocks before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """How far the blocks of a transfer are computed, once the device has come to the marker."""
+    """Tells how many blocks of a transfer are computed, once the device has reached the marker."""
 
     transfer: TransferKey
     num_whole_blocks: int
@@ -77,8 +77,8 @@ class Fetched:
 
     number: int
     num_filled: int
-    num_cached_tokens: int  # that the sender had before
-    trouble: str | None  # why it is not all of them
+    num_cached_tokens: int  # that the sender had cached
+    trouble: str | None  # the reason why blocks are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ News: TypeAlias = Fetched | Asked | Over
 
 @dataclass(frozen=True, slots=True)
 class LoopCalls:
-    """What KV transfers call on the loop and its device."""
+    """The calls of KV transfers on the loop and its device."""
 
     add: Callable[[Request], None]
     abort: Callable[[str], None]
@@ -112,18 +112,17 @@ class LoopCalls:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How sockets of other engines are reached. `bind` returns the endpoint, and whatever else others need to get
-    there; `connect` takes that."""
+    """Connects sockets of engines. `bind` returns the endpoint, with its key if any; `connect` takes that."""
 
     bind: Callable[[zmq.Socket[bytes]], str]
     connect: Callable[[zmq.Socket[bytes], str], None]
 
 
 class KVPort(Protocol):
-    """The thread, as the loop sees it."""
+    """The loop's interface to the thread."""
 
     def order(self, order: Order) -> None: ...
 
     def news(self) -> list[News]:
-        """What happened since the last call."""
+        """Return the news since the last call."""
         ...

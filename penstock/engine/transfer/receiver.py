@@ -1,7 +1,7 @@
 """The receiving end of KV transfers. Runs in the transfer thread; decides nothing about blocks.
 
 Every fetch ends with one `Fetched`, after which nothing is written to its blocks. A sender that fails or falls silent
-is dropped with all that was on its way; a later fetch connects anew.
+is dropped with all its transfers; a later fetch connects again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from penstock.engine.transfer.port import CancelFetch, Fetch, Fetched, News
 
 
 class Fetching:
-    """Blocks are counted from the first one to be fetched; the sender counts from the start of the request."""
+    """One fetch. Blocks are counted from the first block to be fetched; the sender counts from the start of the
+    request."""
 
     def __init__(self, order: Fetch, num_layers: int) -> None:
         self.order = order
-        self.trouble: str | None = None  # why there will be no more
+        self.trouble: str | None = None  # the reason why no more blocks will come
         self.num_cached_tokens = 0
         self.is_cancelled = False
         self.is_reported_read = False
@@ -57,7 +58,7 @@ class Fetching:
 
     @property
     def is_read(self) -> bool:
-        """All that was offered is here."""
+        """Say whether all offered blocks are here."""
         return (
             self._their_block_ids is not None
             and self._num_whole_begun == len(self._their_block_ids)
@@ -71,7 +72,7 @@ class Fetching:
         self.num_cached_tokens = message.num_cached_tokens
 
     def ready(self, message: BlocksReady, agent: NixlAgent, peer: KVLayout) -> None:
-        """Begin to read what has become ready. Raises TransferError."""
+        """Begin to read the blocks that have become ready. Raises TransferError."""
         if self._their_block_ids is None:
             raise TransferError("blocks were ready that had not been offered")
         for start, stop, layers in self._newly_ready(message):
@@ -100,12 +101,12 @@ class Fetching:
             raise failure
 
     def stop_reads(self) -> bool:
-        """Whether nothing is being written here any more."""
+        """Stop the reads. Returns whether nothing writes to the blocks any more."""
         self._reads = [read for read in self._reads if not read.stop()]
         return not self._reads
 
     def _newly_ready(self, message: BlocksReady) -> Iterator[tuple[int, int, range]]:
-        """Runs of blocks, with the layers to be read of them."""
+        """Return runs of blocks, with their layers to be read."""
         begun = self._layers_begun
         first = self.order.first_block
         num_whole = min(max(0, message.num_whole_blocks - first), len(begun))
@@ -122,7 +123,7 @@ class Fetching:
             start = stop
 
 
-SILENCE_S = 3.0  # six messages of a sender that lives are missing
+SILENCE_S = 3.0  # six missed messages of a sender
 
 
 @dataclass(slots=True)
@@ -211,7 +212,7 @@ class Receiver:
         socket.setsockopt(zmq.LINGER, 0)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, 0)
-        # A sender's endpoint is known only once it listens: if it does not listen, it has gone.
+        # An endpoint is known only once its sender listens: a sender that does not listen has gone.
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._connect_to(socket, endpoint)
         peer = self._peers[endpoint] = _Peer(endpoint, socket, monitor, now)
@@ -231,7 +232,7 @@ class Receiver:
             self._lose(peer, "its process has gone")
 
     def _handle(self, peer: _Peer, message: ToReceiver) -> None:
-        """Raises TransferError."""
+        """Handle a message. Raises TransferError."""
         if isinstance(message, KVLayout):
             self._agent.connect(message)
             peer.layout = message

@@ -67,7 +67,7 @@ class SharedKV:
     max_waiting: int  # requests that wait for KV of others, before more are refused
 
     def open(self, wire: Wire, loop: EngineLoop, recorder: PlanRecorder | None) -> tuple[TransferThread, str]:
-        """Let other engines reach this one; returns the thread that serves them, and where they do."""
+        """Let other engines reach this engine. Returns the thread that serves them, and its endpoint."""
         thread = TransferThread(wire, self.memory)
         opened = thread.start()
         exchange = RecordedExchange(loop.scheduler.exchange, self.clock, recorder)
@@ -100,7 +100,7 @@ def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Cloc
         for layer in range(model.num_layers)
     )
     settings = config.model
-    # What two engines must have in common for a block of one to mean the same in the other.
+    # The facts that must be equal in two engines that exchange blocks.
     fingerprint = "/".join(
         str(part)
         for part in (

@@ -53,14 +53,14 @@ from penstock.engine.transfer.port import (
 from penstock.engine.transfer.receiver import Receiver
 
 ALIVE_INTERVAL_S = 0.5
-# Between the last block's being ready and its being read: far more than any transfer takes.
+# From the last ready block to the end of its read: far more than any transfer takes.
 READ_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
 class _Sending:
     num_blocks: int | None = None  # None until blocks are offered
-    ready_s: float | None = None  # since when there is nothing more to come
+    ready_s: float | None = None  # when the last block became ready
 
 
 class Sender:
@@ -107,7 +107,7 @@ class Sender:
                 self._send(receiver, CannotSend(fetch, order.reason))
 
     def tick(self, now: float) -> None:
-        """Tell receivers that we live, and end exports that were kept too long. Call it now and then."""
+        """Tell receivers that this engine lives, and end exports that were kept too long. Call this now and then."""
         if now - self._alive_s < ALIVE_INTERVAL_S:
             return
         self._alive_s = now
@@ -175,7 +175,8 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="kv transfer", daemon=True)
 
     def start(self) -> str:
-        """Returns the endpoint when others can reach it. Raises what keeps it from starting."""
+        """Start the thread. Returns the endpoint when other engines can reach it. Raises the error of a failed
+        start."""
         self._thread.start()
         outcome = self._started.get()
         if isinstance(outcome, BaseException):
@@ -187,7 +188,8 @@ class TransferThread:
         _ring(self._order_bell)
 
     def news(self) -> list[News]:
-        """Raises EngineUnavailable when the thread has failed: blocks may then be written to or read for ever."""
+        """Return the news. Raises EngineUnavailable when the thread has failed, since blocks may then be in use for
+        ever."""
         if not self._thread.is_alive():
             raise EngineUnavailable("The transfer of KV between engines has failed.")
         _hush(self.news_bell)

@@ -1,11 +1,11 @@
-"""KV transfers between engines, as a collaborator of the engine's loop: exports, which other engines read from this
-one, and imports, for which requests wait before the scheduler. Knows no peer, socket or bytes.
+"""Moves KV between engines, as a collaborator of the engine's loop: exports, which other engines read from this
+engine, and imports, for which requests wait before the scheduler. Knows no peer, socket or bytes.
 
 KV is computed for a receiver by an ordinary request for a single token, which no client sees. Its blocks are exported
-from its first step on, and the receiver is told layer by layer what each step has written, while the step runs.
+from its first step on. While a step runs, the receiver learns layer by layer what the step has written.
 
 Requests that wait for an import hold up no other request. A request that waits can be aborted and has its deadline,
-like any other. When the transfer fails, the request goes on: what did not come is computed here.
+like any other. When the transfer fails, the request goes on, and this engine computes the missing KV.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A chunk of the step that runs: what is whole in every layer before it, and what will be after it."""
+    """A chunk of the running step: the blocks that are whole in every layer before the step, and after it."""
 
     transfer: TransferKey
     num_whole_blocks: int
@@ -82,7 +82,7 @@ class KVExports:
             self._give_up(request.id, error.message)
 
     def over(self, transfer: TransferKey) -> None:
-        """The receiver has read everything, or has gone."""
+        """End an export whose receiver has read everything, or has gone."""
         for request_id in [each.request_id for each in self._prefills.values() if each.transfer == transfer]:
             del self._prefills[request_id]
             self._calls.abort(request_id)
@@ -91,7 +91,7 @@ class KVExports:
             self._exchange.finish_export(export)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """A plan is about to be executed."""
+        """Note a plan that is about to be executed."""
         if not self._prefills:
             return
         for chunk in plan.chunks:
@@ -100,8 +100,8 @@ class KVExports:
                 self._begin_chunk(prefill, chunk)
 
     def layer_begins(self, layer: int) -> None:
-        """The step has written all layers before this one. A step that is done in several parts, for want of memory,
-        begins with the first layer again: what it has written then shows only at its end."""
+        """Note that the step has written all layers before this one. A step in several parts, for want of memory,
+        begins with the first layer again: its blocks are told only at its end."""
         if not self._running:
             return
         in_order = layer == self._num_layers_begun
@@ -115,7 +115,7 @@ class KVExports:
             )
 
     def end_step(self, missing: tuple[Chunk, ...]) -> None:
-        """`missing` could not be computed."""
+        """End the step. The chunks in `missing` were not computed."""
         for request_id in self._preempted:  # only now, since the step had them in it
             self._give_up(request_id, "it was preempted")
         self._preempted.clear()
@@ -134,7 +134,7 @@ class KVExports:
         self._num_layers_begun = 0
 
     def take_events(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Take the events of requests that are computed for receivers; returns the others."""
+        """Take the events of requests that are computed for receivers. Returns the other events."""
         if not self._prefills:
             return events
         others = []
@@ -183,7 +183,8 @@ class KVExports:
         self._port.order(Ready(news.transfer, num_blocks, num_blocks, 0, self._calls.mark()))
 
     def _prefill_request(self, news: Asked) -> Request:
-        """The first blocks of a request, and one token more, since the last one is always computed."""
+        """Return a request for the first blocks of a request, and one token more, since the last token is always
+        computed."""
         wanted = news.request
         known = (*wanted.prompt_token_ids, *wanted.output_token_ids)
         return Request(
@@ -208,10 +209,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class FetchCounters:
-    """Since the engine started."""
+    """Counters since the engine started."""
 
     num_begun: int = 0
-    num_failed: int = 0  # of which not all came
+    num_failed: int = 0  # fetches that brought too few blocks
     num_tokens: int = 0
 
 
@@ -244,11 +245,11 @@ class KVImports:
         self.counters = FetchCounters()
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
         return len(self._waiting) + len(self._served)
 
     def enter(self, request: Request, source: KVSource) -> None:
-        """Raises InvalidRequest or Overloaded, and then leaves no trace."""
+        """Let a request wait for its KV. Raises InvalidRequest or Overloaded, and then leaves no trace."""
         if request.id in self._waiting:
             raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
         if len(self) >= self._max_waiting:
@@ -256,7 +257,7 @@ class KVImports:
         self._waiting[request.id] = _Waiting(request, source)
 
     def leave(self, request_id: str) -> None:
-        """Its blocks are free once nothing is written to them any more."""
+        """Remove a request. Its blocks are free once nothing writes to them any more."""
         self._computed_elsewhere.pop(request_id, None)
         self._served = [request for request in self._served if request.id != request_id]
         waiting = self._waiting.pop(request_id, None)
@@ -281,8 +282,8 @@ class KVImports:
         self._computed_elsewhere[request_id] = num_fetched - num_cached_there
 
     def served(self, now: float, *, may_wait: bool) -> Iterator[tuple[Request, PenstockError | None]]:
-        """Requests whose wait is over, each with an error if it cannot go on. `may_wait`: requests run here, so that
-        blocks may come free for imports that have none."""
+        """Return the requests whose wait is over, each with an error if it cannot go on. `may_wait`: other requests
+        run, so that blocks may come free for imports without room."""
         for waiting in tuple(self._waiting.values()):
             deadline_s = waiting.request.deadline_s
             if deadline_s is not None and deadline_s <= now:
@@ -299,7 +300,7 @@ class KVImports:
             yield request, None
 
     def corrected(self, event: TokenEvent) -> TokenEvent:
-        """A request's first event, in which what another engine computed for it does not count as cached."""
+        """Return a request's first event, in which tokens computed by another engine do not count as cached."""
         num_computed = self._computed_elsewhere.pop(event.request_id, 0)
         if event.num_cached_tokens is None or not num_computed:
             return event
@@ -308,7 +309,7 @@ class KVImports:
         )
 
     def _begin(self, waiting: _Waiting, *, may_wait: bool) -> bool:
-        """False when there is nothing to wait for."""
+        """Begin an import. Returns False when there is nothing to wait for."""
         request = waiting.request
         if not self._exchange.num_missing(request):
             return False
@@ -332,7 +333,7 @@ class KVImports:
 
 
 class KVTransfers(Collaborator):
-    """Requests that wait for KV of other engines, and KV that other engines read here."""
+    """Manages requests that wait for KV of other engines, and KV that other engines read."""
 
     wakes_worker = True
 
