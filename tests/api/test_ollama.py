@@ -242,7 +242,7 @@ def test_long_inputs_are_cut_unless_told_otherwise(serve: Serve) -> None:
     text = "x" * 1000
     assert close(api.embed("bytes", text).embeddings[0], vector_of(b"x" * 63))
     for _ in range(2):  # the second time, the cut text's vector is in the cache
-        with pytest.raises(ollama.ResponseError, match="at most 63") as caught:
+        with pytest.raises(ollama.ResponseError, match="63 tokens") as caught:
             api.embed("bytes", text, truncate=False)
         assert caught.value.status_code == 400
 
@@ -340,6 +340,21 @@ async def test_nothing_but_json_and_known_paths() -> None:
         ]:
             assert response.status_code == status
             assert list(response.json()) == ["error"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_is_not_done_as_asked_is_told(streams: bool) -> None:
+    body = {
+        "messages": [USER],
+        "stream": streams,
+        "options": {"num_ctx": 9, "num_gpu": None, "num_predict": 99_999},
+    }
+    async with direct_client(scripted("Hi")) as http:
+        response = await http.post("/api/chat", json=body)
+    last = (lines(response) if streams else [response.json()])[-1]
+    assert [warning["code"] for warning in last["warnings"]] == ["options_ignored", "max_tokens_lowered"]
+    assert last["warnings"][0]["message"] == "These options have no effect here: num_ctx."
+    assert "num_ctx" in response.headers["warning"]
 
 
 async def test_lines() -> None:

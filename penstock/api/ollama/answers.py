@@ -17,7 +17,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.request import FinishReason
 from penstock.gateway.answers.choice import Delta, ToolCallDelta, merge_deltas
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
-from penstock.gateway.prompts import Usage
+from penstock.gateway.prompts import RequestWarning, Usage
 
 
 class Function(msgspec.Struct):
@@ -45,6 +45,7 @@ class Part(msgspec.Struct, kw_only=True):
     done: bool = False
     done_reason: str | UnsetType = UNSET
     logprobs: list[ChatLogprob] | UnsetType = UNSET
+    warnings: tuple[RequestWarning, ...] | UnsetType = UNSET  # our own; Ollama's clients leave it aside
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
@@ -86,13 +87,21 @@ def _new_part(shape: AnyPart, model: str, delta: Delta, calls: Sequence[Call]) -
 
 
 class TimedAnswer(WrappedAnswer):
-    """An answer whose beginning and end are timed, from the arrival of the request."""
+    """An answer whose beginning and end are timed, from the arrival of the request. `warnings` are those of the
+    dialect; the gateway's follow them."""
 
-    def __init__(self, answer: AnswerStream, arrived_ns: int) -> None:
+    def __init__(
+        self, answer: AnswerStream, arrived_ns: int, warnings: tuple[RequestWarning, ...] = ()
+    ) -> None:
         super().__init__(answer)
+        self._own_warnings = warnings
         self._arrived_ns = arrived_ns
         self._first_ns: int | None = None
         self._last_ns = arrived_ns
+
+    @property
+    def warnings(self) -> tuple[RequestWarning, ...]:
+        return (*self._own_warnings, *self._answer.warnings)
 
     async def __anext__(self) -> list[Delta]:
         deltas = await anext(self._answer)
@@ -166,6 +175,7 @@ class AnswerWriter:
 
     def _ended(self, part: ChatPart | GeneratePart, usage: Usage) -> ChatPart | GeneratePart:
         part.done, part.done_reason = True, _done_reason(self._reason)
+        part.warnings = self._answer.warnings or UNSET
         for name, value in self._answer.counters(usage).items():
             setattr(part, name, value)
         return part

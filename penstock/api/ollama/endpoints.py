@@ -96,7 +96,9 @@ class OllamaEndpoints:
                 media_type="application/json",
             )
         generation = msgspec.structs.replace(generation, model=name)
-        answer = TimedAnswer(await self._gateway.submit(with_context(request, generation)), arrived_ns)
+        answer = TimedAnswer(
+            await self._gateway.submit(with_context(request, generation)), arrived_ns, wire.warnings
+        )
         writer = AnswerWriter(shape, wire.model or answer.model, answer)
         if wire.streams:
             return await LineStream.open(answer, request.receive, writer, keep_alive=writer.keep_alive)

@@ -20,6 +20,7 @@ from penstock.gateway.prompts import (
     ChatPrompt,
     GenerationRequest,
     Prompt,
+    RequestWarning,
     SamplingOptions,
     TextPrompt,
     ToolCall,
@@ -81,6 +82,8 @@ class Options(msgspec.Struct, kw_only=True):
 
 
 _USED_OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Options))
+_SHOWN_NAMES = 8
+_SHOWN_NAME_CHARS = 40
 
 
 class AnswerFields(msgspec.Struct, kw_only=True):
@@ -107,12 +110,14 @@ class AnswerFields(msgspec.Struct, kw_only=True):
         return self.keep_alive in (0, "0", "0s")
 
     @property
-    def ignored_options(self) -> list[str]:
-        return sorted(
-            name
-            for name, value in (self.options or {}).items()
-            if value is not None and name not in _USED_OPTIONS
-        )
+    def warnings(self) -> tuple[RequestWarning, ...]:
+        """One that names the options without effect, if there are any."""
+        given = (name for name, value in (self.options or {}).items() if value is not None)
+        ignored = sorted(name[:_SHOWN_NAME_CHARS] for name in given if name not in _USED_OPTIONS)
+        if not ignored:
+            return ()
+        names = ", ".join(ignored[:_SHOWN_NAMES]) + (", …" if len(ignored) > _SHOWN_NAMES else "")
+        return (RequestWarning("options_ignored", f"These options have no effect here: {names}.", "options"),)
 
     def generation_request(self, prompt: Prompt) -> GenerationRequest:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None

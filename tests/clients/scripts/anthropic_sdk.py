@@ -38,6 +38,7 @@ with capability("tools"):
         messages=QUESTION,
         tools=[WEATHER],
         tool_choice={"type": "tool", "name": "weather"},
+        temperature=0,
         max_tokens=100,
     )
     calls = [block for block in answer.content if block.type == "tool_use"]

@@ -56,6 +56,7 @@ with capability("tools"):
         messages=QUESTION,
         tools=[WEATHER],
         tool_choice={"type": "function", "function": {"name": "weather"}},
+        temperature=0,
         max_tokens=100,
     )
     message = answer.choices[0].message

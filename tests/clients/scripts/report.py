@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 BASE_URL = os.environ["BASE_URL"]
@@ -28,3 +28,12 @@ def capability(name: str, note: str = "") -> Iterator[None]:
         report(name, False, f"{type(error).__name__}: {error}"[:500])
     else:
         report(name, True, note)
+
+
+def status_of(call: Callable[[], object]) -> int | None:
+    """The HTTP status in the exception that a call raises; None where nothing is raised."""
+    try:
+        call()
+    except Exception as error:
+        return getattr(error, "status_code", None)
+    return None

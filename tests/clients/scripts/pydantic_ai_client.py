@@ -1,0 +1,54 @@
+"""Pydantic AI with its models for OpenAI chat, OpenAI Responses and Anthropic."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, ModelSettings, NativeOutput
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.openai import OpenAIProvider
+from report import API_KEY, BASE_URL, MODEL, capability, status_of
+
+QUESTION = "What is the capital of France?"
+SHORT = ModelSettings(max_tokens=20, temperature=0)
+LONG = ModelSettings(max_tokens=200, temperature=0)
+openai = OpenAIProvider(base_url=f"{BASE_URL}/v1", api_key=API_KEY)
+anthropic = AnthropicProvider(base_url=BASE_URL, api_key=API_KEY)
+MODELS = {
+    "chat": OpenAIChatModel(MODEL, provider=openai),
+    "responses": OpenAIResponsesModel(MODEL, provider=openai),
+    "anthropic": AnthropicModel(MODEL, provider=anthropic),
+}
+
+
+class City(BaseModel):
+    name: str = Field(max_length=20)
+    is_capital: bool
+
+
+async def streamed(model: object) -> str:
+    async with Agent(model, model_settings=SHORT).run_stream(QUESTION) as result:
+        return "".join([piece async for piece in result.stream_text(delta=True)])
+
+
+for kind, model in MODELS.items():
+    with capability("chat"):
+        assert Agent(model, model_settings=SHORT).run_sync(QUESTION).output, kind
+
+    with capability("stream"):
+        assert asyncio.run(streamed(model)), kind
+
+    with capability("tools"):  # the answer itself is a forced tool call
+        agent = Agent(model, output_type=City, model_settings=LONG)
+        assert isinstance(agent.run_sync(QUESTION).output, City), kind
+
+with capability("structured"):
+    agent = Agent(MODELS["chat"], output_type=NativeOutput(City), model_settings=LONG)
+    assert isinstance(agent.run_sync(QUESTION).output, City)
+
+with capability("errors"):
+    absent = Agent(OpenAIChatModel("no-such-model", provider=openai))
+    assert status_of(lambda: absent.run_sync(QUESTION)) == 404
