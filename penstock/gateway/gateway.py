@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -74,7 +74,11 @@ class Gateway:
         self.metrics.register(self.auto)
         self._queue_times = QueueTimes()
         self._live: set[LiveWork] = set()
+        self._on_the_way: set[object] = (
+            set()
+        )  # requests not yet dispatched, and answers that judges still review
         self._is_draining = False
+        self._has_stopped = False
         self._nothing_live = asyncio.Event()
         self._nothing_live.set()
         if engine.ready is not None:
@@ -114,14 +118,18 @@ class Gateway:
         """The way of every request to one model. Whatever costs more than a lookup comes after `admit`. `is_internal`
         is a request that the gateway makes for an admitted one: neither limited nor guarded, but in the ledger."""
         work = self._authorize(request, is_internal=is_internal)
-        work.admission = await self.accounts.admit(work.claim(), is_limited=not is_internal)
-        try:
-            await self._guard(work)
-            answer = await self.reuse.answer(work, self._generate)
-        except BaseException as error:
-            work.admission.release(error.code if isinstance(error, PenstockError) else None)
-            raise
-        return answer if work.case is None else self.guards.wrap(work.case, answer)
+        with ExitStack() as way:
+            way.enter_context(self._holding_drain())
+            work.admission = await self.accounts.admit(work.claim(), is_limited=not is_internal)
+            try:
+                await self._guard(work)
+                answer = await self.reuse.answer(work, self._generate)
+            except BaseException as error:
+                work.admission.release(error.code if isinstance(error, PenstockError) else None)
+                raise
+            if work.case is not None and work.case.policy.output.rules:
+                return self.guards.wrap(work.case, answer, on_decided=way.pop_all().close)
+        return answer
 
     async def _generate(self, work: PreparedRequest) -> AnswerStream:
         """The second half of the way, for a request that no earlier answer will do for."""
@@ -133,7 +141,7 @@ class Gateway:
         """Who may ask which model for what. The only step that looks up the model, save for a guard's detour."""
         now = self.clock.now()
         self._queue_times.observe(self.engine.stats, now)
-        self.check_accepting()
+        self.check_accepting(is_admitted=is_internal)
         model = self.catalogue.answering(request.model, None if request.model_is_given else request.principal)
         model.check(request)
         request = self.tiers.capped(request)
@@ -205,23 +213,26 @@ class Gateway:
         self._live.add(answer)
         self._nothing_live.clear()
         try:
-            self.check_accepting()
+            self.check_accepting(is_admitted=True)
             yield
         except BaseException:
             answer.cancel()
             raise
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, and let live ones finish. After `timeout_s`, or when this is cancelled, those left
-        end with an error.
+        """Refuse new requests, and let admitted ones finish, with the reviews of judges. After `timeout_s`, or when
+        this is cancelled, those left end with an error.
 
         True when every answer came to its own end. Bytes may still be on their way to readers."""
         self._is_draining = True
         try:
-            await asyncio.wait_for(self._nothing_live.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                while self._live or self._on_the_way:
+                    await self._nothing_live.wait()
         except TimeoutError:
             return False
         finally:
+            self._has_stopped = True
             for work in tuple(self._live):
                 work.fail(ShuttingDown("The server stopped before this answer was finished."))
         return True
@@ -245,7 +256,7 @@ class Gateway:
     @contextmanager
     def counted(self, work: LiveWork) -> Iterator[None]:
         """Work that is no generation: a drain waits for it, and fails it after the timeout, like a generation."""
-        self.check_accepting()
+        self.check_accepting(is_admitted=True)
         self._live.add(work)
         self._nothing_live.clear()
         try:
@@ -253,13 +264,28 @@ class Gateway:
         finally:
             self._forget(work)
 
-    def check_accepting(self) -> None:
-        if self._is_draining:
+    @contextmanager
+    def _holding_drain(self) -> Iterator[None]:
+        hold = object()
+        self._on_the_way.add(hold)
+        self._nothing_live.clear()
+        try:
+            yield
+        finally:
+            self._on_the_way.discard(hold)
+            self._note_end()
+
+    def check_accepting(self, *, is_admitted: bool = False) -> None:
+        """Raises ShuttingDown during a drain, and for work of an admitted request only after the drain."""
+        if self._has_stopped or (self._is_draining and not is_admitted):
             raise ShuttingDown("The server is shutting down.", retry_after_s=RETRY_AFTER_S)
 
     def _forget(self, work: LiveWork) -> None:
         self._live.discard(work)
-        if not self._live:
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if not self._live and not self._on_the_way:
             self._nothing_live.set()
 
 

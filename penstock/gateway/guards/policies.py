@@ -10,7 +10,8 @@ back the answer until the review is done, unless they only flag.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -117,12 +118,16 @@ class GuardedChoice:
 
 
 class GuardedAnswer(WrappedAnswer):
-    """`run_later` takes reviews whose result delays no reader."""
+    """An answer whose reader sees what the policy allows. `run_later` takes reviews whose result delays no reader.
+    `on_decided` is called, perhaps more than once, when no review can delay the reader any more."""
 
-    def __init__(self, answer: AnswerStream, case: Case, run_later: RunLater) -> None:
+    def __init__(
+        self, answer: AnswerStream, case: Case, run_later: RunLater, on_decided: Callable[[], None]
+    ) -> None:
         super().__init__(answer)
         self._case = case
         self._run_later = run_later
+        self._on_decided = on_decided
         self._choices = [GuardedChoice(index, case) for index in range(answer.num_choices)]
         self._seen: list[list[Delta]] = [[] for _ in self._choices]  # for reviews
         reviews = case.policy.output.reviews
@@ -131,12 +136,15 @@ class GuardedAnswer(WrappedAnswer):
         self._has_begun = False
         self._has_reviewed = False
         case.begins("output")
+        if not self._deciding:
+            on_decided()
 
     async def __anext__(self) -> list[Delta]:
         if self._deciding and not self._has_reviewed:
-            if not self._has_begun:
-                return await self._first_sign()
-            return await self._decided(await self._read_all())
+            with self._deciding_ends():
+                if not self._has_begun:
+                    return await self._first_sign()
+                return await self._decided(await self._read_all())
         while True:
             if self._is_over:
                 self._finish()
@@ -145,11 +153,27 @@ class GuardedAnswer(WrappedAnswer):
                 return deltas
 
     async def collect(self) -> list[Delta]:
-        deltas = self._push(await self._answer.collect())
-        if self._deciding:
-            deltas = await self._decided(deltas)
+        with self._deciding_ends():
+            deltas = self._push(await self._answer.collect())
+            if self._deciding:
+                deltas = await self._decided(deltas)
         self._finish()
         return deltas
+
+    def cancel(self) -> None:
+        self._on_decided()
+        super().cancel()
+
+    @contextmanager
+    def _deciding_ends(self) -> Iterator[None]:
+        """Reviews are over when they have decided, and when the answer or a review fails."""
+        try:
+            yield
+        except BaseException:
+            self._on_decided()
+            raise
+        if self._has_reviewed:
+            self._on_decided()
 
     @property
     def _is_over(self) -> bool:
@@ -231,8 +255,8 @@ class GuardPolicies:
     async def check(self, case: Case, request: GenerationRequest, decode: Decode) -> GenerationRequest:
         return await check_input(case, request, decode, self._run_later)
 
-    def wrap(self, case: Case, answer: AnswerStream) -> AnswerStream:
-        return GuardedAnswer(answer, case, self._run_later) if case.policy.output.rules else answer
+    def wrap(self, case: Case, answer: AnswerStream, on_decided: Callable[[], None]) -> AnswerStream:
+        return GuardedAnswer(answer, case, self._run_later, on_decided)
 
     def _run_later(self, review: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(review)

@@ -24,7 +24,7 @@ WEIGHTS = {
 }
 _CHARACTERS_FOR_FULL_LENGTH = 8_000
 _CHARACTERS_PER_TOKEN = 4
-_READ_CHARACTERS = 4_000  # from each end: a whole book is not read to know that it is long
+_READ_CHARACTERS = 4_000  # from each end: a long text is not read whole to know that it is long
 
 _CODE_BLOCK = re.compile(r"```|^\s{4,}\S.*[;{}()=]\s*$", re.MULTILINE)
 _CODE_WORDS = re.compile(

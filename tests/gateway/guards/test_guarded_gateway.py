@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.errors import ConfigError, ContentRefused, InvalidRequest, ModelNotFound, SafetyCheckFailed
+from penstock.core.errors import (
+    ConfigError,
+    ContentRefused,
+    InvalidRequest,
+    ModelNotFound,
+    SafetyCheckFailed,
+    ShuttingDown,
+)
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.request import FinishReason, Request, Tier
@@ -32,7 +39,7 @@ from penstock.gateway.prompts import (
     TokenPrompt,
     ToolCall,
 )
-from tests.gateway.fake_engine import FakeEngine, Script, engine_ready, model_card, script_text
+from tests.gateway.fake_engine import FakeEngine, Script, engine_ready, model_card, script_text, until
 
 CARD = "4111 1111 1111 1111"
 
@@ -331,6 +338,46 @@ async def test_a_judge_lets_pass_what_it_allows() -> None:
     assert (await read(gateway, request_for("hi")))[0] == "welcome"
     answer = await gateway.submit(request_for("hi", n=2))
     assert [delta.text for delta in await answer.collect()] == ["welcome", "welcome"]
+
+
+@pytest.mark.parametrize("stage", ["input", "output"])
+async def test_a_drain_lets_judges_of_admitted_requests_speak(stage: str) -> None:
+    """The judge of a prompt has been asked when the drain begins; the judge of an answer has not."""
+    gateway, engine = gateway_with(lambda request: [], JUDGE | {"stage": stage}, on_failure="closed")
+    reading = asyncio.create_task(read(gateway, request_for("hi")))
+    await until(lambda: engine.streams)
+    draining = asyncio.create_task(gateway.drain(60.0))
+    await until(lambda: gateway.is_draining)
+    with pytest.raises(ShuttingDown):
+        await gateway.submit(request_for("late"))
+    for _ in range(2):
+        await until(lambda: engine.streams)
+        assert not draining.done()
+        ((request_id, stream),) = engine.streams.items()
+        is_judge = "Be kind." in prompt_text(stream.request)
+        text = b'{"verdict": "allow"}' if is_judge else b"welcome"
+        engine.emit(request_id, *text, finish_reason=FinishReason.STOP)
+    text, reason, _ = await reading
+    assert (text, reason) == ("welcome", FinishReason.STOP)
+    assert await draining
+
+
+async def test_a_judged_answer_that_is_given_up_keeps_no_drain_waiting() -> None:
+    gateway, _ = gateway_with(lambda request: [], JUDGE)
+    (await gateway.submit(request_for("hi"))).cancel()
+    assert await gateway.drain(60.0)
+
+
+async def test_a_drain_that_runs_out_of_time_ends_a_review() -> None:
+    gateway, engine = gateway_with(
+        lambda request: [], JUDGE | {"stage": "input", "timeout_s": 60.0}, on_failure="closed"
+    )
+    asking = asyncio.create_task(gateway.submit(request_for("hi")))
+    await until(lambda: engine.streams)
+    assert not await gateway.drain(0.0)
+    with pytest.raises(SafetyCheckFailed):
+        await asking
+    assert not engine.streams
 
 
 async def test_a_reader_learns_at_once_that_a_judged_answer_has_begun() -> None:
