@@ -35,8 +35,8 @@ class TenantServer:
         self.gateway = Gateway(self.engine, GatewayConfig())
         self.app = create_app(self.gateway, config or ServerConfig(), tenants=self.tenants)
 
-    async def make_key(self, *scopes: Scope, **wish: Any) -> IssuedKey:
-        new_key = NewKey(**{"name": "k", "scopes": scopes or (Scope.INFERENCE,)} | wish)
+    async def make_key(self, *scopes: Scope, **fields: Any) -> IssuedKey:
+        new_key = NewKey(**{"name": "k", "scopes": scopes or (Scope.INFERENCE,)} | fields)
         return await self.tenants.directory.create_key(ACTOR, new_key)
 
     def client(self, secret: str | None = None) -> httpx.AsyncClient:

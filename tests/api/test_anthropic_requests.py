@@ -21,13 +21,13 @@ USER = {"role": "user", "content": "hi"}
 _decoder = BodyDecoder(MessagesRequest, GUARDED_FIELDS)
 
 
-def wish(**fields: Any) -> GenerationRequest:
+def request_from(**fields: Any) -> GenerationRequest:
     body = {"model": "m", "max_tokens": 10, "messages": [USER]} | fields
     return _decoder.decode(json.dumps(body).encode()).to_generation()
 
 
 def prompt(**fields: Any) -> ChatPrompt:
-    (prompt,) = wish(**fields).prompts
+    (prompt,) = request_from(**fields).prompts
     assert isinstance(prompt, ChatPrompt)
     return prompt
 
@@ -70,14 +70,14 @@ def test_without_marks_content_is_plain_text() -> None:
 
 
 def test_what_surrounds_the_prompt() -> None:
-    made = wish(metadata={"user_id": "u1"}, stop_sequences=["a", "b"], temperature=0)
+    made = request_from(metadata={"user_id": "u1"}, stop_sequences=["a", "b"], temperature=0)
     assert (made.user, made.endpoint, made.sampling.stop, made.sampling.temperature) == (
         "u1",
         "messages",
         ("a", "b"),
         0,
     )
-    assert (made.tier, wish(service_tier="auto").tier) == (Tier.DEFAULT, Tier.PRIORITY)
+    assert (made.tier, request_from(service_tier="auto").tier) == (Tier.DEFAULT, Tier.PRIORITY)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.api.tenant_server import TenantServer
 from tests.cluster.views import RELEASE, VIEW
 
 
-class FakeDesk:
+class FakeControl:
     def __init__(self) -> None:
         self.orders: list[ReleaseOrder] = []
 
@@ -49,8 +49,8 @@ class FakeDesk:
 @pytest_asyncio.fixture
 async def server(tmp_path: Path) -> AsyncIterator[TenantServer]:
     server = TenantServer(tmp_path, static_key="root")
-    server.desk = FakeDesk()  # type: ignore[attr-defined]
-    endpoints = ClusterEndpoints(server.desk, server.database, 1 << 20)  # type: ignore[attr-defined]
+    server.control = FakeControl()  # type: ignore[attr-defined]
+    endpoints = ClusterEndpoints(server.control, server.database, 1 << 20)  # type: ignore[attr-defined]
     server.app = create_app(
         server.gateway, ServerConfig(), tenants=server.tenants, more_routes=endpoints.routes()
     )
@@ -79,7 +79,7 @@ async def test_only_administrators_see_it(server: TenantServer) -> None:
             assert (await client.request(method, path)).status_code == 403
 
 
-async def test_orders_reach_the_desk_and_the_audit_log(server: TenantServer) -> None:
+async def test_orders_reach_the_control_plane_and_the_audit_log(server: TenantServer) -> None:
     async with server.client("root") as admin:
         order = {"settings": {"max_num_seqs": 64}, "policy": {"min_stage_s": 1}}
         made = await admin.post("/admin/releases", json=order)
@@ -89,7 +89,7 @@ async def test_orders_reach_the_desk_and_the_audit_log(server: TenantServer) -> 
         assert (await admin.post("/admin/releases/rollback")).status_code == 200
         listed = (await admin.get("/admin/releases")).json()
         entries = (await admin.get("/admin/audit")).json()["data"]
-    assert server.desk.orders[0].settings == {"max_num_seqs": 64}  # type: ignore[attr-defined]
+    assert server.control.orders[0].settings == {"max_num_seqs": 64}  # type: ignore[attr-defined]
     assert [release["id"] for release in listed["data"]] == ["rel_1"]
     actions = [entry["action"] for entry in entries if entry["target"] == "rel_1"]
     assert actions == ["release.rollback", "release.promote", "release.start"]
@@ -111,7 +111,7 @@ async def test_what_is_wrong_is_said(
 
 
 def test_metrics_show_what_the_autoscaler_sees() -> None:
-    families = {family.name: family for family in PoolMetrics(FakeDesk()).collect()}
+    families = {family.name: family for family in PoolMetrics(FakeControl()).collect()}
     assert {name.removeprefix("penstock_") for name in families} <= METRICS.keys()
     values = {
         (sample.name, sample.labels.get("state", "")): sample.value

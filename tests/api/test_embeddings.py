@@ -181,7 +181,7 @@ async def test_the_cache_is_bounded_and_can_be_off() -> None:
         assert len(engine.added) == num_embedded, memory
 
 
-class Books:
+class RecordingLedger:
     """A ledger and limiter that remember."""
 
     def __init__(self) -> None:
@@ -195,32 +195,32 @@ class Books:
         self.settled.append(outcome)
 
 
-async def test_every_request_is_in_the_books_once_and_workspaces_share_nothing() -> None:
-    books = Books()
+async def test_every_request_is_in_the_ledger_once_and_workspaces_share_nothing() -> None:
+    ledger = RecordingLedger()
     engine = embedding_engine()
-    gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(ledger=books))
+    gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(ledger=ledger))
     embeddings = Embeddings(gateway)
     for workspace in ("one", "one", "two"):
-        wish = EmbeddingRequest(inputs=("hello there",), principal=Principal(workspace_id=workspace))
-        await (await embeddings.open(wish)).run()
+        request = EmbeddingRequest(inputs=("hello there",), principal=Principal(workspace_id=workspace))
+        await (await embeddings.open(request)).run()
     assert [request.tenant for request in engine.added] == ["one", "two"]
-    assert [claim.input_tokens for claim in books.claims] == [7, 0, 7]
-    assert {claim.endpoint for claim in books.claims} == {"embeddings"}
-    assert [outcome.usage.cached_tokens for outcome in books.settled] == [0, 7, 0]
-    assert {outcome.status for outcome in books.settled} == {"completed"}
-    assert all(outcome.usage.completion_tokens == 0 for outcome in books.settled)
+    assert [claim.input_tokens for claim in ledger.claims] == [7, 0, 7]
+    assert {claim.endpoint for claim in ledger.claims} == {"embeddings"}
+    assert [outcome.usage.cached_tokens for outcome in ledger.settled] == [0, 7, 0]
+    assert {outcome.status for outcome in ledger.settled} == {"completed"}
+    assert all(outcome.usage.completion_tokens == 0 for outcome in ledger.settled)
 
 
 async def test_a_client_that_leaves_frees_the_engine() -> None:
-    books = Books()
+    ledger = RecordingLedger()
     engine = FakeEngine(None, engine_ready(model_card(embedding_size=SIZE)))
-    gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(ledger=books))
+    gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(ledger=ledger))
     job = await Embeddings(gateway).open(EmbeddingRequest(inputs=tuple(f"text {n}" for n in range(200))))
     job.cancel()
     with pytest.raises(ReaderGone):
         await job.run()
     assert not engine.streams
-    assert [outcome.status for outcome in books.settled] == ["cancelled"]
+    assert [outcome.status for outcome in ledger.settled] == ["cancelled"]
 
 
 async def test_a_large_request_goes_to_the_engine_bit_by_bit() -> None:

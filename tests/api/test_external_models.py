@@ -43,7 +43,7 @@ USAGE = {
 }
 
 
-class Book:
+class RecordingLedger:
     """A ledger that remembers."""
 
     def __init__(self) -> None:
@@ -57,12 +57,12 @@ class Book:
 
 
 class Platform:
-    def __init__(self, gateway: Gateway, limiter: LocalLimiter, book: Book) -> None:
+    def __init__(self, gateway: Gateway, limiter: LocalLimiter, ledger: RecordingLedger) -> None:
         assert gateway.catalogue.external is not None
         self.gateway = gateway
         self.external = gateway.catalogue.external
         self.limiter = limiter
-        self.book = book
+        self.ledger = ledger
         app = create_app(gateway, ServerConfig())
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test"
@@ -87,15 +87,15 @@ async def platform(
         pool = ExternalPool([ExternalServer(ExternalServerConfig(url=server.url))])
         await pool.probe()
         limits = ScopeLimits(requests_per_minute=100, input_tokens_per_minute=6_000)
-        limiter, book = LocalLimiter(LimitSettings(key=limits)), Book()
+        limiter, ledger = LocalLimiter(LimitSettings(key=limits)), RecordingLedger()
         gateway = Gateway(
             engine or FakeEngine(script_text("ours")),
             GatewayConfig(**config),
-            accounts=Accounts(limiter, book),
+            accounts=Accounts(limiter, ledger),
         )
         gateway.catalogue.external = ExternalModels(pool)
         gateway.metrics.register(gateway.catalogue.external)
-        yield Platform(gateway, limiter, book)
+        yield Platform(gateway, limiter, ledger)
         assert gateway.num_live == 0
         await pool.close()
 
@@ -154,7 +154,7 @@ async def test_the_ledger_and_the_limits_know_what_was_used() -> None:
     async with platform(OpenAIServer(script=script("Hel", "lo"))) as ours:
         answer = await ours.http.post("/v1/chat/completions", json=CHAT)
         assert answer.headers["x-ratelimit-remaining-requests"] == "99"
-        (claim, outcome), *_ = ours.book.rows
+        (claim, outcome), *_ = ours.ledger.rows
         assert (claim.model, outcome.status) == ("theirs", "completed")
         assert (outcome.usage.prompt_tokens, outcome.usage.cached_tokens) == (40, 32)
         shown = await ours.limiter.peek(OPEN_PRINCIPAL, None)
@@ -280,7 +280,7 @@ async def test_a_server_that_refuses_says_why_and_one_that_fails_is_a_503() -> N
         broken = await ours.http.post("/v1/chat/completions", json=CHAT | {"stream": True})
         assert "broke off" in broken.text
         assert "[DONE]" not in broken.text
-        statuses = [outcome.status for _, outcome in ours.book.rows]
+        statuses = [outcome.status for _, outcome in ours.ledger.rows]
         assert statuses == ["failed"] * 3
 
 
@@ -302,8 +302,8 @@ async def test_a_deadline_ends_an_answer_where_it_is() -> None:
 async def test_a_client_that_leaves_is_heard_of_over_there() -> None:
     server = OpenAIServer(script=lambda body: [*text_chunks("a")[:2], 30.0])
     async with platform(server) as ours:
-        wish = {"id": "1", "model": "theirs", "prompt": "x"}
-        asking = asyncio.create_task(ours.http.post("/v1/completions", json=wish))
+        body = {"id": "1", "model": "theirs", "prompt": "x"}
+        asking = asyncio.create_task(ours.http.post("/v1/completions", json=body))
         async with asyncio.timeout(10):
             while not ours.gateway.num_live or not server.bodies:
                 await asyncio.sleep(0.01)
@@ -434,7 +434,7 @@ async def test_no_more_is_asked_for_or_reserved_than_a_known_context_holds() -> 
     async with platform(server) as ours:
         answer = await ours.http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 32_000})
         assert answer.json()["warnings"][0]["code"] == "max_tokens_lowered"
-        (claim, _), *_ = ours.book.rows
+        (claim, _), *_ = ours.ledger.rows
     (body,) = server.bodies
     assert claim.max_output_tokens == body["max_tokens"]
     assert 900 < body["max_tokens"] < 1000

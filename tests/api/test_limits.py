@@ -273,9 +273,9 @@ def test_the_answer_names_the_tier_that_was_really_used(
 ) -> None:
     served = serve(FakeEngine(script_text("ok")))
     served.gateway.tiers = TierSettings(best=best)
-    wish: Any = {"model": "bytes", "messages": [USER]} | ({"service_tier": asked} if asked else {})
-    assert served.sdk().chat.completions.create(**wish).service_tier == used
-    chunks = list(served.sdk().chat.completions.create(**wish, stream=True))
+    body: Any = {"model": "bytes", "messages": [USER]} | ({"service_tier": asked} if asked else {})
+    assert served.sdk().chat.completions.create(**body).service_tier == used
+    chunks = list(served.sdk().chat.completions.create(**body, stream=True))
     assert chunks[0].service_tier == used
     assert {request.tier for request in served.engine.added} == {tier}
 

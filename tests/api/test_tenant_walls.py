@@ -89,7 +89,7 @@ async def test_another_workspaces_ids_are_like_ids_that_do_not_exist(server: Ten
                 assert foreign.status_code == 404, (method, path, action, foreign.text)
                 assert comparable(foreign, row_id) == comparable(missing, missing_id)
             assert (await owner.get(f"{path}/{row_id}")).status_code == 200, (
-                "a stranger's wishes change nothing"
+                "a stranger's requests change nothing"
             )
 
 

@@ -1,4 +1,4 @@
-"""/v1/usage and /admin/settings/reload through the application, with real keys, books and prices."""
+"""/v1/usage and /admin/settings/reload through the application, with a real ledger, real keys and prices."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ dollars_per_day = 0.001
 
 @dataclass
 class Office:
-    """A server's application with its books, and a client for each kind of key."""
+    """A server's application with its state, and a client for each kind of key."""
 
     transport: httpx.ASGITransport
-    books: GatewayState
+    state: GatewayState
     engine: FakeEngine
     settings_file: Path
     secrets: dict[str, str]
@@ -93,13 +93,13 @@ async def office(tmp_path: Path) -> AsyncIterator[Office]:
         )
         secrets[name], key_ids[name] = issued.secret, issued.key.id
     engine = FakeEngine(script_text("abc"))
-    async with open_gateway_state(config, database, is_open=False) as books:
-        limiter = books.build_limiter(config.gateway)
+    async with open_gateway_state(config, database, is_open=False) as state:
+        limiter = state.build_limiter(config.gateway)
         await limiter.start()
-        gateway = books.build_gateway(engine, config.gateway, limiter)
-        app = create_app(gateway, ServerConfig(), tenants=tenants, more_routes=books.routes(database))
+        gateway = state.build_gateway(engine, config.gateway, limiter)
+        app = create_app(gateway, ServerConfig(), tenants=tenants, more_routes=state.routes(database))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        yield Office(transport, books, engine, settings_file, secrets, key_ids)
+        yield Office(transport, state, engine, settings_file, secrets, key_ids)
         await limiter.close()
         await tenants.close()
     database.close()

@@ -15,7 +15,7 @@ from penstock.cli.app import penstock
 from penstock.gateway.ledger.rows import usage_row
 from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.store.database import Database, sqlite_url
-from tests.gateway.ledger.books import claim, outcome
+from tests.gateway.ledger.samples import claim, outcome
 
 
 @pytest.fixture

@@ -167,9 +167,9 @@ def test_pieces_cover_a_step_in_order() -> None:
     assert halves([Chunk("c", 0, 2 * SMALLEST_PIECE_TOKENS - 1, True, ())]) is None
 
 
-@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.5, "seed": 1}], ids=["likeliest", "drawn"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.5, "seed": 1}], ids=["argmax", "drawn"])
 def test_a_nan_ends_its_request_and_is_counted(
-    model: Path, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, Any]
+    model: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
     forward: Forward = Llama.forward
 
@@ -179,7 +179,7 @@ def test_a_nan_ends_its_request_and_is_counted(
             hidden[batch.query_starts[2] - 1, 0] = float("nan")
         return hidden
 
-    requests = [request(f"{n}", prompt, **wishes) for n, prompt in enumerate(prompts(5, 6, 7))]
+    requests = [request(f"{n}", prompt, **sampling) for n, prompt in enumerate(prompts(5, 6, 7))]
     expected = run(tiny_engine(model), requests)
     monkeypatch.setattr(Llama, "forward", broken)
     engine = tiny_engine(model)

@@ -296,15 +296,15 @@ def test_the_end_comes_only_where_the_grammar_allows_it(engine: Engine) -> None:
     assert tokens(answer)[-1] == END
 
 
-@pytest.mark.parametrize("wish", [{"min_tokens": 200}, {"ignore_eos": True}])
-def test_a_finished_grammar_ends_the_answer_whatever_else_was_wished(
-    engine: Engine, wish: dict[str, object]
+@pytest.mark.parametrize("options", [{"min_tokens": 200}, {"ignore_eos": True}])
+def test_a_finished_grammar_ends_the_answer_whatever_else_was_asked(
+    engine: Engine, options: dict[str, object]
 ) -> None:
     events = run(
         engine,
         [
-            constrained("fixed", Grammar("regex", "abc"), 200, **wish),
-            constrained("open", Grammar("regex", "ab*"), 60, logit_bias={END: 100.0}, **wish),
+            constrained("fixed", Grammar("regex", "abc"), 200, **options),
+            constrained("open", Grammar("regex", "ab*"), 60, logit_bias={END: 100.0}, **options),
         ],
     )
     assert tokens(events["fixed"]) == [*b"abc", END]

@@ -128,7 +128,7 @@ def test_logit_bias_and_logprobs(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"temperature": 0.9, "seed": 3},
         {"logprobs": 1},
@@ -139,7 +139,7 @@ def test_logit_bias_and_logprobs(model: Path) -> None:
     ids=str,
 )
 def test_logits_are_made_only_where_somebody_looks_at_them(
-    model: Path, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, Any]
+    model: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     made = []
     logits = NativeOps.logits
@@ -147,7 +147,7 @@ def test_logits_are_made_only_where_somebody_looks_at_them(
     engine = tiny_engine(model)
     alone = run(engine, [request("alone", [5, 6, 7], 8)])["alone"]
     assert not made
-    beside = run(engine, [request("a", [5, 6, 7], 8), request("b", [8, 9], 4, **wishes)])
+    beside = run(engine, [request("a", [5, 6, 7], 8), request("b", [8, 9], 4, **options)])
     assert len(made) == len(beside["b"])
     assert tokens(beside["a"]) == tokens(alone)
     sampled = [request("a", [8, 9], 4, temperature=0.9, seed=3) for _ in range(2)]
@@ -157,10 +157,10 @@ def test_logits_are_made_only_where_somebody_looks_at_them(
 
 def test_settings_beyond_what_the_sampler_counts_with(model: Path) -> None:
     """A temperature that float32 cannot divide by is greedy, and a top_k beyond int32 is the whole vocabulary."""
-    likeliest = request("a", [5, 6, 7], 8)
-    (expected,) = run(tiny_engine(model), [likeliest]).values()
-    for wishes in ({"temperature": 1e-40}, {"temperature": 0.0, "top_k": 2**40}):
-        (answer,) = run(tiny_engine(model), [request("a", [5, 6, 7], 8, **wishes)]).values()
+    greedy = request("a", [5, 6, 7], 8)
+    (expected,) = run(tiny_engine(model), [greedy]).values()
+    for options in ({"temperature": 1e-40}, {"temperature": 0.0, "top_k": 2**40}):
+        (answer,) = run(tiny_engine(model), [request("a", [5, 6, 7], 8, **options)]).values()
         assert tokens(answer) == tokens(expected)
 
 

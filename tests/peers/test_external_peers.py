@@ -118,8 +118,8 @@ async def test_a_refusal_is_the_clients(peer: str) -> None:
 async def test_cancelling_frees_the_server(peer: str) -> None:
     async with platform(peer) as ours:
         sampling = SamplingOptions(max_tokens=900, ignore_eos=True)
-        wish = GenerationRequest(prompts=(TextPrompt("Count: 1 2 3"),), sampling=sampling, model="peer")
-        answer = await ours.gateway.submit(wish)
+        request = GenerationRequest(prompts=(TextPrompt("Count: 1 2 3"),), sampling=sampling, model="peer")
+        answer = await ours.gateway.submit(request)
         await anext(answer)
         answer.cancel()
         async with asyncio.timeout(20):

@@ -63,7 +63,7 @@ class ScriptedPool:
             self.num_open -= 1
 
 
-class Book:
+class RecordingLedger:
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
 
@@ -79,8 +79,8 @@ def call(number: int) -> ExternalCall:
 
 
 async def live(plans: list[Plan], pause: int, cancel_after: int | None, collects: bool) -> None:
-    book, pool = Book(), ScriptedPool(plans)
-    gateway = Gateway(FakeEngine(), GatewayConfig(), accounts=Accounts(ledger=book))
+    ledger, pool = RecordingLedger(), ScriptedPool(plans)
+    gateway = Gateway(FakeEngine(), GatewayConfig(), accounts=Accounts(ledger=ledger))
     claim = Claim(
         request_id="r",
         principal=OPEN_PRINCIPAL,
@@ -100,7 +100,7 @@ async def live(plans: list[Plan], pause: int, cancel_after: int | None, collects
         await asyncio.sleep(0)
     assert pool.num_open == 0, "no connection outlives its reader"
     assert ended == [answer]
-    (outcome,) = book.outcomes
+    (outcome,) = ledger.outcomes
     if error is None:
         assert texts == ["".join(plan.pieces) for plan in plans]
         assert reasons == [1] * len(plans)

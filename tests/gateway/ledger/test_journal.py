@@ -25,7 +25,7 @@ from penstock.gateway.ledger.journal import (
 )
 from penstock.gateway.ledger.ledger import recovered_rows
 from penstock.gateway.ledger.rows import BegunRequest, JournalEntry, UsageRow, begun_request, usage_row
-from tests.gateway.ledger.books import claim, outcome
+from tests.gateway.ledger.samples import claim, outcome
 
 
 def begin(name: str) -> BegunRequest:

@@ -21,7 +21,7 @@ from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_r
 from penstock.gateway.prompts import Usage
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import usage
-from tests.gateway.ledger.books import NOON, claim, open_ledger, outcome
+from tests.gateway.ledger.samples import NOON, claim, open_ledger, outcome
 
 
 def stored_rows(folder: Path) -> dict[str, Any]:

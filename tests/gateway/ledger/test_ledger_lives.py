@@ -24,7 +24,7 @@ from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ratelimits.settings import LimitScope, Subject
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import usage
-from tests.gateway.ledger.books import PRICES, WallClock, claim, outcome
+from tests.gateway.ledger.samples import PRICES, WallClock, claim, outcome
 
 actions = st.lists(
     st.tuples(

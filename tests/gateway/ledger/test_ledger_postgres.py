@@ -1,4 +1,4 @@
-"""The same books on a real PostgreSQL server."""
+"""The same ledger on a real PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.gateway.reuse.idempotency import (
     keep_answer,
 )
 from penstock.gateway.store.database import Database
-from tests.gateway.ledger.books import NOON, PRICES, WallClock, claim, outcome
+from tests.gateway.ledger.samples import NOON, PRICES, WallClock, claim, outcome
 from tests.gateway.store.postgres_server import running_postgres
 
 pytest.importorskip("psycopg", reason="needs the extra postgres")

@@ -14,7 +14,7 @@ from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.settings import LimitScope, Subject
 from penstock.gateway.ratelimits.spend import Spend
 from penstock.gateway.store.database import Database
-from tests.gateway.ledger.books import DAY_S, NOON, PRICES, WallClock, claim, open_ledger, outcome
+from tests.gateway.ledger.samples import DAY_S, NOON, PRICES, WallClock, claim, open_ledger, outcome
 
 KEY = Subject(LimitScope.KEY, "k1")
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 
 from penstock.gateway.ledger.metrics import TokenMeter, TokensPerHour
-from tests.gateway.ledger.books import WallClock
+from tests.gateway.ledger.samples import WallClock
 
 
 def test_the_last_hour_counts() -> None:

@@ -26,7 +26,7 @@ HARD = "Prove this theorem, explain why it holds step by step, and write a Pytho
 SURE, UNSURE = -0.1, -3.0
 
 
-class Book(NoLedger):
+class RecordingLedger(NoLedger):
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, int]] = []
 
@@ -36,13 +36,13 @@ class Book(NoLedger):
 
 def auto_gateway(
     logprob_of: Callable[[str], float] = lambda model: SURE, **settings: Any
-) -> tuple[Gateway, FakeEngine, Book]:
+) -> tuple[Gateway, FakeEngine, RecordingLedger]:
     """Three models; each answers with its own name, as sure of itself as `logprob_of` says."""
     sizes = {"small": "s", "medium": "m", "large": "l"}
     auto = AutoSettings(**{**sizes, **settings})
     gateway, engine = gateway_with("s", "m", "l", settings=ModelSettings(auto=auto))
-    book = Book()
-    gateway.accounts = Accounts(ledger=book)
+    ledger = RecordingLedger()
+    gateway.accounts = Accounts(ledger=ledger)
 
     def script(request: Request) -> list[TokenEvent | PenstockError]:
         (letter,) = request.model.encode()
@@ -55,7 +55,7 @@ def auto_gateway(
         ]
 
     engine.script = script
-    return gateway, engine, book
+    return gateway, engine, ledger
 
 
 def request_for(text: str = EASY, principal: Principal = OPEN_PRINCIPAL, **more: Any) -> GenerationRequest:
@@ -74,13 +74,13 @@ async def test_the_prompt_decides_who_is_asked() -> None:
 
 
 async def test_an_unsure_answer_is_asked_for_again_of_the_next_larger_model() -> None:
-    gateway, engine, book = auto_gateway(lambda model: UNSURE if model == "s" else SURE)
+    gateway, engine, ledger = auto_gateway(lambda model: UNSURE if model == "s" else SURE)
     answer = await gateway.submit(request_for())
     (delta,) = await answer.collect()
     assert (delta.text, delta.details, answer.model, answer.id) == ("m", (), "m", "r")
     assert [request.model for request in engine.added] == ["s", "m"]
-    # Both worked, and both are in the books and in the usage.
-    assert book.rows == [("r", "s", 2), ("r-m", "m", 2)]
+    # Both worked, and both are in the ledger and in the usage.
+    assert ledger.rows == [("r", "s", 2), ("r-m", "m", 2)]
     assert answer.usage.completion_tokens == 4
     assert answer.usage.prompt_tokens == 2 * len(engine.added[0].prompt_token_ids)
     page = gateway.render_own_metrics().decode()

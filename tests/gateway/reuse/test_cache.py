@@ -110,7 +110,7 @@ class TestHits:
         assert await (await gateway.submit(request_for(TextPrompt("other")))).collect() == merged(streamed)
         assert len(engine.added) == 2
 
-    async def test_a_hit_is_in_the_books_and_uses_nothing(self, gateway: Gateway, rows: Rows) -> None:
+    async def test_a_hit_is_in_the_ledger_and_uses_nothing(self, gateway: Gateway, rows: Rows) -> None:
         for name in ("a", "b"):
             await (await gateway.submit(request_for(request_id=name, user="u"))).collect()
         (_, original), (claim, replayed) = rows.settled

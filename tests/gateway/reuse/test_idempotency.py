@@ -37,7 +37,7 @@ from penstock.gateway.reuse.idempotency import (
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.fake_engine import FakeEngine, script_text, until
-from tests.gateway.ledger.books import WallClock
+from tests.gateway.ledger.samples import WallClock
 from tests.gateway.reuse.test_cache import Rows
 
 
