@@ -85,9 +85,8 @@ void attend(const AttentionLayer& layer, const AttentionBatch& batch, Dtype dtyp
   if (!is_cut) cut_attention(call, num_threads(), &work);
   const AttentionPieces& shared_work = work;  // a thread_local would be the worker's own inside the region
   parallel_for(static_cast<int64_t>(work.items.size()) - 1, [&](int64_t item) {
-    for (int64_t i = shared_work.items[item]; i < shared_work.items[item + 1]; ++i) {
-      kernels().attend_tile(call, shared_work.pieces[i]);
-    }
+    const int64_t first = shared_work.items[item], end = shared_work.items[item + 1];
+    kernels().attend_tiles(call, shared_work.pieces.data() + first, end - first);
   });
   merge_pieces(call, work);
 }

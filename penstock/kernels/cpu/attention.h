@@ -27,6 +27,7 @@ constexpr int kHalfTokens = kUnitTokens / 2;
 constexpr int kSplitUnits = 32;
 constexpr int kSplitTokens = kSplitUnits * kUnitTokens;
 constexpr int kTileRows = 16;
+constexpr int kTilesAtOnce = 8;  // that go through the splits of a context together
 constexpr int kMaxHeadDim = 256;
 
 // Mirrored field by field in native.py.

@@ -125,7 +125,9 @@ struct TileEngine {
   }
 };
 
-void attend_tile_bf16(const AttendCall& call, const QueryTile& tile) { attend_tile_with<TileEngine>(call, tile); }
+void attend_tiles_bf16(const AttendCall& call, const QueryTile* tiles, int64_t num_tiles) {
+  attend_tiles_with<TileEngine>(call, tiles, num_tiles);
+}
 
 void store_token_bf16(const AttendCall& call, int64_t token) { store_token_as<bf16, bf16>(call, token); }
 

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "attention.h"
-#include "vec.h"
+#include "register_tile.h"
+#include "vec_math.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -11,16 +12,23 @@ namespace PENSTOCK_ISA {
 // Rows of scores are not a power of two apart, to spread them over the cache.
 constexpr int kScoreStride = kSplitTokens + kLanes;
 
+// The units of a split that were written out last. Tiles that read the same units one after the other share them.
+struct WrittenUnits {
+  const uint8_t* from[kSplitUnits];
+
+  void forget() { memset(from, 0, sizeof from); }
+};
+
 template <typename Weight>
 struct AttendScratch {
   alignas(64) float scores[kTileRows * kScoreStride];
   alignas(64) Weight weights[kTileRows * kScoreStride];
   alignas(64) float split_output[kTileRows * kMaxHeadDim];
-  alignas(64) float output[kTileRows * kMaxHeadDim];
   alignas(64) uint8_t last_keys[kUnitTokens * kMaxHeadDim * 4];
   alignas(64) uint8_t last_values[kUnitTokens * kMaxHeadDim * 4];
   const uint8_t* keys[kSplitUnits];
   const uint8_t* values[kSplitUnits];
+  WrittenUnits written;
 };
 
 // What the rows of a tile may see: row r sees keys [first(r), end(r)).
@@ -62,7 +70,7 @@ PENSTOCK_INLINE RowUnits row_units(int64_t num_units, int64_t start, int64_t fir
 }
 
 // The weight of a score, and what the score is to be multiplied with before.
-PENSTOCK_INLINE Floats weight_of(const float*, Floats x) { return exponential(x); }
+PENSTOCK_INLINE Floats weight_of(const float*, Floats x) { return exponential<false>(x); }
 PENSTOCK_INLINE Floats weight_of(const bf16*, Floats x) { return rough_power_of_two(x); }
 PENSTOCK_INLINE float weight_base(const float*) { return 1.0f; }
 PENSTOCK_INLINE float weight_base(const bf16*) { return kLog2OfE; }
@@ -86,12 +94,14 @@ PENSTOCK_INLINE float weigh_scores(const float* scores, Weight* weights, int64_t
     return weight_of(weights, multiply_add(load(scores + at * kUnitTokens), steep, shift));
   };
   Floats sum = zeros();
-  for (; unit + 2 <= end_unit; unit += 2) {
-    const Floats weight = weight_at(unit), next = weight_at(unit + 1);
-    sum = sum + weight + next;
-    store_two(weights + unit * kUnitTokens, weight, next);
+  if constexpr (kRegisters == 1) {  // more would not fit the registers
+    for (; unit + 2 <= end_unit; unit += 2) {
+      const Floats weight = weight_at(unit), next = weight_at(unit + 1);
+      sum = sum + weight + next;
+      store_two(weights + unit * kUnitTokens, weight, next);
+    }
   }
-  if (unit < end_unit) {
+  for (; unit < end_unit; ++unit) {
     const Floats weight = weight_at(unit);
     sum = sum + weight;
     store(weights + unit * kUnitTokens, weight);
@@ -235,14 +245,16 @@ static void write_out(const CacheLayout& layout, const uint8_t* unit, Element* k
   }
 }
 
+// The units of a split from `first` on: their keys and values are replaced by those in `Element`.
 template <typename Element>
-static void write_out_units(const CacheLayout& layout, int64_t num_units, const uint8_t** keys,
-                            const uint8_t** values) {
-  static thread_local Scratch written;
+static void write_out_units(const CacheLayout& layout, int64_t first, int64_t num_units, WrittenUnits& written,
+                            const uint8_t** keys, const uint8_t** values) {
+  static thread_local Scratch room;
   const int64_t key_count = layout.key_dim * kUnitTokens, value_count = layout.value_dim * kUnitTokens;
-  Element* to = written.get<Element>(kSplitUnits * (key_count + value_count));
+  Element* to = room.get<Element>(kSplitUnits * (key_count + value_count)) + first * (key_count + value_count);
   for (int64_t i = 0; i < num_units; ++i) {
-    write_out(layout, keys[i], to, to + key_count);
+    if (written.from[first + i] != keys[i]) write_out(layout, keys[i], to, to + key_count);
+    written.from[first + i] = keys[i];
     keys[i] = reinterpret_cast<const uint8_t*>(to);
     values[i] = reinterpret_cast<const uint8_t*>(to + key_count);
     to += key_count + value_count;
@@ -264,7 +276,8 @@ static void attend_split(const AttendCall& call, const QueryTile& tile, const Si
     scratch.values[i] = scratch.keys[i] + call.layout.keys_bytes();
   }
   if (call.layout.rounded) {
-    write_out_units<typename Engine::Element>(call.layout, num_units, scratch.keys, scratch.values);
+    write_out_units<typename Engine::Element>(call.layout, unit - split * kSplitUnits, num_units, scratch.written,
+                                              scratch.keys, scratch.values);
   }
   const int64_t filled = context_len - (end_unit - 1) * kUnitTokens;
   if (filled < kUnitTokens) {
@@ -281,21 +294,43 @@ static void attend_split(const AttendCall& call, const QueryTile& tile, const Si
   Engine::weigh(call, tile, scratch.weights, scratch.values, num_units, state.output);
 }
 
+// Split by split, so that all tiles read a split's keys and values while these are in the core's cache.
 template <typename Engine>
-static void attend_tile_with(const AttendCall& call, const QueryTile& tile) {
+static void attend_tiles_together(const AttendCall& call, const QueryTile* tiles, int64_t num_tiles) {
   static thread_local AttendScratch<typename Engine::Weight> scratch;
-  const Sight sight = sight_of(call, tile);
-  RowState written, part;
-  written.output = scratch.output;
+  static thread_local Scratch outputs;
+  const int64_t output_size = kTileRows * call.layout.value_dim;
+  float* output = outputs.get<float>(num_tiles * output_size);
+  RowState own[kTilesAtOnce], part;
   part.output = scratch.split_output;
-  RowState& whole = tile.partial != nullptr ? *tile.partial : written;
-  Engine::begin(call, tile);
-  attend_split<Engine>(call, tile, sight, tile.first_split, scratch, whole);
-  for (int64_t split = tile.first_split + 1; split < tile.end_split; ++split) {
-    attend_split<Engine>(call, tile, sight, split, scratch, part);
-    merge_states(whole, part, tile.num_rows, call.layout.value_dim);
+  scratch.written.forget();
+  int64_t split = tiles[0].first_split, end_split = tiles[0].end_split;
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    own[i].output = output + i * output_size;
+    if (tiles[i].first_split < split) split = tiles[i].first_split;
+    if (tiles[i].end_split > end_split) end_split = tiles[i].end_split;
   }
-  if (tile.partial == nullptr) write_rows<typename Engine::Element>(call, tile, whole);
+  for (; split < end_split; ++split) {
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      const QueryTile& tile = tiles[i];
+      if (split < tile.first_split || split >= tile.end_split) continue;
+      RowState& whole = tile.partial != nullptr ? *tile.partial : own[i];
+      const bool is_first = split == tile.first_split;
+      Engine::begin(call, tile);
+      attend_split<Engine>(call, tile, sight_of(call, tile), split, scratch, is_first ? whole : part);
+      if (!is_first) merge_states(whole, part, tile.num_rows, call.layout.value_dim);
+    }
+  }
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    if (tiles[i].partial == nullptr) write_rows<typename Engine::Element>(call, tiles[i], own[i]);
+  }
+}
+
+template <typename Engine>
+static void attend_tiles_with(const AttendCall& call, const QueryTile* tiles, int64_t num_tiles) {
+  for (int64_t i = 0; i < num_tiles; i += kTilesAtOnce) {
+    attend_tiles_together<Engine>(call, tiles + i, num_tiles - i < kTilesAtOnce ? num_tiles - i : kTilesAtOnce);
+  }
 }
 
 template <typename Element>
@@ -319,108 +354,100 @@ PENSTOCK_INLINE const Query* tile_queries(const AttendCall& call, const QueryTil
   return static_cast<const Query*>(call.queries) + row * call.layout.key_dim;
 }
 
-// The engine for plain vectors: products and sums in float32, one row group at a time.
+// The engine for plain vectors: products and sums in float32, in blocks of rows and of units or columns.
 template <typename CacheElement>
 struct VectorEngine {
   using Element = CacheElement;
   using Weight = float;
-  static constexpr int kRowsAtOnce = 4;
+  // Units whose keys, or values, are read again and again from the nearest cache while all rows of a tile use them.
+  static constexpr int64_t kUnitsAtOnce = 4;
 
   static void begin(const AttendCall&, const QueryTile&) {}
 
-  // Vectors 2i and 2i + 1 of a matrix of 16 columns: two dimensions of keys, or two tokens of values.
-  PENSTOCK_INLINE void load_pair(const uint8_t* matrix, int64_t pair, int64_t columns, int64_t column, Floats* first,
-                                 Floats* second) {
-    if (sizeof(CacheElement) == 4) {
-      const float* from = reinterpret_cast<const float*>(matrix) + pair * 2 * columns + column;
-      *first = load(from);
-      *second = load(from + columns);
-    } else {
-      const Ints pairs = load_ints(matrix + (pair * columns + column) * 4);
-      *first = low_halves(pairs);
-      *second = high_halves(pairs);
-    }
+  template <int kRows, int kUnits>
+  static void score_units(const float* queries, int64_t key_dim, const uint8_t* const* keys, float* scores) {
+    const uint8_t* units[kUnits];
+#pragma GCC unroll 4
+    for (int i = 0; i < kUnits; ++i) units[i] = keys[i];
+    RegisterTile<Element, kRows, kUnits> tile;
+    tile.clear();
+    tile.add(queries, key_dim, units, kUnitTokens, key_dim);
+    tile.store(scores, kScoreStride);
   }
 
   template <int kRows>
-  static void score_unit(const float* queries, int64_t key_dim, const uint8_t* keys, float* scores) {
-    Floats sum[kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) sum[r] = zeros();
-    for (int64_t pair = 0; pair < key_dim / 2; ++pair) {
-      Floats even, odd;
-      load_pair(keys, pair, kUnitTokens, 0, &even, &odd);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        sum[r] = multiply_add(even, broadcast(queries[r * key_dim + 2 * pair]), sum[r]);
-        sum[r] = multiply_add(odd, broadcast(queries[r * key_dim + 2 * pair + 1]), sum[r]);
-      }
+  static void score_rows(const float* queries, int64_t key_dim, const uint8_t* const* keys, int64_t num_units,
+                         float* scores) {
+    constexpr int most = groups_for(kRows);
+    int64_t unit = 0;
+    for (; unit + most <= num_units; unit += most) {
+      score_units<kRows, most>(queries, key_dim, keys + unit, scores + unit * kUnitTokens);
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) store(scores + r * kScoreStride, sum[r]);
+    for (; unit < num_units; ++unit) {
+      score_units<kRows, 1>(queries, key_dim, keys + unit, scores + unit * kUnitTokens);
+    }
   }
 
   static void score(const AttendCall& call, const QueryTile& tile, const uint8_t* const* keys, int64_t num_units,
                     float* scores) {
     const int64_t key_dim = call.layout.key_dim;
     const float* queries = tile_queries<float>(call, tile);
-    for (int64_t unit = 0; unit < num_units; ++unit) {
-      for (int64_t row = 0; row < tile.num_rows; row += kRowsAtOnce) {
-        const float* q = queries + row * key_dim;
-        float* to = scores + row * kScoreStride + unit * kUnitTokens;
-        switch (tile.num_rows - row) {
-          case 1: score_unit<1>(q, key_dim, keys[unit], to); break;
-          case 2: score_unit<2>(q, key_dim, keys[unit], to); break;
-          case 3: score_unit<3>(q, key_dim, keys[unit], to); break;
-          default: score_unit<kRowsAtOnce>(q, key_dim, keys[unit], to);
-        }
-      }
+    for (int64_t unit = 0; unit < num_units; unit += kUnitsAtOnce) {
+      const int64_t count = num_units - unit < kUnitsAtOnce ? num_units - unit : kUnitsAtOnce;
+      for_row_groups<kMostTileRows>(tile.num_rows, [&](auto rows, int64_t row) {
+        score_rows<decltype(rows)::value>(queries + row * key_dim, key_dim, keys + unit, count,
+                                          scores + row * kScoreStride + unit * kUnitTokens);
+      });
     }
   }
 
-  template <int kRows>
-  static void weigh_column(const float* weights, const uint8_t* const* values, int64_t num_units, int64_t value_dim,
-                           int64_t column, float* output) {
-    Floats sum[kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) sum[r] = zeros();
-    for (int64_t unit = 0; unit < num_units; ++unit) {
-      for (int64_t pair = 0; pair < kUnitTokens / 2; ++pair) {
-        Floats even, odd;
-        load_pair(values[unit], pair, value_dim, column, &even, &odd);
-        const float* w = weights + unit * kUnitTokens + 2 * pair;
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          sum[r] = multiply_add(even, broadcast(w[r * kScoreStride]), sum[r]);
-          sum[r] = multiply_add(odd, broadcast(w[r * kScoreStride + 1]), sum[r]);
-        }
-      }
+  template <int kRows, int kGroups>
+  static void weigh_columns(const float* weights, const uint8_t* const* values, int64_t num_units, int64_t value_dim,
+                            int64_t column, bool is_first, float* output) {
+    RegisterTile<Element, kRows, kGroups> tile;
+    if (is_first) {
+      tile.clear();
+    } else {
+      tile.load(output + column, value_dim);
     }
+    for (int64_t unit = 0; unit < num_units; ++unit) {
+      const uint8_t* groups[kGroups];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) store(output + r * value_dim + column, sum[r]);
+      for (int i = 0; i < kGroups; ++i) groups[i] = values[unit] + (column + i * kLanes) * 4;
+      tile.add(weights + unit * kUnitTokens, kScoreStride, groups, value_dim, kUnitTokens);
+    }
+    tile.store(output + column, value_dim);
+  }
+
+  template <int kRows>
+  static void weigh_rows(const float* weights, const uint8_t* const* values, int64_t num_units, int64_t value_dim,
+                         bool is_first, float* output) {
+    constexpr int most = groups_for(kRows);
+    int64_t column = 0;
+    for (; column + most * kLanes <= value_dim; column += most * kLanes) {
+      weigh_columns<kRows, most>(weights, values, num_units, value_dim, column, is_first, output);
+    }
+    for (; column < value_dim; column += kLanes) {
+      weigh_columns<kRows, 1>(weights, values, num_units, value_dim, column, is_first, output);
+    }
   }
 
   static void weigh(const AttendCall& call, const QueryTile& tile, const float* weights,
                     const uint8_t* const* values, int64_t num_units, float* output) {
     const int64_t dim = call.layout.value_dim;
-    for (int64_t row = 0; row < tile.num_rows; row += kRowsAtOnce) {
-      const float* w = weights + row * kScoreStride;
-      float* to = output + row * dim;
-      for (int64_t column = 0; column < dim; column += kLanes) {
-        switch (tile.num_rows - row) {
-          case 1: weigh_column<1>(w, values, num_units, dim, column, to); break;
-          case 2: weigh_column<2>(w, values, num_units, dim, column, to); break;
-          case 3: weigh_column<3>(w, values, num_units, dim, column, to); break;
-          default: weigh_column<kRowsAtOnce>(w, values, num_units, dim, column, to);
-        }
-      }
+    for (int64_t unit = 0; unit < num_units; unit += kUnitsAtOnce) {
+      const int64_t count = num_units - unit < kUnitsAtOnce ? num_units - unit : kUnitsAtOnce;
+      for_row_groups<kMostTileRows>(tile.num_rows, [&](auto rows, int64_t row) {
+        weigh_rows<decltype(rows)::value>(weights + row * kScoreStride + unit * kUnitTokens, values + unit, count, dim,
+                                          unit == 0, output + row * dim);
+      });
     }
   }
 };
 
-[[maybe_unused]] static void attend_tile(const AttendCall& call, const QueryTile& tile) {
-  if (call.dtype == Dtype::float32) return attend_tile_with<VectorEngine<float>>(call, tile);
-  return attend_tile_with<VectorEngine<bf16>>(call, tile);
+[[maybe_unused]] static void attend_tiles(const AttendCall& call, const QueryTile* tiles, int64_t num_tiles) {
+  if (call.dtype == Dtype::float32) return attend_tiles_with<VectorEngine<float>>(call, tiles, num_tiles);
+  return attend_tiles_with<VectorEngine<bf16>>(call, tiles, num_tiles);
 }
 
 }  // namespace PENSTOCK_ISA

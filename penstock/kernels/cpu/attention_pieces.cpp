@@ -6,6 +6,7 @@ namespace penstock {
 namespace {
 
 constexpr int64_t kTilesPerThread = 3;
+constexpr int64_t kItemsPerThread = 8;
 
 // Neighbouring requests that see the first splits through the same blocks.
 struct SharedRun {
@@ -113,14 +114,28 @@ QueryTile make_tile(const AttendCall& call, int64_t request, int64_t kv_head, in
           nullptr, false};
 }
 
-// Longest first, so that no thread is left with a long one at the end.
-void list_tiles(const AttendCall& call, std::vector<QueryTile>& tiles) {
+// How many neighbouring tiles of a request and a KV head make an item. They read nearly the same keys.
+int64_t tiles_per_item(const AttendCall& call, int64_t num_threads) {
+  int64_t tiles = 0;
+  for (int64_t request = 0; request < call.batch->num_requests; ++request) {
+    tiles += ceil_div(num_queries(call, request) * call.heads_per_kv_head(), kTileRows) * call.layer->num_kv_heads;
+  }
+  return std::clamp<int64_t>(tiles / (num_threads * kItemsPerThread), 1, kTilesAtOnce);
+}
+
+// Tiles of an item one after the other; items with the longest contexts first, so that no thread is left with a long one
+// at the end.
+void list_tiles(const AttendCall& call, int64_t per_item, std::vector<QueryTile>& tiles) {
   tiles.clear();
+  const int64_t item_rows = per_item * kTileRows;
   for (int64_t request = 0; request < call.batch->num_requests; ++request) {
     const int64_t rows = num_queries(call, request) * call.heads_per_kv_head();
-    for (int64_t first = rows == 0 ? -1 : (rows - 1) / kTileRows * kTileRows; first >= 0; first -= kTileRows) {
+    for (int64_t item = ceil_div(rows, item_rows) - 1; item >= 0; --item) {
+      const int64_t end = std::min(rows, (item + 1) * item_rows);
       for (int64_t kv_head = 0; kv_head < call.layer->num_kv_heads; ++kv_head) {
-        tiles.push_back(make_tile(call, request, kv_head, first, std::min<int64_t>(kTileRows, rows - first)));
+        for (int64_t first = item * item_rows; first < end; first += kTileRows) {
+          tiles.push_back(make_tile(call, request, kv_head, first, std::min<int64_t>(kTileRows, end - first)));
+        }
       }
     }
   }
@@ -147,7 +162,8 @@ void cut_attention(const AttendCall& call, int64_t num_threads, AttentionPieces*
   into->items.clear();
   into->parts.clear();
   into->merges.clear();
-  list_tiles(call, tiles);
+  const int64_t per_item = tiles_per_item(call, num_threads), item_rows = per_item * kTileRows;
+  list_tiles(call, per_item, tiles);
   find_runs(call, runs);
   for (SharedRun& run : runs) add_shared_pieces(call, num_threads, run, *into);
   const bool few = num_threads > 1 && static_cast<int64_t>(tiles.size()) < num_threads * kTilesPerThread;
@@ -156,7 +172,7 @@ void cut_attention(const AttendCall& call, int64_t num_threads, AttentionPieces*
     while (run != runs.end() && run->first_request + run->num_requests <= tile.request) ++run;
     const bool shares = run != runs.end() && run->first_request <= tile.request;
     if (!shares && !(few && tile.end_split - tile.first_split > 1)) {
-      add_piece(*into, tile, tile.first_split, tile.end_split);
+      add_piece(*into, tile, tile.first_split, tile.end_split, tile.first_row % item_rows == 0);
       continue;
     }
     const int64_t first_own = static_cast<int64_t>(into->pieces.size());

@@ -10,6 +10,9 @@ namespace PENSTOCK_ISA {
 
 struct NeonEngine {
   static constexpr int kVectorOutputs = 4;
+  // The bits of kCodeRounder. Sums of a tile are below 2^22: counted from there, their bits are those of a float, and no
+  // conversion is needed, which takes as long as four products.
+  static constexpr int32_t kZeroBits = 0x4b400000;
 
   template <CodeKind kKind, int kGroups>
   static void multiply(const IntegerCall& call, const Part& part, const uint8_t* tiles, const PanelCodes& codes,
@@ -76,7 +79,7 @@ struct NeonEngine {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = vdupq_n_s32(0);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = vdupq_n_s32(kZeroBits);
     }
   }
 
@@ -89,7 +92,8 @@ struct NeonEngine {
       const float32x4_t scale = load_factor(part, tile, first_output + v * kVectorOutputs);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        total[r][v] = vfmaq_f32(total[r][v], vcvtq_f32_s32(sum[r][v]), vmulq_n_f32(scale, scales[r]));
+        const float32x4_t value = vsubq_f32(vreinterpretq_f32_s32(sum[r][v]), vdupq_n_f32(kCodeRounder));
+        total[r][v] = vfmaq_f32(total[r][v], value, vmulq_n_f32(scale, scales[r]));
       }
       if (!part.has_offsets) continue;
       const float32x4_t offset = load_factor(part, tile + part.table_bytes(), first_output + v * kVectorOutputs);

@@ -16,12 +16,12 @@ void multiply_panels(const IntegerCall& call, const Panel* panels, int64_t num_p
                      int64_t end_row);
 void multiply_gated_panels(const IntegerCall& call, const Panel* gates, const Panel* ups, int64_t num_panels,
                            Activation activation, int64_t first_row, int64_t end_row);
-void attend_tile_bf16(const AttendCall& call, const QueryTile& tile);
+void attend_tiles_bf16(const AttendCall& call, const QueryTile* tiles, int64_t num_tiles);
 void store_token_bf16(const AttendCall& call, int64_t token);
 
-static void attend_tile(const AttendCall& call, const QueryTile& tile) {
-  if (call.dtype == Dtype::bfloat16) return attend_tile_bf16(call, tile);
-  return avx512_bf16_kernels()->attend_tile(call, tile);
+static void attend_tiles(const AttendCall& call, const QueryTile* tiles, int64_t num_tiles) {
+  if (call.dtype == Dtype::bfloat16) return attend_tiles_bf16(call, tiles, num_tiles);
+  return avx512_bf16_kernels()->attend_tiles(call, tiles, num_tiles);
 }
 
 static void store_token(const AttendCall& call, int64_t token) {
@@ -42,7 +42,7 @@ const Kernels* amx_kernels() {
     made.fast_integers = false;
     made.multiply_panels = amx::multiply_panels;
     made.multiply_gated_panels = amx::multiply_gated_panels;
-    made.attend_tile = amx::attend_tile;
+    made.attend_tiles = amx::attend_tiles;
     made.store_token = amx::store_token;
     return made;
   }();

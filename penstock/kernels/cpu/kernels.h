@@ -60,7 +60,7 @@ struct Kernels {
   void (*read_row)(const Part&, int64_t row, int64_t num_inputs, Dtype dtype, void* y);
 
   void (*store_token)(const AttendCall&, int64_t token);
-  void (*attend_tile)(const AttendCall&, const QueryTile&);
+  void (*attend_tiles)(const AttendCall&, const QueryTile*, int64_t num_tiles);
   void (*merge_tile)(const AttendCall&, const QueryTile&, const RowState* partials, int64_t count);
 
   // The largest; NaN where there is one.

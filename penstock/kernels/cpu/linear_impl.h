@@ -72,38 +72,79 @@ static void widen_tile(const Part& part, const uint8_t* tile, float* to) {
   }
 }
 
+// Adds the products of whole runs of 16 inputs to the sums of kOutputs × kRows elements, of which it keeps kParts registers
+// of each at a time, from `part` on.
+template <int kOutputs, int kRows, int kParts>
+PENSTOCK_INLINE void add_runs(const float* panel, int64_t step, int64_t first, int64_t end, const float* x,
+                              int64_t x_stride, int part, Floats* sums) {
+  FloatRegister sum[kOutputs * kRows][kParts];
+#pragma GCC unroll 16
+  for (int i = 0; i < kOutputs * kRows; ++i) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) sum[i][p] = sums[i].part[part + p];
+  }
+  for (int64_t k = first; k < end; k += kLanes) {
+    const float* weights = panel + k / kTileInputs * step + k % kTileInputs + part * kRegisterLanes;
+    const float* inputs = x + k + part * kRegisterLanes;
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {
+      FloatRegister activation[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) activation[r] = load_register(inputs + r * x_stride + p * kRegisterLanes);
+#pragma GCC unroll 4
+      for (int o = 0; o < kOutputs; ++o) {
+        const FloatRegister weight = load_register(weights + o * kTileInputs + p * kRegisterLanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          sum[o * kRows + r][p] = fused_multiply_add(weight, activation[r], sum[o * kRows + r][p]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kOutputs * kRows; ++i) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) sums[i].part[part + p] = sum[i][p];
+  }
+}
+
 // kOutputs × kRows elements of a product, a multiple of four; sums[row * 16 + output]. Tiles of the panel are `step`
 // floats apart.
 template <int kOutputs, int kRows>
 static void multiply_block(const float* panel, int64_t step, int64_t num_inputs, const float* x, int64_t x_stride,
                            float* sums) {
-  Floats sum[kOutputs * kRows];
-#pragma GCC unroll 16
-  for (int i = 0; i < kOutputs * kRows; ++i) sum[i] = zeros();
-  for (int64_t k = 0; k < num_inputs; k += kLanes) {
-    const float* weights = panel + k / kTileInputs * step + k % kTileInputs;
-    Floats activation[kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) activation[r] = load_some(x + r * x_stride + k, num_inputs - k);
-#pragma GCC unroll 4
+  constexpr int kParts = kRows == 1 ? kRegisters : 1;
+  constexpr int64_t kInputsAtOnce = 512;  // of all rows and outputs, in the nearest cache
+  Floats sum[kOutputs * kRows] = {};
+  const int64_t whole = num_inputs / kLanes * kLanes;
+  for (int64_t first = 0; first < whole; first += kInputsAtOnce) {
+    const int64_t end = whole - first < kInputsAtOnce ? whole : first + kInputsAtOnce;
+    for (int part = 0; part < kRegisters; part += kParts) {
+      add_runs<kOutputs, kRows, kParts>(panel, step, first, end, x, x_stride, part, sum);
+    }
+  }
+  if (whole < num_inputs) {
+    const float* weights = panel + whole / kTileInputs * step + whole % kTileInputs;
     for (int o = 0; o < kOutputs; ++o) {
-      const Floats weight = load(weights + o * kTileInputs);
-#pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        sum[o * kRows + r] = multiply_add(weight, activation[r], sum[o * kRows + r]);
+        const Floats activation = load_some(x + r * x_stride + whole, num_inputs - whole);
+        sum[o * kRows + r] = multiply_add(load(weights + o * kTileInputs), activation, sum[o * kRows + r]);
       }
     }
   }
   float flat[kOutputs * kRows];
-#pragma GCC unroll 4
   for (int i = 0; i < kOutputs * kRows; i += 4) reduce_four(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], flat + i);
   for (int o = 0; o < kOutputs; ++o)
     for (int r = 0; r < kRows; ++r) sums[r * kPanelOutputs + o] = flat[o * kRows + r];
 }
 
-// Blocks are as large as the register file allows.
-constexpr int kBlockRows = kRegisters == 1 ? 4 : 2;
-constexpr int kBlockOutputs = kRegisters == 1 ? 4 : 2;
+// Blocks are as large as the register file allows: 32 registers with AVX-512 and on ARM, else 16.
+#if PENSTOCK_REGISTER_BYTES == 64 || defined(__aarch64__)
+constexpr int kBlockRows = 4;
+#else
+constexpr int kBlockRows = 3;
+#endif
+constexpr int kBlockOutputs = 4;
 
 static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row) {
   static thread_local Scratch scratch;
@@ -126,14 +167,12 @@ static void multiply_strip(const LinearCall& call, const Strip& strip, int64_t f
     for (int64_t row = first_row; row < end_row; row += rows) {
       const float* x = static_cast<const float*>(call.x) + row * call.x_stride;
       rows = end_row - row < kBlockRows ? 1 : kBlockRows;
-      if (rows == 1) {
-        for (int o = 0; o < kPanelOutputs; o += 4) {
-          multiply_block<4, 1>(panel + o * kTileInputs, step, call.in_features, x, call.x_stride, sums + o);
-        }
-      } else {
-        for (int o = 0; o < kPanelOutputs; o += kBlockOutputs) {
-          multiply_block<kBlockOutputs, kBlockRows>(panel + o * kTileInputs, step, call.in_features, x,
-                                                    call.x_stride, sums + o);
+      for (int o = 0; o < kPanelOutputs; o += kBlockOutputs) {
+        const float* outputs = panel + o * kTileInputs;
+        if (rows == 1) {
+          multiply_block<kBlockOutputs, 1>(outputs, step, call.in_features, x, call.x_stride, sums + o);
+        } else {
+          multiply_block<kBlockOutputs, kBlockRows>(outputs, step, call.in_features, x, call.x_stride, sums + o);
         }
       }
       for (int64_t r = 0; r < rows; ++r) {

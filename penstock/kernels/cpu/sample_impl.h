@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "vec.h"
+#include "vec_math.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {

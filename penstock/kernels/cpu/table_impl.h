@@ -34,7 +34,7 @@ static Kernels make_table() {
   table.fast_integers = false;
   table.read_row = read_row;
   table.store_token = store_token;
-  table.attend_tile = attend_tile;
+  table.attend_tiles = attend_tiles;
   table.merge_tile = merge_tile;
   table.find_maximum = find_maximum;
   table.scan_logits = scan_logits;

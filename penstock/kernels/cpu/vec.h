@@ -40,7 +40,7 @@ struct Ints {
 
 PENSTOCK_INLINE Floats broadcast(float value) {
   Floats out;
-  FOR_PARTS out.part[i] = FloatRegister{} + value;
+  FOR_PARTS out.part[i] = value - FloatRegister{};  // x + 0 is no copy: it would turn -0 into 0
   return out;
 }
 
@@ -90,9 +90,8 @@ PENSTOCK_FLOAT_OPERATOR(*)
 PENSTOCK_FLOAT_OPERATOR(/)
 #undef PENSTOCK_FLOAT_OPERATOR
 
-// The compiler contracts this to one fused operation where the target has it, and always the same way.
-// a * b + c with one rounding, by name. Left to the compiler, GCC 13 and later fuse some links of a chain of additions and
-// not others, and the bits of a row would depend on the number of rows in the loop.
+// a * b + c with one rounding. Left to the compiler, GCC 13 and later fuse some links of a chain of additions and not
+// others, and the bits of a row would depend on the number of rows in the loop.
 PENSTOCK_INLINE FloatRegister fused_multiply_add(FloatRegister a, FloatRegister b, FloatRegister c) {
 #if PENSTOCK_REGISTER_BYTES == 64
   return (FloatRegister)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -171,19 +170,30 @@ PENSTOCK_INLINE Ints shift_right_signed(Ints a, int bits) {
   return out;
 }
 
+// Register by register: GCC copies a whole struct of four through the stack.
+PENSTOCK_INLINE FloatRegister load_register(const float* from) {
+  FloatRegister out;
+  memcpy(&out, from, sizeof out);
+  return out;
+}
+
+PENSTOCK_INLINE void store_register(float* to, FloatRegister a) { memcpy(to, &a, sizeof a); }
+
 PENSTOCK_INLINE Floats load(const float* from) {
   Floats out;
-  memcpy(&out, from, sizeof out);
+  FOR_PARTS out.part[i] = load_register(from + i * kRegisterLanes);
   return out;
 }
 
 PENSTOCK_INLINE Ints load_ints(const void* from) {
   Ints out;
-  memcpy(&out, from, sizeof out);
+  FOR_PARTS memcpy(&out.part[i], static_cast<const uint8_t*>(from) + i * PENSTOCK_REGISTER_BYTES, sizeof out.part[i]);
   return out;
 }
 
-PENSTOCK_INLINE void store(float* to, Floats a) { memcpy(to, &a, sizeof a); }
+PENSTOCK_INLINE void store(float* to, Floats a) {
+  FOR_PARTS store_register(to + i * kRegisterLanes, a.part[i]);
+}
 
 // Compilers convert between elements of different sizes well up to 32 bytes, and badly beyond.
 PENSTOCK_INLINE IntRegister widen_words(ShortRegister words) {
@@ -401,80 +411,6 @@ PENSTOCK_INLINE Floats keep_between(Floats a, Ints lane_index, int64_t start, in
     out.part[i] = inside ? a.part[i] : FloatRegister{} + other;
   }
   return out;
-}
-
-// e^x to about one unit in the last place; 0 below the smallest normal result, NaN for NaN.
-PENSTOCK_INLINE Floats exponential(Floats x) {
-  constexpr float kLowest = -87.33f;
-  Floats out;
-  FOR_PARTS {
-    const FloatRegister v = x.part[i];
-#if PENSTOCK_REGISTER_BYTES == 64
-    const FloatRegister n = (FloatRegister)_mm512_roundscale_ps((__m512)(v * 1.44269504f), 0);
-#else
-    constexpr float kHighest = 88.7f;
-    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    FloatRegister bounded = v < kLowest ? FloatRegister{} + kLowest : v;
-    bounded = bounded > kHighest ? FloatRegister{} + kHighest : bounded;
-    const FloatRegister shifted = bounded * 1.44269504f + kRounder;
-    const FloatRegister n = shifted - kRounder;
-#endif
-    FloatRegister r = v - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    FloatRegister p = FloatRegister{} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + (r + 1.0f);
-#if PENSTOCK_REGISTER_BYTES == 64
-    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(kLowest), _CMP_NLT_UQ);
-    out.part[i] = (FloatRegister)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
-#else
-    const FloatRegister power = (FloatRegister)(((IntRegister)shifted - 0x4b400000 + 127) << 23);
-    out.part[i] = v < kLowest ? FloatRegister{} : p * power;
-#endif
-  }
-  return out;
-}
-
-constexpr float kLog2OfE = 1.44269504f;
-
-// 2^x to about 1 in 10^4, for what is rounded to bfloat16 in the end; 0 for -infinity, NaN for NaN.
-PENSTOCK_INLINE Floats rough_power_of_two(Floats x) {
-#if PENSTOCK_REGISTER_BYTES == 64
-  constexpr int kMinusFloor = 0x09;
-  const FloatRegister r = (FloatRegister)_mm512_reduce_ps((__m512)x.part[0], kMinusFloor);
-  FloatRegister p = FloatRegister{} + 7.80245212e-2f;
-  p = p * r + 2.26067158e-1f;
-  p = p * r + 6.95833540e-1f;
-  p = p * r + 9.99925219e-1f;
-  Floats out;
-  out.part[0] = (FloatRegister)_mm512_scalef_ps((__m512)p, (__m512)x.part[0]);  // which takes the floor itself
-  return out;
-#else
-  return exponential(x * broadcast(1.0f / kLog2OfE));
-#endif
-}
-
-PENSTOCK_INLINE Floats rough_exponential(Floats x) { return rough_power_of_two(x * broadcast(kLog2OfE)); }
-
-// 1 / x to about 1 in 10^7, for what is neither zero nor infinite.
-PENSTOCK_INLINE Floats reciprocal(Floats x) {
-#if PENSTOCK_REGISTER_BYTES == 64
-  const FloatRegister near = (FloatRegister)_mm512_rcp14_ps((__m512)x.part[0]);
-  Floats out;
-  out.part[0] = near * (2.0f - x.part[0] * near);
-  return out;
-#else
-  return broadcast(1.0f) / x;
-#endif
-}
-
-PENSTOCK_INLINE Floats hyperbolic_tangent(Floats x) {
-  const Floats one = broadcast(1.0f);
-  return one - broadcast(2.0f) / (exponential(x + x) + one);
 }
 
 }  // namespace PENSTOCK_ISA
