@@ -5,6 +5,7 @@ ABI. It is optional: where no C++ compiler is found the install goes on, Penstoc
 `penstock doctor` says so.
 """
 
+import importlib.util
 import platform
 from pathlib import Path
 
@@ -27,13 +28,25 @@ FLAGS = [
 # Noise from the compilers' own vector headers.
 FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 
+LIBRARY = "penstock/kernels/library.py"
+
+
+def interface_stamp() -> int:
+    """The number that `library.py`, which needs the standard library only, expects the library to return."""
+    spec = importlib.util.spec_from_file_location("library", LIBRARY)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.interface_stamp()
+
+
 extensions = []
 if SOURCES and platform.system() in ("Linux", "Darwin"):
     extensions.append(
         Extension(
             "penstock.kernels._cpu",
             SOURCES,
-            depends=HEADERS,
+            depends=[*HEADERS, LIBRARY],
+            define_macros=[("PENSTOCK_INTERFACE_STAMP", f"{interface_stamp():#x}ULL")],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             optional=True,

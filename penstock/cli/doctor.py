@@ -105,6 +105,8 @@ def check_engine(command: list[str]) -> Iterator[Finding]:
 
 def check_kernels(kernels: dict[str, Any]) -> Finding:
     """`kernels` holds the fields of kernels.select.Capabilities."""
+    if kernels.get("problem"):
+        return Finding("warn", "Kernels", kernels["problem"])
     if not kernels["native"]:
         return Finding(
             "warn",

@@ -182,7 +182,7 @@ def print_banner(
 
 
 def describe_weights(card: ModelCard) -> str:
-    """The number of parameters, and the precision in which the weights are kept and computed."""
+    """The number of parameters, the precision in which the weights are kept and computed, and what is rounded."""
     if not card.num_parameters:
         return "none"
     units = ((1e9, " B"), (1e6, " M"), (1e3, " K"), (1, ""))
@@ -194,7 +194,8 @@ def describe_weights(card: ModelCard) -> str:
     if card.quantization or kept_bits < 0.9 * _DTYPE_BITS.get(card.dtype, 0):
         method = f"{card.quantization}, " if card.quantization else ""
         precision = f"{method}{kept_bits:.1f} bits per weight, computed in {card.dtype}"
-    return f"{count}{word} parameters, {precision}"
+    rounding = f"; {card.rounding}" if card.rounding else ""
+    return f"{count}{word} parameters, {precision}{rounding}"
 
 
 def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> None:

@@ -92,6 +92,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     dtype: str
     quantization: str | None
+    rounding: str = ""  # what the kernels round besides: see Ops.rounding
     embedding_size: int = 0  # of the vectors that embeddings have; 0 where there are none
     pooling: Pooling = "mean"  # what an embedding is made of unless the request says otherwise
     is_encoder: bool = False  # makes embeddings only: no tokens, and no other pooling

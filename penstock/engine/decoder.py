@@ -225,11 +225,11 @@ def _describe(
     config: EngineConfig, model_path: Path, model: Model, ops: Ops
 ) -> tuple[ModelCard, GrammarCompiler | None]:
     """Describe the model, with the longest context that it allows, and build its grammar compiler."""
-    card = _card(config, model_path, model, str(ops.dtype).removeprefix("torch."))
+    card = _card(config, model_path, model, ops)
     return card, build_compiler(card)
 
 
-def _card(config: EngineConfig, model_path: Path, model: Model, dtype: str) -> ModelCard:
+def _card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> ModelCard:
     architecture = model.config
     tokenizer = load_tokenizer(model_path)
     return ModelCard(
@@ -247,8 +247,9 @@ def _card(config: EngineConfig, model_path: Path, model: Model, dtype: str) -> M
         eos_token_ids=tokenizer.eos_token_ids if tokenizer else architecture.eos_token_ids,
         weight_bytes=model.weight_bytes,
         num_parameters=model.num_parameters,
-        dtype=dtype,
+        dtype=str(ops.dtype).removeprefix("torch."),
         quantization=config.model.quantization,
+        rounding=ops.rounding,
         embedding_size=architecture.hidden_size,
         weights_id=_weights_id(config, model_path),
     )

@@ -52,6 +52,10 @@ class ComposedOps:
     """Attention, MLPs, experts and the halves of a pre-norm decoder layer, made of products, norms, gates and
     `attend`."""
 
+    @property
+    def rounding(self) -> str:
+        return ""
+
     def attention(
         self: Ops, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
     ) -> Tensor:
@@ -136,6 +140,10 @@ class DelegatingOps(ComposedOps):
         self.attend = ops.attend
         self.sample = ops.sample
         self._ops = ops
+
+    @property
+    def rounding(self) -> str:
+        return self._ops.rounding
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
         return self._ops.linear(x, weight)

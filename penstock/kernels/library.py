@@ -1,15 +1,20 @@
 """Finds, loads and describes the compiled CPU library. Knows its C interface; knows nothing of tensors.
 
-The library is optional. Where it is missing `load()` gives None and the caller uses plain torch.
+The library is optional. Where it is missing `load()` gives None and the caller uses plain torch. A library that was built
+for another description of the interface than this file's is not used, with a warning that says how to rebuild it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import logging
 import os
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 # In the order of `enum class Isa` in cpu/kernels.h.
 ISA_NAMES = (
@@ -201,11 +206,33 @@ _FUNCTIONS = (
 )
 
 
+def interface_stamp() -> int:
+    """A number that stands for the C interface as this file describes it. setup.py compiles the number into the library,
+    and `load` compares the two."""
+    layouts = (AttentionLayerStruct, AttentionBatchStruct, NormStruct, DecoderLayerStruct, SamplingStruct)
+    fields = [(kind.__name__, [(name, of.__name__) for name, of, *_ in kind._fields_]) for kind in layouts]
+    functions = [
+        (name, getattr(result, "__name__", "void"), [argument.__name__ for argument in arguments])
+        for name, result, arguments in _FUNCTIONS
+    ]
+    description = repr((ISA_NAMES, fields, functions)).encode()
+    return int.from_bytes(hashlib.sha256(description).digest()[:8], "little")
+
+
+class StaleLibraryError(Exception):
+    """A library that was built for another description of the C interface."""
+
+
 class Library:
     """The library's functions as attributes, under their C names without the prefix."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        stamp = getattr(library, "penstock_interface_stamp", None)
+        if stamp is not None:
+            stamp.restype = c_uint64
+        if stamp is None or stamp() != interface_stamp():
+            raise StaleLibraryError(path)
         for name, result, arguments in _FUNCTIONS:
             function = getattr(library, f"penstock_{name}")
             function.restype = result
@@ -218,15 +245,46 @@ class Library:
 
 @functools.cache
 def load() -> Library | None:
-    for path in sorted(Path(__file__).parent.glob("_cpu*.so")):
+    for path in _candidates():
         try:
             library = Library(path)
-        except (OSError, AttributeError):
-            continue  # built for another machine, or by another version
+        except OSError:
+            continue  # built for another kind of machine
+        except (StaleLibraryError, AttributeError):
+            logger.warning("%s", stale_sentence(path))
+            continue
         library.set_num_threads(available_cores())
         _hide_instruction_sets(library)
         return library
     return None
+
+
+def stale_sentence(path: Path) -> str:
+    root = path.parents[2]
+    rebuild = f"cd {root} && python setup.py build_ext --inplace" if (root / "setup.py").exists() else ""
+    return (
+        f"{path.name} was built from other sources than this version of Penstock and is not used; plain torch does its "
+        f"work more slowly. "
+        + (f"Rebuild it: {rebuild}" if rebuild else "Install Penstock again to rebuild it.")
+    )
+
+
+def find_stale() -> Path | None:
+    """The file of a library that cannot be used because it was built from other sources, if that is why there is none."""
+    if load() is not None:
+        return None
+    for path in _candidates():
+        try:
+            Library(path)
+        except OSError:
+            continue
+        except (StaleLibraryError, AttributeError):
+            return path
+    return None
+
+
+def _candidates() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("_cpu*.so"))
 
 
 def _hide_instruction_sets(library: Library) -> None:

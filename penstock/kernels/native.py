@@ -73,6 +73,7 @@ class NativeOps(ComposedOps):
         self._library = library
         self._dtype_code = DTYPE_CODES[dtype]
         self._integer_products = integer_products
+        self._has_integer_products = False
         self._layers: dict[int, tuple[AttentionLayerStruct, AttentionLayer, list[Tensor | None]]] = {}
         self._batch: AttentionBatch | None = None
         self._batch_struct = AttentionBatchStruct()
@@ -83,22 +84,21 @@ class NativeOps(ComposedOps):
         quantized = [part for part in parts if isinstance(part, GroupQuantWeight)]
         if self._integer_products and len(quantized) == len(parts):
             packed.add_integers(quantized)
+            self._has_integer_products = True
         else:
             packed.add(parts, self.dtype)
         if bias is not None:
             packed.set_bias(bias)
         return packed
 
+    @property
+    def rounding(self) -> str:
+        if self._has_integer_products:
+            return "inputs of quantized products rounded to 16-bit integers, with a scale for every 32"
+        return "products rounded to bfloat16" if self.dtype == torch.bfloat16 else ""
+
     def linear(self, x: Tensor, weight: Any) -> Tensor:
-        if weight.input_order is not None:
-            x = x[:, weight.input_order]
-        if x.dtype is not self.dtype or not x.is_contiguous():
-            x = self._fitted(x)
-        rows = x.shape[0]
-        y = torch.empty((rows, weight.out_features), dtype=self.dtype)
-        code = self._dtype_code
-        self._library.linear(weight.handle, code, rows, x.data_ptr(), code, y.data_ptr())
-        return y
+        return self._multiply(x, weight, self.dtype)
 
     def pack_embedding(self, weight: WeightData, tied: Any | None = None) -> NativeEmbedding:
         if tied is not None:
@@ -118,27 +118,16 @@ class NativeOps(ComposedOps):
         return y
 
     def logits(self, x: Tensor, head: Any) -> Tensor:
-        if head.input_order is not None:
-            x = x[:, head.input_order]
-        if x.dtype is not self.dtype or not x.is_contiguous():
-            x = self._fitted(x)
-        rows = x.shape[0]
-        y = torch.empty((rows, head.out_features), dtype=torch.float32)
-        self._library.linear(head.handle, self._dtype_code, rows, x.data_ptr(), 0, y.data_ptr())
-        return y
+        return self._multiply(x, head, torch.float32)
 
     def argmax(self, x: Tensor, head: Any) -> Tensor:
-        if head.input_order is not None:
-            x = x[:, head.input_order]
-        if x.dtype is not self.dtype or not x.is_contiguous():
-            x = self._fitted(x)
+        x = self._input_of(x, head)
         tokens = torch.empty(x.shape[0], dtype=torch.int64)
         self._library.largest(head.handle, self._dtype_code, x.shape[0], x.data_ptr(), tokens.data_ptr())
         return tokens
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype is not self.dtype or not x.is_contiguous():
-            x = self._fitted(x)
+        x = self._fitted(x)
         rows, width = x.shape
         y = torch.empty_like(x)
         self._library.rms_norm(
@@ -154,8 +143,7 @@ class NativeOps(ComposedOps):
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype is not self.dtype or not x.is_contiguous():
-            x = self._fitted(x)
+        x = self._fitted(x)
         self._check_residual(residual)
         rows, width = x.shape
         y = torch.empty_like(x)
@@ -173,8 +161,7 @@ class NativeOps(ComposedOps):
         return y
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        if gate_up.dtype is not self.dtype or not gate_up.is_contiguous():
-            gate_up = self._fitted(gate_up)
+        gate_up = self._fitted(gate_up)
         rows, double_width = gate_up.shape
         width = double_width // 2
         y = torch.empty((rows, width), dtype=self.dtype)
@@ -197,8 +184,7 @@ class NativeOps(ComposedOps):
         return NativeKVStore(self._library, num_layers, num_blocks, block_size, block_bytes, shape)
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
-        if qkv.dtype is not self.dtype or not qkv.is_contiguous():
-            qkv = self._fitted(qkv)
+        qkv = self._fitted(qkv)
         struct = self._describe(layer, batch)
         out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=self.dtype)
         self._library.attend(
@@ -218,8 +204,7 @@ class NativeOps(ComposedOps):
     ) -> Tensor:
         if qkv.input_order is not None or output.input_order is not None:
             return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
-        if x.dtype is not self.dtype or not x.is_contiguous():
-            x = self._fitted(x)
+        x = self._fitted(x)
         struct = self._describe(layer, batch)
         y = torch.empty((x.shape[0], output.out_features), dtype=self.dtype)
         self._library.attention(
@@ -239,8 +224,7 @@ class NativeOps(ComposedOps):
     def mlp(self, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
         if gate_up.input_order is not None or down.input_order is not None:
             return self.linear(self.gated(self.linear(x, gate_up), activation), down)
-        if x.dtype is not self.dtype or not x.is_contiguous():
-            x = self._fitted(x)
+        x = self._fitted(x)
         y = torch.empty((x.shape[0], down.out_features), dtype=self.dtype)
         self._library.mlp(
             gate_up.handle,
@@ -342,7 +326,22 @@ class NativeOps(ComposedOps):
         self._library.sample(byref(struct), logits.data_ptr(), tokens.data_ptr())
         return tokens
 
+    def _multiply(self, x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
+        x = self._input_of(x, weight)
+        y = torch.empty((x.shape[0], weight.out_features), dtype=dtype)
+        codes = self._dtype_code, DTYPE_CODES[dtype]
+        self._library.linear(weight.handle, codes[0], x.shape[0], x.data_ptr(), codes[1], y.data_ptr())
+        return y
+
+    def _input_of(self, x: Tensor, weight: Any) -> Tensor:
+        """Activations in the order of the weight's columns, contiguous."""
+        if weight.input_order is not None:
+            x = x[:, weight.input_order]
+        return self._fitted(x)
+
     def _fitted(self, x: Tensor) -> Tensor:
+        if x.dtype is self.dtype and x.is_contiguous():
+            return x
         if x.dtype is not self.dtype:
             raise TypeError(f"activations are {x.dtype} where the backend computes in {self.dtype}")
         return x.contiguous()
@@ -390,16 +389,14 @@ class NativeOps(ComposedOps):
 
     def _describe_batch(self, batch: AttentionBatch) -> None:
         """The C form of a batch, reused by all layers of its step."""
-        struct = self._batch_struct
-        struct.num_tokens = batch.positions.shape[0]
-        struct.num_requests = batch.num_requests
-        struct.max_context_len = batch.max_context_len
-        struct.table_stride = batch.block_tables.stride(0)
-        struct.positions = batch.positions.data_ptr()
-        struct.slots = batch.slots.data_ptr()
-        struct.query_starts = batch.query_starts.data_ptr()
-        struct.context_lens = batch.context_lens.data_ptr()
-        struct.block_tables = batch.block_tables.data_ptr()
+        tensors = batch.positions, batch.slots, batch.query_starts, batch.context_lens, batch.block_tables
+        self._batch_struct = AttentionBatchStruct(
+            batch.positions.shape[0],
+            batch.num_requests,
+            batch.max_context_len,
+            batch.block_tables.stride(0),
+            *(tensor.data_ptr() for tensor in tensors),
+        )
         self._batch = batch
 
 

@@ -24,6 +24,7 @@ class Capabilities:
     native: bool
     isa: str | None
     num_threads: int
+    problem: str | None = None  # why a library that is there is not used
 
 
 def select_ops(
@@ -73,7 +74,9 @@ def _may_use_flashinfer(device: torch.device) -> bool:
 def capabilities() -> Capabilities:
     native = library.load()
     if native is None:
-        return Capabilities(native=False, isa=None, num_threads=torch.get_num_threads())
+        stale = library.find_stale()
+        problem = None if stale is None else library.stale_sentence(stale)
+        return Capabilities(False, None, torch.get_num_threads(), problem)
     return Capabilities(native=True, isa=library.ISA_NAMES[native.isa()], num_threads=native.num_threads())
 
 

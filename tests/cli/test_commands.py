@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 from tokenizers import Tokenizer
@@ -243,3 +244,5 @@ def test_the_banner_says_how_weights_are_kept(
         quantization=quantization,
     )
     assert describe_weights(card) == expected
+    rounded = msgspec.structs.replace(card, rounding="products rounded to bfloat16")
+    assert describe_weights(rounded) == (f"{expected}; {rounded.rounding}" if num_parameters else expected)

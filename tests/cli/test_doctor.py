@@ -57,6 +57,8 @@ def test_a_torch_that_cannot_be_imported_fails() -> None:
 
 def test_missing_kernels_are_a_warning() -> None:
     assert check_kernels({"native": False}).level == "warn"
+    stale = check_kernels({"native": False, "problem": "_cpu.so was built from other sources"})
+    assert (stale.level, stale.detail) == ("warn", "_cpu.so was built from other sources")
     present = check_kernels({"native": True, "isa": "amx", "num_threads": 2})
     assert present.level == "ok"
     assert "native, for amx, on 2 threads" in present.detail

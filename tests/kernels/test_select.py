@@ -9,7 +9,8 @@ import torch
 
 from penstock.kernels import library as library_module
 from penstock.kernels import select
-from penstock.kernels.interface import DenseWeight
+from penstock.kernels.blocks import DelegatingOps
+from penstock.kernels.interface import DenseWeight, GroupQuantWeight
 from penstock.kernels.library import Library
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
@@ -26,6 +27,38 @@ def test_torch_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(library_module, "load", lambda: None)
     assert isinstance(select.select_ops("cpu", torch.float32), TorchOps)
     assert select.capabilities().native is False
+
+
+def test_a_library_of_another_version_is_refused_with_the_command_that_rebuilds_it(
+    library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One function less is another interface, even though the library has all functions that are left."""
+    monkeypatch.setattr(library_module, "_FUNCTIONS", library_module._FUNCTIONS[:-1])
+    library_module.load.cache_clear()
+    try:
+        assert library_module.load() is None
+        assert "was built from other sources" in caplog.text
+        assert "python setup.py build_ext --inplace" in caplog.text
+        assert "python setup.py build_ext --inplace" in (select.capabilities().problem or "")
+    finally:
+        monkeypatch.undo()
+        library_module.load.cache_clear()
+    assert library_module.load() is not None
+    assert select.capabilities().problem is None
+
+
+def test_a_backend_says_what_it_rounds(library: Library) -> None:
+    quantized = GroupQuantWeight(
+        torch.randint(0, 16, (16, 32), dtype=torch.uint8), torch.ones(16, 1), None, group=32, bits=4
+    )
+    ops = NativeOps(library, torch.float32, integer_products=True)
+    ops.pack_linear([DenseWeight(torch.randn(16, 32))])
+    assert ops.rounding == ""
+    ops.pack_linear([quantized])
+    assert "16-bit integers" in ops.rounding
+    assert DelegatingOps(ops).rounding == ops.rounding
+    assert NativeOps(library, torch.bfloat16).rounding == "products rounded to bfloat16"
+    assert TorchOps("cpu", torch.float32).rounding == ""
 
 
 def test_capabilities_name_the_best_set(library: Library) -> None:

@@ -122,6 +122,13 @@ Isa current_isa() { return choice().isa.load(); }
 
 using namespace penstock;
 
+#ifndef PENSTOCK_INTERFACE_STAMP
+#define PENSTOCK_INTERFACE_STAMP 0
+#endif
+
+// What setup.py computed from library.py: a library that was built for another interface is not used.
+PENSTOCK_API uint64_t penstock_interface_stamp() { return PENSTOCK_INTERFACE_STAMP; }
+
 PENSTOCK_API int penstock_best_isa() { return static_cast<int>(best_isa()); }
 
 PENSTOCK_API int penstock_isa() { return static_cast<int>(current_isa()); }
