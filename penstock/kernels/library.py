@@ -1,7 +1,8 @@
 """Finds, loads and describes the compiled CPU library. Knows its C interface; knows nothing of tensors.
 
-The library is optional. Where it is missing `load()` gives None and the caller uses plain torch. A library that was built
-for another description of the interface than this file's is not used, with a warning that says how to rebuild it.
+The library is optional. Where the library is missing, `load()` gives None and the caller uses plain torch. A library
+that was built for another description of the interface than this file's is not used, and a warning says how to rebuild
+the library.
 """
 
 from __future__ import annotations
@@ -207,8 +208,8 @@ _FUNCTIONS = (
 
 
 def interface_stamp() -> int:
-    """A number that stands for the C interface as this file describes it. setup.py compiles the number into the library,
-    and `load` compares the two."""
+    """A number that stands for the C interface as this file describes it. setup.py compiles the number into the
+    library, and `load` compares the two."""
     layouts = (AttentionLayerStruct, AttentionBatchStruct, NormStruct, DecoderLayerStruct, SamplingStruct)
     fields = [(kind.__name__, [(name, of.__name__) for name, of, *_ in kind._fields_]) for kind in layouts]
     functions = [
@@ -263,14 +264,14 @@ def stale_sentence(path: Path) -> str:
     root = path.parents[2]
     rebuild = f"cd {root} && python setup.py build_ext --inplace" if (root / "setup.py").exists() else ""
     return (
-        f"{path.name} was built from other sources than this version of Penstock and is not used; plain torch does its "
-        f"work more slowly. "
+        f"{path.name} was built from other sources than this version of Penstock and is not used; plain torch does "
+        "its work more slowly. "
         + (f"Rebuild it: {rebuild}" if rebuild else "Install Penstock again to rebuild it.")
     )
 
 
 def find_stale() -> Path | None:
-    """The file of a library that cannot be used because it was built from other sources, if that is why there is none."""
+    """The library's file, if the library is not used because it was built from other sources."""
     if load() is not None:
         return None
     for path in _candidates():

@@ -35,14 +35,12 @@ from penstock.kernels.library import (
     NormStruct,
     SamplingStruct,
 )
-from penstock.kernels.native_storage import NativeEmbedding, NativeKVStore, NativeLinear
+from penstock.kernels.native_storage import NativeEmbedding, NativeKVStore, NativeLinear, check_kv_shape
 
 # Numbers shared with cpu/common.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
-TOKENS_PER_UNIT = 16
-MAX_HEAD_DIM = 256
 UNLIMITED_WINDOW = 2**62
 
 
@@ -173,10 +171,7 @@ class NativeOps(ComposedOps):
     def allocate_kv(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> NativeKVStore:
-        if block_size % TOKENS_PER_UNIT != 0:
-            raise ValueError(f"blocks hold a multiple of {TOKENS_PER_UNIT} tokens, not {block_size}")
-        if head_dim > MAX_HEAD_DIM or head_dim % 2 != 0:
-            raise ValueError(f"a head has an even size of at most {MAX_HEAD_DIM}, not {head_dim}")
+        check_kv_shape(block_size, head_dim)
         block_bytes = self._library.cache_block_bytes(
             self._dtype_code, self._rounded_kv, block_size, num_kv_heads, head_dim
         )

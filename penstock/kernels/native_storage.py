@@ -22,6 +22,10 @@ FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_INT8, FORMAT_INT4 = range(4)
 LARGEST_GROUP = 32
 
 
+TOKENS_PER_UNIT = 16
+MAX_HEAD_DIM = 256
+
+
 class NativeLinear:
     """Owns a packed matrix of the library, and with it the memory."""
 
@@ -120,6 +124,14 @@ class NativeEmbedding:
     def __init__(self, table: NativeLinear, shared: bool) -> None:
         self.table = table
         self.num_bytes = 0 if shared else table.num_bytes
+
+
+def check_kv_shape(block_size: int, head_dim: int) -> None:
+    """Refuse blocks and heads that the library's cache layout (cpu/attention.h) has no place for."""
+    if block_size % TOKENS_PER_UNIT != 0:
+        raise ValueError(f"blocks hold a multiple of {TOKENS_PER_UNIT} tokens, not {block_size}")
+    if head_dim > MAX_HEAD_DIM or head_dim % 2 != 0:
+        raise ValueError(f"a head has an even size of at most {MAX_HEAD_DIM}, not {head_dim}")
 
 
 class NativeKVLayer:
