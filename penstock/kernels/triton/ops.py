@@ -40,6 +40,7 @@ from penstock.kernels.triton.sampling import chunk_statistics, draw_from_whole_v
 
 class TritonOps:
     name = "triton"
+    rounding = ""
 
     def __init__(
         self,
