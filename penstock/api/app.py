@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
 
 from penstock.api.admin.adapters import AdapterEndpoints
 from penstock.api.admin.service import ServiceEndpoints
@@ -34,6 +35,8 @@ from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
 from penstock.api.openai.uploads import UploadEndpoints
 from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
 from penstock.api.websocket.endpoint import WebSocketEndpoint
+from penstock.api.websocket.responses import PATH as RESPONSES_PATH
+from penstock.api.websocket.responses import ResponsesSession
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.answers.stream import ReaderGone
@@ -80,12 +83,18 @@ def create_app(
     embeddings = Embeddings(gateway)
     objects = objects or ObjectStore(Database("sqlite://"), max_workspace_bytes=MAX_MEMORY_BYTES)
     stored = Responses(gateway, responses or MemoryResponses(), StoredBodies())
+    responses_api = ResponsesEndpoints(stored, objects, config.max_body_bytes)
+    sockets = WebSocketEndpoint(gateway, config, request_log)
+
+    async def serve_responses(socket: WebSocket) -> None:
+        await sockets.run(ResponsesSession(sockets, socket, responses_api), socket)
+
     chats = StoredChats(objects, stored.ttl_s)
     inference_routes = [
         *ModelsEndpoints(gateway).routes(),
         *AnthropicEndpoints(gateway, config.max_body_bytes).routes(),
         *OpenAIEndpoints(gateway, chats, config.max_body_bytes).routes(),
-        *ResponsesEndpoints(stored, objects, config.max_body_bytes).routes(),
+        *responses_api.routes(),
         *EmbeddingEndpoints(embeddings, config.max_body_bytes).routes(),
     ]
     app = Application(
@@ -94,7 +103,8 @@ def create_app(
             *OllamaEndpoints(gateway, embeddings, config.max_body_bytes).routes(),
             *StoredChatEndpoints(chats, config.max_body_bytes).routes(),
             *ConversationEndpoints(stored, objects, config.max_body_bytes).routes(),
-            *WebSocketEndpoint(gateway, config, request_log).routes(),
+            *sockets.routes(),
+            WebSocketRoute(RESPONSES_PATH, serve_responses),
             *(stored_work_routes(work, inference_routes, config.max_body_bytes) if work else ()),
             *ServiceEndpoints(gateway, config.max_body_bytes).routes(),
             *(AdminEndpoints(tenants.directory, config.max_body_bytes).routes() if tenants else ()),

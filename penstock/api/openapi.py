@@ -81,6 +81,7 @@ from penstock.api.openai.conversations import (
 from penstock.api.openai.embeddings import CreateEmbeddings, EmbeddingList
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.responses_answers import ResponseBody
+from penstock.api.openai.responses_compact import CompactedResponse, CompactRequest
 from penstock.api.openai.responses_endpoints import DeletedResponse, InputItemList, InputTokens
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
@@ -254,6 +255,7 @@ INFERENCE: dict[str, Operation] = {
     "POST /v1/completions": Operation(request=CompletionRequest, response=Completion, streams=True),
     "POST /v1/responses": Operation(request=ResponseRequest, response=ResponseBody, streams=True),
     "POST /v1/responses/input_tokens": Operation(request=ResponseRequest, response=InputTokens),
+    "POST /v1/responses/compact": Operation(request=CompactRequest, response=CompactedResponse),
     "GET /v1/responses/{response_id}": Operation(
         response=ResponseBody, query=("stream", "starting_after"), streams=True
     ),

@@ -179,7 +179,7 @@ def test_hosted_tools_are_skipped_and_named(serve: Serve) -> None:
     assert all(f"'{kind}'" in warning for kind in ("web_search_preview", "mcp", "shell", "code_interpreter"))
     response = raw.parse()
     assert response.metadata == {"mine": "1"}
-    named = [warning["message"] for warning in response.to_dict()["warnings"]]  # type: ignore[attr-defined]
+    named = [warning["message"] for warning in json.loads(raw.text)["warnings"]]
     assert "'mcp'" in named[1]
     assert "secret" not in raw.text
     choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "a"}]}

@@ -22,12 +22,13 @@ from penstock.api.http.context import (
 from penstock.api.http.errors import named_params
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, read_body
 from penstock.api.openai.responses_answers import PARAMS, ResponseEvents, new_response
+from penstock.api.openai.responses_compact import Compaction
 from penstock.api.openai.responses_history import History, decode_items, page_of
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.responses_tools import Toolbox
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.answers.stream import AnswerStream, EmptyAnswer
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import StoredResponse
@@ -67,7 +68,11 @@ class InputTokens(msgspec.Struct):
 class BegunResponse:
     answer: AnswerStream
     events: ResponseEvents
-    input_items: bytes  # JSON
+    input_items: (
+        bytes  # JSON: the request's own items, and before them those of responses that are not stored
+    )
+    previous_id: str | None  # of a stored response
+    is_stored: bool
 
 
 class ResponsesEndpoints:
@@ -76,6 +81,7 @@ class ResponsesEndpoints:
         self._objects = objects
         self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(ResponseRequest)
+        self._compaction = Compaction(responses, objects, max_body_bytes)
 
     def routes(self) -> list[Route]:
         one = "/v1/responses/{response_id}"
@@ -84,6 +90,7 @@ class ResponsesEndpoints:
             Route(
                 "/v1/responses/input_tokens", named_params(self.count_input_tokens, PARAMS), methods=["POST"]
             ),
+            Route("/v1/responses/compact", named_params(self._compaction.compact, PARAMS), methods=["POST"]),
             Route(one, self.retrieve, methods=["GET"]),
             Route(one, self.delete, methods=["DELETE"]),
             Route(f"{one}/cancel", self.cancel, methods=["POST"]),
@@ -131,18 +138,35 @@ class ResponsesEndpoints:
             if wire.conversation_id is not None and events.body.status in ("completed", "incomplete"):
                 await history.add_to_conversation(wire.conversation_id, [*own_items, *events.body.output])
 
-        encoded_items = _to_json(own_items)
+        unstored, previous_id = history.unstored(wire.previous_response_id)
+        encoded_items = _to_json([*unstored, *own_items])
         answer = await self._responses.submit(
             generation,
             build,
             input_items=encoded_items,
-            previous_id=wire.previous_response_id,
+            previous_id=previous_id,
             is_stored=wire.is_stored,
             in_background=bool(wire.background),
             is_streamed=bool(wire.stream),
             on_end=add_to_conversation,
         )
-        return BegunResponse(answer, events, encoded_items)
+        return BegunResponse(answer, events, encoded_items, previous_id, wire.is_stored)
+
+    async def begin_nothing(
+        self, connection: HTTPConnection, wire: ResponseRequest, recent: Mapping[str, StoredResponse]
+    ) -> BegunResponse:
+        """A response without output, to be continued on the same connection. Checks the request as `begin` does."""
+        principal = principal_of(connection)
+        history = History(self._responses, self._objects, principal, recent)
+        own_items = await history.own_items(wire.input, request_id_of(connection))
+        await history.earlier_items(wire.previous_response_id, wire.conversation_id)
+        toolbox = Toolbox(wire.tools)
+        wire.to_generation([*own_items, InputItem(role="user", content="")], toolbox)
+        model = self._responses.gateway.catalogue.permitted(principal, wire.model)
+        answer = EmptyAnswer(request_id_of(connection), model.card.name)
+        events = ResponseEvents(new_response(wire, answer), wants_logprobs=False)
+        unstored, previous_id = history.unstored(wire.previous_response_id)
+        return BegunResponse(answer, events, _to_json([*unstored, *own_items]), previous_id, is_stored=False)
 
     async def count_input_tokens(self, request: Request) -> Response:
         wire = await self._read(request)

@@ -155,17 +155,22 @@ class History:
         bound = HistoryBound("items")
         bound.add(sum(len(_to_json(item)) + ROW_BYTES for item in (*earlier, *items)))
 
+    def unstored(self, previous_id: str | None) -> tuple[list[InputItem], str | None]:
+        """The items of a response that only this connection has, and the stored response that it continues. Of a
+        stored response: nothing, and itself."""
+        recent = self._recent.get(previous_id or "")
+        if recent is None:
+            return [], previous_id
+        return [*decode_items(recent.input_items), *_decode_output(recent.body).output], recent.previous_id
+
     async def _continued(self, response_id: str) -> list[StoredResponse]:
-        """The responses from the first to this one."""
-        recent: list[StoredResponse] = []
-        next_id: str | None = response_id
-        bound = HistoryBound()
-        while next_id is not None and (response := self._recent.get(next_id)) is not None:
-            recent.append(response)
-            bound.add(response.num_bytes)
-            next_id = response.previous_id
-        stored = [] if next_id is None else await self._responses.history(self._principal, next_id)
-        return [*stored, *reversed(recent)]
+        """The responses from the first to this one. A recent response holds the items of all that are not stored."""
+        recent = self._recent.get(response_id)
+        if recent is None:
+            return await self._responses.history(self._principal, response_id)
+        if recent.previous_id is None:
+            return [recent]
+        return [*await self._responses.history(self._principal, recent.previous_id), recent]
 
     async def _items_of(self, response_id: str, bound: HistoryBound) -> dict[str | None, InputItem]:
         """The items that a response was made from and those that it put out, by their ids."""

@@ -6,6 +6,7 @@ thought, said and called between two turns of others is one turn of its own.
 
 from __future__ import annotations
 
+import base64
 import re
 import uuid
 from collections.abc import Iterable
@@ -50,6 +51,8 @@ _HOSTED_ITEMS = frozenset(
         "tool_search_output",
     }
 )
+_COMPACTED = "penstock-1."  # begins the content of compaction items, with the version of their form
+_SUMMARY_START = "This is a summary of the conversation so far:"
 _NO_IMAGE = "[An image, which this model cannot see.]"
 
 
@@ -169,6 +172,22 @@ def client_call(kind: CallKind, item: OutputCall) -> ClientCall | None:
     return OutputLocalShellCall(item.id, item.call_id, {"type": "exec", "env": {}, **given}, item.status)
 
 
+def compaction_item(item_id: str, summary: str) -> InputItem:
+    """An item that stands for all that it summarizes. Its content is opaque to clients."""
+    content = _COMPACTED + base64.urlsafe_b64encode(summary.encode()).decode()
+    return InputItem(type="compaction", id=item_id, encrypted_content=content)
+
+
+def _summary_of(item: InputItem, param: str) -> str:
+    content = item.encrypted_content or ""
+    try:
+        if content.startswith(_COMPACTED):
+            return base64.b64decode(content.removeprefix(_COMPACTED), b"-_", validate=True).decode()
+    except ValueError:
+        pass
+    raise InvalidRequest("The compaction item was not made by this server.", param=param)
+
+
 def new_id(kind: str) -> str:
     return f"{_ID_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
 
@@ -267,6 +286,10 @@ class _Chat:
                 )
                 result = _texts(output, f"{param}.output", self.skipped)
                 self.messages.append(ChatMessage("tool", result, tool_call_id=call_id))
+            case "compaction" | "compaction_summary":
+                self.end_turn()
+                summary = _summary_of(item, f"{param}.encrypted_content")
+                self.messages.append(ChatMessage("user", f"{_SUMMARY_START}\n{summary}"))
             case kind if kind in _HOSTED_ITEMS:
                 self.skipped.add(kind)
             case kind:

@@ -63,7 +63,7 @@ class ConversationName(msgspec.Struct):
 class ResponseRequest(msgspec.Struct, kw_only=True):
     """Every field may be null, which is the same as absent."""
 
-    input: str | list[InputItem]
+    input: str | list[InputItem] = []
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

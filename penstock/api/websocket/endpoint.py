@@ -91,6 +91,10 @@ class WebSocketEndpoint:
         return [WebSocketRoute(PATH, self.serve)]
 
     async def serve(self, socket: WebSocket) -> None:
+        await self.run(SocketSession(self, socket), socket)
+
+    async def run(self, session: SocketSession, socket: WebSocket) -> None:
+        """Accept a connection, unless there are too many or it comes from a foreign page, and serve it to its end."""
         refusal = self._refusal(socket)
         if refusal is not None:
             await socket.send_denial_response(error_response(refusal))
@@ -100,7 +104,7 @@ class WebSocketEndpoint:
         self.metrics.num_accepted += 1
         try:
             await socket.accept()
-            await SocketSession(self, socket).run()
+            await session.run()
         except WebSocketDisconnect:
             pass
         finally:

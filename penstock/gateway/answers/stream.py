@@ -320,3 +320,30 @@ class WrappedAnswer:
 
     def cancel(self) -> None:
         self._answer.cancel()
+
+
+class EmptyAnswer:
+    """An AnswerStream without a token, for a request that generates nothing."""
+
+    tier = Tier.DEFAULT
+    num_choices = 1
+    usage = Usage(0, 0, 0)
+    cache_status: CacheStatus | None = None
+    warnings: tuple[RequestWarning, ...] = ()
+    rate_limits: RateLimits = RateLimits()
+
+    def __init__(self, answer_id: str, model: str) -> None:
+        self.id = answer_id
+        self.model = model
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        raise StopAsyncIteration
+
+    async def collect(self) -> list[Delta]:
+        return []
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""

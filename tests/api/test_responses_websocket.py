@@ -1,0 +1,148 @@
+"""/v1/responses over a WebSocket, with `responses.connect` of the real `openai` SDK."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.resources.responses.responses import ResponsesConnection
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from penstock.core.errors import EngineUnavailable
+from penstock.core.gateway_config import ServerConfig
+from tests.api.conftest import Serve
+from tests.api.scripted import TOOL_TEMPLATE, prompt_of, scripted
+from tests.gateway.fake_engine import FakeEngine
+
+ENDS = {"response.completed", "response.incomplete", "response.failed", "error"}
+
+
+def events_of(connection: ResponsesConnection) -> list[Any]:
+    """The events of one answer."""
+    events: list[Any] = []
+    while not events or events[-1].type not in ENDS:
+        events.append(connection.recv())
+    return events
+
+
+def test_answers_come_as_events(serve: Serve) -> None:
+    served = serve(scripted("Hi!"))
+    sdk = served.sdk()
+    with sdk.responses.connect() as connection:
+        for store in (True, False):
+            connection.response.create(model="bytes", input="Hello", store=store)
+            events = events_of(connection)
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            assert events[0].type == "response.created"
+            final = events[-1].response
+            assert final.output_text == "Hi!"
+            if store:
+                assert sdk.responses.retrieve(final.id).output_text == "Hi!"
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(final.id)
+
+
+def test_a_response_that_is_not_stored_goes_on_where_it_was_made(serve: Serve) -> None:
+    served = serve(scripted(lambda request: f"answer {len(served.engine.added)}"))
+    sdk = served.sdk()
+    with sdk.responses.connect() as connection:
+        connection.response.create(model="bytes", input="zero", store=False, generate=False)
+        warm = events_of(connection)[-1].response
+        assert (warm.status, warm.output, warm.usage.total_tokens) == ("completed", [], 0)
+        assert served.engine.added == []
+        previous = warm.id
+        for text in ("one", "two"):
+            connection.response.create(model="bytes", input=text, store=False, previous_response_id=previous)
+            previous = events_of(connection)[-1].response.id
+        connection.response.create(model="bytes", input="three", previous_response_id=previous)
+        stored = events_of(connection)[-1].response
+    whole = (
+        "<|user|>zero<|end|><|user|>one<|end|><|assistant|>answer 1<|end|><|user|>two<|end|>"
+        "<|assistant|>answer 2<|end|><|user|>three<|end|><|assistant|>"
+    )
+    assert prompt_of(served.engine.added[-1]) == whole
+    sdk.responses.create(model="bytes", input="four", previous_response_id=stored.id)
+    assert prompt_of(served.engine.added[-1]).startswith(whole), "a stored response has its whole past"
+    with sdk.responses.connect() as other:
+        other.response.create(model="bytes", input="x", previous_response_id=previous)
+        (error,) = events_of(other)
+        assert (error.type, error.status, error.error.param) == ("error", 404, "previous_response_id")
+
+
+def test_lanes_and_tools(serve: Serve) -> None:
+    call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+    sdk = serve(scripted(call, template=TOOL_TEMPLATE)).sdk()
+    tool: Any = {"type": "function", "name": "find", "parameters": {}, "strict": False}
+    with sdk.responses.connect() as connection:
+        for lane in ("a", "b", "a"):
+            connection.response.create(model="bytes", input="x", tools=[tool], stream_id=lane)
+        ends = []
+        while len(ends) < 3:
+            event: Any = connection.recv()
+            assert event.stream_id in ("a", "b")
+            if event.type in ENDS:
+                ends.append((event.stream_id, event.response.output[0].type))
+    assert sorted(ends) == [("a", "function_call"), ("a", "function_call"), ("b", "function_call")]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"type": "response.create", "model": "bytes"}, "input"),
+        ({"type": "response.create", "input": "x", "background": True}, "background"),
+        ({"type": "response.create", "input": 5}, "input"),
+        (
+            {"type": "response.create", "input": "x", "generate": False, "tools": [{"type": "function"}]},
+            "tools",
+        ),
+        ({"type": "response.create", "input": "x", "model": "never"}, "model"),
+        ({"type": "response.steer", "input": [], "previous_response_id": "x"}, "type"),
+        ({}, None),
+        ([], None),
+    ],
+)
+def test_messages_that_make_no_sense(serve: Serve, message: Any, param: str | None) -> None:
+    served = serve(scripted("ok"))
+    with connect(f"ws://127.0.0.1:{served.port}/v1/responses", compression=None) as socket:
+        socket.send(json.dumps(message))
+        answer = json.loads(socket.recv(timeout=20))
+        assert answer["type"] == "error"
+        assert answer["error"]["param"] == param
+        assert answer["status"] in (400, 404)
+        socket.send(json.dumps({"type": "response.create", "input": "x"}))
+        assert json.loads(socket.recv(timeout=20))["type"] == "response.created", "the connection lives on"
+
+
+def test_a_failure_in_the_middle(serve: Serve) -> None:
+    served = serve(scripted("ab"))
+    plain = served.engine.script
+    assert plain is not None
+    served.engine.script = lambda request: [*plain(request)[:1], EngineUnavailable("gone")]
+    with served.sdk().responses.connect() as connection:
+        connection.response.create(model="bytes", input="x")
+        assert events_of(connection)[-1].type == "response.failed"
+
+
+def test_a_client_that_leaves_frees_what_it_asked_for(serve: Serve) -> None:
+    served = serve(FakeEngine())
+    with served.sdk().responses.connect() as connection:
+        connection.response.create(model="bytes", input="x")
+        served.wait_until(lambda: bool(served.engine.streams))
+    served.wait_until(lambda: bool(served.engine.aborted))
+    served.wait_until(lambda: not served.gateway.num_live)
+
+
+def test_keys_are_asked_for_and_requests_are_bounded(serve: Serve) -> None:
+    served = serve(FakeEngine(), server=ServerConfig(api_key="secret", max_websocket_requests=2))
+    url = f"ws://127.0.0.1:{served.port}/v1/responses"
+    with pytest.raises(InvalidStatus) as refused:
+        connect(url)
+    assert refused.value.response.status_code == 401
+    with served.sdk("secret").responses.connect() as connection:
+        for _ in range(3):
+            connection.response.create(model="bytes", input="x")
+        (error,) = events_of(connection)
+        assert (error.type, error.status) == ("error", 429)
