@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.cluster.release_record import ReleaseRecord
-from penstock.gateway.store.database import Database
+from penstock.gateway.store.database import Database, insert_into
 from penstock.gateway.store.tables import releases
 
 logger = logging.getLogger(__name__)
@@ -52,6 +51,5 @@ def _save(connection: Connection, record: ReleaseRecord) -> None:
         "updated_at": time.time(),
         "body": msgspec.json.encode(record),
     }
-    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    statement = insert(releases).values(id=record.id, created_at=record.created_at, **values)
+    statement = insert_into(connection, releases).values(id=record.id, created_at=record.created_at, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))

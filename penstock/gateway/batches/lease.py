@@ -11,13 +11,11 @@ import hashlib
 import os
 import secrets
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from sqlalchemy import Connection, Table, delete, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, delete, select, update
 
+from penstock.gateway.store.database import insert_once
 from penstock.gateway.store.tables import leases
 
 LEASE_NAME = "batches"
@@ -72,14 +70,6 @@ def check_lease(connection: Connection, holder: str) -> None:
     query = select(leases.c.holder).where(leases.c.name == LEASE_NAME).with_for_update()
     if connection.execute(query).scalar_one_or_none() != holder:
         raise LeaseLost
-
-
-def insert_once(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-    """Whether the row is new. SQLAlchemy has `ON CONFLICT` only per database."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(table).values(values).on_conflict_do_nothing()
-    # Not every driver counts rows for an insert; all can return them.
-    return connection.execute(statement.returning(*table.primary_key)).first() is not None
 
 
 def _process_namespace() -> str:

@@ -26,10 +26,10 @@ from penstock.gateway.batches.batch import (
     batch_from_row,
     batch_values,
 )
-from penstock.gateway.batches.lease import check_lease, insert_once, release_lease, take_lease
+from penstock.gateway.batches.lease import check_lease, release_lease, take_lease
 from penstock.gateway.files import StoredFile, insert_file, is_file_id
 from penstock.gateway.store import tables
-from penstock.gateway.store.database import Database, read_page
+from penstock.gateway.store.database import Database, insert_once, read_page
 
 _RESULTS_AT_ONCE = 256
 _MAX_GROUP = 256

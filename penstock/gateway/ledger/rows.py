@@ -15,32 +15,27 @@ MAX_NAME_CHARS = 256
 RowStatus: TypeAlias = Literal["completed", "cancelled", "failed", "interrupted"]
 
 
-class BegunRequest(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+class _RequestFields(msgspec.Struct, frozen=True, array_like=True):
+    """What is known of a request when it begins."""
+
+    request_id: str
+    started_at: float  # Unix seconds
+    organization_id: str
+    workspace_id: str
+    key_id: str
+    model: str
+    endpoint: str
+    tier: str
+    user: str | None
+
+
+class BegunRequest(_RequestFields, frozen=True, array_like=True, tag="begin"):
     """A request that runs. Enough to write a row if nothing more is ever heard of it."""
 
-    request_id: str
-    started_at: float  # Unix seconds
-    organization_id: str
-    workspace_id: str
-    key_id: str
-    model: str
-    endpoint: str
-    tier: str
-    user: str | None
 
-
-class UsageRow(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
+class UsageRow(_RequestFields, frozen=True, array_like=True, tag="settle"):
     """A request that is over. Written once; field names are the columns of the table `usage`."""
 
-    request_id: str
-    started_at: float  # Unix seconds
-    organization_id: str
-    workspace_id: str
-    key_id: str
-    model: str
-    endpoint: str
-    tier: str
-    user: str | None
     status: RowStatus
     error_code: str | None = None
     is_cached: bool = False  # answered from the response cache or an idempotency key: no engine tokens
@@ -80,46 +75,27 @@ def begun_request(claim: Claim, started_at: float) -> BegunRequest:
 
 
 def usage_row(claim: Claim, outcome: Outcome, started_at: float, cost_picodollars: int) -> UsageRow:
-    principal, usage = claim.principal, outcome.usage
+    usage = outcome.usage
     return UsageRow(
-        claim.request_id,
-        started_at,
-        principal.organization_id,
-        principal.workspace_id,
-        _bounded(principal.key_id),
-        claim.model,
-        claim.endpoint,
-        claim.tier.value,
-        None if claim.user is None else _bounded(claim.user),
-        outcome.status,
-        outcome.error_code,
-        outcome.is_cached,
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.cached_tokens,
-        usage.cache_read_tokens,
-        usage.cache_write_5m_tokens,
-        usage.cache_write_1h_tokens,
-        usage.reasoning_tokens,
-        cost_picodollars,
-        outcome.duration_s,
-        outcome.first_token_s,
+        **msgspec.structs.asdict(begun_request(claim, started_at)),
+        status=outcome.status,
+        error_code=outcome.error_code,
+        is_cached=outcome.is_cached,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        cache_read_tokens=usage.cache_read_tokens,
+        cache_write_5m_tokens=usage.cache_write_5m_tokens,
+        cache_write_1h_tokens=usage.cache_write_1h_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        cost_picodollars=cost_picodollars,
+        duration_s=outcome.duration_s,
+        first_token_s=outcome.first_token_s,
     )
 
 
 def interrupted_row(begun: BegunRequest) -> UsageRow:
-    return UsageRow(
-        begun.request_id,
-        begun.started_at,
-        begun.organization_id,
-        begun.workspace_id,
-        begun.key_id,
-        begun.model,
-        begun.endpoint,
-        begun.tier,
-        begun.user,
-        "interrupted",
-    )
+    return UsageRow(**msgspec.structs.asdict(begun), status="interrupted")
 
 
 def _bounded(name: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy import Connection
-from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.gateway.ledger.prices import PICODOLLARS_PER_MICRODOLLAR
 from penstock.gateway.ledger.rows import SECONDS_PER_DAY, RowStatus, UsageRow
+from penstock.gateway.store.database import insert_into
 from penstock.gateway.store.tables import usage, usage_spend
 
 GroupName: TypeAlias = Literal[
@@ -84,7 +84,7 @@ def insert_rows(connection: Connection, rows: Sequence[UsageRow]) -> int:
 def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
     """`rows` hold one row of each request at most."""
     values = [msgspec.structs.asdict(row) | {"day": row.day} for row in rows]
-    statement = _insert(connection, usage)
+    statement = insert_into(connection, usage)
     is_known = statement.excluded.status != "interrupted"
     is_cut_off = sa.or_(*(usage.c.status == name for name in _CUT_OFF))  # `IN` cannot be used with many rows
     is_later = statement.excluded.started_at > usage.c.started_at
@@ -125,7 +125,7 @@ def _add_spend(connection: Connection, rows: Sequence[UsageRow], inserted: froze
             spent[row.day, row.workspace_id, row.key_id, row.model] += row.cost_picodollars
     if not spent:
         return
-    statement = _insert(connection, usage_spend)
+    statement = insert_into(connection, usage_spend)
     total = usage_spend.c.cost_picodollars + statement.excluded.cost_picodollars
     connection.execute(
         statement.on_conflict_do_update(
@@ -137,11 +137,6 @@ def _add_spend(connection: Connection, rows: Sequence[UsageRow], inserted: froze
             for (day, workspace, key, model), cost in sorted(spent.items())
         ],
     )
-
-
-def _insert(connection: Connection, table: sa.Table) -> Any:
-    """SQLAlchemy has no `ON CONFLICT` that is common to both."""
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
 def usage_totals(connection: Connection, query: UsageQuery) -> list[UsageTotal]:

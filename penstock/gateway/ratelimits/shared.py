@@ -55,15 +55,9 @@ class _Spent(msgspec.Struct):
     month: float
 
 
-class _SubjectAsk(msgspec.Struct, omit_defaults=True):
+class _SubjectAsk(ResolvedLimits, frozen=True, kw_only=True, omit_defaults=True):
     """A subject's limits, as the scripts read them."""
 
-    requests_per_minute: int | None = None
-    input_tokens_per_minute: int | None = None
-    output_tokens_per_minute: int | None = None
-    concurrent_requests: int | None = None
-    dollars_per_day: float | None = None
-    dollars_per_month: float | None = None
     spent: _Spent | None = None
 
 

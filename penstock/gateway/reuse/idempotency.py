@@ -18,13 +18,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy import Connection
-from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.core.errors import Conflict, InvalidRequest, StoreUnavailable
 from penstock.gateway.accounts import Account
@@ -33,7 +32,7 @@ from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.reuse.cache import AnswerCache, IdempotencySettings
 from penstock.gateway.reuse.replay import ReplayedAnswer, decode_answer
 from penstock.gateway.reuse.shared import SharedAnswer
-from penstock.gateway.store.database import Database
+from penstock.gateway.store.database import Database, insert_once
 from penstock.gateway.store.tables import idempotent_answers
 
 _columns = idempotent_answers.c
@@ -66,11 +65,7 @@ def claim_key(
     connection: Connection, claim: KeyClaim, now: float, lease_until: float, expires_at: float
 ) -> ClaimResult:
     values = msgspec.structs.asdict(claim) | {"lease_until": lease_until, "expires_at": expires_at}
-    insert: Any = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(
-        idempotent_answers
-    )
-    statement = insert.on_conflict_do_nothing().returning(_columns.owner)
-    if connection.execute(statement, values).first() is not None:
+    if insert_once(connection, idempotent_answers, values):
         return Claimed()
     # The row is too old, or the process that ran the request has died. The condition makes taking it over atomic.
     has_lapsed = sa.or_(

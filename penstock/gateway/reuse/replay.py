@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from penstock.core.request import FinishReason, Tier
-from penstock.gateway.accounts import Account, Outcome, RateLimits
+from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta, merge_deltas
 from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
 from penstock.gateway.prompts import RequestWarning, Usage
@@ -64,9 +64,6 @@ def merged(batches: Iterable[Sequence[Delta]]) -> list[Delta]:
         for delta in deltas:
             by_index.setdefault(delta.index, []).append(delta)
     return [merge_deltas(by_index[index]) for index in sorted(by_index)]
-
-
-NOTHING_USED = Usage(0, 0, 0)
 
 
 class ReplayedAnswer:

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from penstock.core.errors import PenstockError
-from penstock.gateway.accounts import Account, Outcome, RateLimits
+from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
-from penstock.gateway.reuse.replay import NOTHING_USED, encode_answer, is_repeatable, merged
+from penstock.gateway.reuse.replay import encode_answer, is_repeatable, merged
 
 logger = logging.getLogger(__name__)
 

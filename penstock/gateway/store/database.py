@@ -15,13 +15,14 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.pool import StaticPool
 
 from penstock import __version__
@@ -260,6 +261,18 @@ def _cause(error: Exception) -> str:
     """The first line of what the driver said. The statement's parameters, which may be private, are left out."""
     original = getattr(error, "orig", None) or error
     return str(original).strip().partition("\n")[0].rstrip(".") or type(original).__name__
+
+
+def insert_into(connection: Connection, table: Table) -> Any:
+    """An INSERT statement with `ON CONFLICT`, which SQLAlchemy has for each database separately."""
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+
+
+def insert_once(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+    """Insert a row unless its key is taken, and return whether the row is new."""
+    statement = insert_into(connection, table).values(values).on_conflict_do_nothing()
+    # Not every driver counts the rows of an insert; all drivers return them.
+    return connection.execute(statement.returning(*table.primary_key)).first() is not None
 
 
 Order = Literal["asc", "desc"]
