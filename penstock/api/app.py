@@ -18,7 +18,13 @@ from penstock.api.anthropic.batches import MESSAGES_PATH, MessageBatchEndpoints,
 from penstock.api.anthropic.endpoints import AnthropicEndpoints
 from penstock.api.files import FilesEndpoints
 from penstock.api.http.access_log import AccessLog, RequestLog
-from penstock.api.http.application import Application, CallerLimits, RequestIds, posted_endpoints
+from penstock.api.http.application import (
+    Application,
+    CallerLimits,
+    RequestIds,
+    answer_unknown_path,
+    posted_endpoints,
+)
 from penstock.api.http.authenticate import Authenticate
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
@@ -120,6 +126,7 @@ def create_app(
         },
     )
     app.router.redirect_slashes = False
+    app.router.default = answer_unknown_path
     return app
 
 

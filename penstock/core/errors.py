@@ -12,6 +12,7 @@
     ├── RequestTimeout                408  request_timeout       (it did not arrive in time)
     ├── Conflict                      409  conflict              (it exists already, or is in another state)
     ├── RequestTooLarge               413  request_too_large
+    ├── UnsupportedMediaType          415  unsupported_media_type
     ├── HeadTooLarge                  431  request_header_fields_too_large
     ├── RateLimited                   429  rate_limit_exceeded
     │   ├── RequestExceedsLimit       429  request_exceeds_limit (alone it is more than a limit ever allows)
@@ -152,6 +153,12 @@ class Conflict(PenstockError):
 class RequestTooLarge(PenstockError):
     status = 413
     code = "request_too_large"
+    type = "invalid_request_error"
+
+
+class UnsupportedMediaType(PenstockError):
+    status = 415
+    code = "unsupported_media_type"
     type = "invalid_request_error"
 
 

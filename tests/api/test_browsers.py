@@ -135,6 +135,11 @@ async def test_a_browser_on_an_allowed_origin_may_call_and_read(tmp_path: Path) 
             preflight.headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
         )
         assert "POST" in preflight.headers["access-control-allow-methods"]
+        assert "access-control-allow-private-network" not in preflight.headers
+        inside = await client.options(
+            "/v1/messages", headers=page | PREFLIGHT | {"access-control-request-private-network": "true"}
+        )
+        assert inside.headers["access-control-allow-private-network"] == "true"
         refused = await client.get("/v1/models", headers=page)
         assert refused.status_code == 401  # and the page can read why
         assert refused.headers["access-control-allow-origin"] == "https://app.example"
@@ -145,7 +150,9 @@ async def test_a_browser_on_an_allowed_origin_may_call_and_read(tmp_path: Path) 
     async with server.client(issued.secret) as client:
         answer = await client.get("/v1/models", headers=page)
         assert (answer.status_code, answer.headers["vary"]) == (200, "Origin")
-        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        exposed = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"x-request-id", "request-id", "warning", "retry-after-ms", "x-should-retry"} < set(exposed)
+        assert {"x-ratelimit-remaining-tokens", "anthropic-ratelimit-input-tokens-reset"} < set(exposed)
         answer = await client.get("/v1/models", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in answer.headers
     await server.close()

@@ -18,7 +18,7 @@ from tests.api.test_streams import ThreadedFakeEngine, open_stream, read_until
 from tests.gateway.fake_engine import FakeEngine
 
 USER: Any = {"role": "user", "content": "hi"}
-ROUTES = {
+ROUTES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": ("/v1/chat/completions", {"messages": [USER]}, ": waiting"),
     "completions": ("/v1/completions", {"prompt": "hi"}, ": waiting"),
     "responses": ("/v1/responses", {"input": "hi"}, ": waiting"),

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Subprotocol
 
 from penstock.core.errors import AuthenticationFailed
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
@@ -372,3 +373,29 @@ def test_guards_cover_the_socket() -> None:
             assert (text, done["finish_reason"]) == ("the ", "content_filter")
             ask(socket, id=2, prompt="nightfall")
             assert hear(socket)["error"]["code"] == "content_policy_violation"
+
+
+def test_a_page_sends_its_key_as_a_subprotocol() -> None:
+    with bounded_server(FakeEngine(script_text("fine")), ServerConfig(api_key="sk-page")) as served:
+        offered = [Subprotocol("realtime"), Subprotocol("openai-insecure-api-key.sk-page")]
+        with socket_to(served, subprotocols=offered) as socket:
+            assert socket.subprotocol == "realtime", "no key is repeated"
+            ask(socket, id=1, prompt="hi", max_tokens=9)
+            assert hear_all(socket)[0] == "fine"
+        for wrong in ("openai-insecure-api-key.sk-other", "openai-insecure-api-key.", "realtime"):
+            with (
+                pytest.raises(InvalidStatus) as refused,
+                socket_to(served, subprotocols=[Subprotocol(wrong)]),
+            ):
+                pass
+            assert refused.value.response.status_code == 401
+            assert b"sk-other" not in refused.value.response.body
+
+
+def test_an_unknown_path_is_not_found() -> None:
+    with bounded_server(FakeEngine(script_text("fine"))) as served:
+        url = f"ws://127.0.0.1:{served.port}/v1/nonsense"
+        with pytest.raises(InvalidStatus) as refused, connect(url):
+            pass
+    assert refused.value.response.status_code == 404
+    assert json.loads(refused.value.response.body)["error"]["code"] == "not_found"

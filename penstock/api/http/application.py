@@ -9,11 +9,13 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from penstock.api.http.context import are_limits_told, set_principal, set_request_id
 from penstock.api.http.errors import (
@@ -23,7 +25,7 @@ from penstock.api.http.errors import (
     is_anthropic,
 )
 from penstock.api.http.limit_headers import Headers, limit_headers, tells_limits
-from penstock.core.errors import PenstockError
+from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import Principal
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.batches.batch import LineAnswer
@@ -40,6 +42,17 @@ class Application(Starlette):
         for layer, arguments, options in reversed(self.user_middleware):
             app = layer(app, *arguments, **options)
         return app
+
+
+async def answer_unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
+    """The router's last resort. A WebSocket is refused with a status, as an HTTP request is."""
+    if scope["type"] != "websocket":
+        raise HTTPException(404)
+    error = NotFound(f"There is no WebSocket at {scope['path']}.")
+    if "websocket.http.response" in scope.get("extensions", {}):
+        await WebSocket(scope, receive, send).send_denial_response(error_response_for(scope, error))
+    else:
+        await send({"type": "websocket.close", "code": 1008, "reason": error.message})
 
 
 class ShortWay:
@@ -120,8 +133,9 @@ logger = logging.getLogger(__name__)
 
 
 class RequestIds:
-    """Names every request in a header, and turns an unforeseen exception into a logged 500. With `limits`, every
-    answer to a caller that is known has its rate-limit headers, however early it was refused."""
+    """Names every request in a header, and turns an unforeseen exception into a logged 500. A slash at the end of a
+    path is left out. With `limits`, every answer to a caller that is known has its rate-limit headers, however early
+    it was refused."""
 
     def __init__(self, app: ASGIApp, limits: CallerLimits | None = None) -> None:
         self._app = app
@@ -131,6 +145,9 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path: str = scope["path"]
+        if path.endswith("/") and len(path) > 1:
+            scope["path"] = path.rstrip("/") or "/"
         request_id = secrets.token_hex(16)
         set_request_id(scope, request_id)
         header_name = b"request-id" if is_anthropic(scope) else b"x-request-id"

@@ -1,6 +1,7 @@
 """Authenticates and authorizes every request and WebSocket. Plain ASGI, for speed.
 
 The credential comes in a header, `Authorization: Bearer` or `x-api-key`; never in a URL, because URLs end up in logs.
+A page can set no header of a WebSocket but its subprotocols, so a key may come as one of them, as with OpenAI.
 Nothing here logs a credential or repeats it in an answer.
 """
 
@@ -29,6 +30,7 @@ _SCOPED_PATHS = (
     ("/metrics", Scope.METRICS),
     ("/v1/usage", Scope.USAGE),
 )
+KEY_SUBPROTOCOL = "openai-insecure-api-key."
 _HINT = "Send it as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 _POLICY_VIOLATION = 1008  # a WebSocket's close code
 
@@ -101,6 +103,10 @@ def _credential(scope: Connection) -> str | None:
                 return str(credential.strip(), "latin-1") or None
         elif name == b"x-api-key":
             api_key = str(value.strip(), "latin-1") or None
+    if api_key is None and scope["type"] == "websocket":
+        offered: list[str] = scope.get("subprotocols", [])
+        keys = [each[len(KEY_SUBPROTOCOL) :] for each in offered if each.startswith(KEY_SUBPROTOCOL)]
+        return next(filter(None, keys), None)
     return api_key
 
 

@@ -20,12 +20,19 @@ from penstock.core.gateway_config import ServerConfig
 
 ANY_ORIGIN = "*"
 PREFLIGHT_LIFETIME_S = 600
-_METHODS = b"GET, POST, DELETE, OPTIONS"
-_READABLE_HEADERS = (
-    b"x-request-id, request-id, retry-after, retry-after-ms, warning, x-penstock-cache, x-ratelimit-limit-requests, "
-    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
-    b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
-)
+_METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
+_FIGURES = ("limit", "remaining", "reset")
+_READABLE_HEADERS = ", ".join(
+    [
+        "x-request-id, request-id, retry-after, retry-after-ms, x-should-retry, warning, x-penstock-cache",
+        *(f"x-ratelimit-{figure}-{kind}" for kind in ("requests", "tokens") for figure in _FIGURES),
+        *(
+            f"anthropic-ratelimit-{kind}-{figure}"
+            for kind in ("requests", "tokens", "input-tokens", "output-tokens")
+            for figure in _FIGURES
+        ),
+    ]
+).encode()
 _ELSEWHERE = (b"cross-site", b"same-site")  # as opposed to same-origin, and to what a person typed in
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -123,6 +130,9 @@ class Cors:
             (b"access-control-allow-headers", wanted),
             (b"access-control-max-age", b"%d" % PREFLIGHT_LIFETIME_S),
         ]
+        if _header(scope["headers"], b"access-control-request-private-network") is not None:
+            # A browser asks before a public page may call a server inside the local network.
+            headers.append((b"access-control-allow-private-network", b"true"))
         await send({"type": "http.response.start", "status": 204, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 

@@ -13,6 +13,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from penstock.api.http.limit_headers import limit_headers, retry_headers
@@ -200,7 +201,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     if error.status_code == 404:
-        return error_response_for(request.scope, NotFound(f"There is nothing at {path}."))
+        error = NotFound(f"There is nothing at {path}.", hint=_hint(request))
+        return error_response_for(request.scope, error)
     message = f"{path} does not take {method}." if error.status_code == 405 else error.detail
     body: msgspec.Struct
     if is_anthropic(request.scope):
@@ -219,6 +221,17 @@ async def on_reader_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
+def _hint(request: Request) -> str | None:
+    """The path that was probably meant: clients differ in whether a base URL ends with /v1."""
+    path = request.scope["path"]
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    for route in request.app.routes:
+        match, _ = route.matches(request.scope | {"path": meant})
+        if match is Match.FULL:
+            return f"Did you mean {meant}? OpenAI's clients want a base URL that ends with /v1, Anthropic's without."
+    return None
+
+
 def _anthropic_type(status: int) -> str:
     if status in _ANTHROPIC_TYPES:
         return _ANTHROPIC_TYPES[status]
@@ -231,6 +244,8 @@ def _error_headers(error: PenstockError, *, for_anthropic: bool) -> Mapping[str,
         headers += limit_headers(error.rate_limits, is_anthropic=for_anthropic)
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.status == 415:
+        headers.append((b"accept-encoding", b"gzip, deflate"))
     return {name.decode(): value.decode() for name, value in headers}
 
 

@@ -9,6 +9,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
+from penstock.api.http.parsing import check_encoding
 from penstock.core.errors import InvalidRequest, RequestTooLarge
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.files import Upload
@@ -79,6 +80,7 @@ class UploadReader:
         self.form = UploadForm()
 
     async def read(self) -> UploadForm:
+        check_encoding(self._request.headers.get("content-encoding", "identity"), ("identity",))
         try:
             parser = MultipartParser(self._boundary(), self._callbacks())
         except FormParserError as error:

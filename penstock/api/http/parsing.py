@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from penstock.core.errors import InvalidRequest, RequestTooLarge
+from penstock.core.errors import InvalidRequest, RequestTooLarge, UnsupportedMediaType
 from penstock.gateway.answers.stream import ReaderGone
 
 Shape = TypeVar("Shape", bound=msgspec.Struct)
@@ -36,7 +38,35 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise too_large
         if not message.get("more_body", False):
-            return bytes(body)
+            break
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return bytes(body)
+    check_encoding(encoding)
+    whole = await asyncio.to_thread(_inflated, bytes(body), max_bytes)  # a small body may become a large one
+    if len(whole) > max_bytes:
+        raise too_large
+    return whole
+
+
+def check_encoding(encoding: str, known: Sequence[str] = ("gzip", "x-gzip", "deflate")) -> None:
+    if encoding not in known:
+        raise UnsupportedMediaType(
+            f"A body with content-encoding {encoding[:40]!r} is not taken here.",
+            hint=f"Known: {', '.join(known)}.",
+        )
+
+
+def _inflated(body: bytes, max_bytes: int) -> bytes:
+    """At most one byte more than `max_bytes`, however much there would be."""
+    inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by the first bytes
+    try:
+        whole = inflate.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"The compressed body cannot be read: {error}.") from error
+    if len(whole) <= max_bytes and (not inflate.eof or inflate.unused_data):
+        raise InvalidRequest("The compressed body is cut off, or goes on behind its end.")
+    return whole
 
 
 class BodyDecoder(Generic[Shape]):

@@ -19,6 +19,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from penstock.api.http.access_log import RequestLog
+from penstock.api.http.authenticate import KEY_SUBPROTOCOL
 from penstock.api.http.browsers import AllowedOrigins, is_foreign_page
 from penstock.api.http.context import current_principal_of, principal_of
 from penstock.api.http.errors import error_response
@@ -103,7 +104,7 @@ class WebSocketEndpoint:
         self.metrics.num_open += 1
         self.metrics.num_accepted += 1
         try:
-            await socket.accept()
+            await socket.accept(subprotocol_of(socket))
             await session.run()
         except WebSocketDisconnect:
             pass
@@ -126,6 +127,13 @@ class WebSocketEndpoint:
                 hint="Use a key, or open the page from this server's own address.",
             )
         return None
+
+
+def subprotocol_of(socket: WebSocket) -> str | None:
+    """The first subprotocol that the client offers, except those that carry a key: no key is repeated. A browser
+    gives up where it offered some and none is chosen."""
+    offered: list[str] = socket.scope.get("subprotocols", [])
+    return next((each for each in offered if not each.startswith(KEY_SUBPROTOCOL)), None)
 
 
 class SocketSession:

@@ -1,0 +1,86 @@
+"""Requests as clients differ in sending them: compressed bodies, a slash too many, a base URL without /v1."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import direct_client
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+CHAT: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+BODY = json.dumps(CHAT).encode()
+BOMB = gzip.compress(b" " * (64 << 20))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", gzip.compress(BODY)),
+        ("GZIP", gzip.compress(BODY)),
+        ("x-gzip", gzip.compress(BODY)),
+        ("deflate", zlib.compress(BODY)),
+        ("identity", BODY),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_compressed_bodies_are_read(path: str, encoding: str, body: bytes) -> None:
+    async with direct_client(FakeEngine(script_text("fine"))) as client:
+        answer = await client.post(path, content=body, headers={"content-encoding": encoding})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "code"),
+    [
+        ("br", BODY, 415, "unsupported_media_type"),
+        ("zstd", BODY, 415, "unsupported_media_type"),
+        ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415, "unsupported_media_type"),
+        ("gzip", BODY, 400, "invalid_request_error"),
+        ("gzip", b"", 400, "invalid_request_error"),
+        ("gzip", gzip.compress(BODY)[:-9], 400, "invalid_request_error"),
+        ("gzip", gzip.compress(BODY) + b"more", 400, "invalid_request_error"),
+        ("gzip", BOMB, 413, "request_too_large"),
+    ],
+)
+async def test_other_compressed_bodies_are_refused(
+    encoding: str, body: bytes, status: int, code: str
+) -> None:
+    async with direct_client(FakeEngine(script_text("fine")), max_body_bytes=1 << 20) as client:
+        headers = {"content-encoding": encoding}
+        answer = await client.post("/v1/chat/completions", content=body, headers=headers)
+        assert (await client.post("/v1/chat/completions", content=BODY)).status_code == 200
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    if status == 415:
+        assert answer.headers["accept-encoding"] == "gzip, deflate"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/messages/", "/v1/chat/completions//"])
+async def test_a_slash_at_the_end_changes_nothing(path: str) -> None:
+    async with direct_client(FakeEngine(script_text("fine"))) as client:
+        assert (await client.post(path, json=CHAT)).status_code == 200
+        models = await client.get("/v1/models/")
+        assert models.json()["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/messages", "/v1/messages"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/completions/", "/v1/completions"),
+        ("/nonsense", None),
+        ("/v1/nonsense", None),
+    ],
+)
+async def test_a_path_without_the_version_gets_a_hint(path: str, meant: str | None) -> None:
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post(path, json=CHAT)
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert (f"Did you mean {meant}?" in message) if meant else ("Did you mean" not in message)
