@@ -35,6 +35,7 @@ from penstock.api.openai.batches import OpenAIBatchEndpoints, OpenAIBatches
 from penstock.api.openai.conversations import ConversationEndpoints
 from penstock.api.openai.embeddings import EmbeddingEndpoints
 from penstock.api.openai.endpoints import OpenAIEndpoints
+from penstock.api.openai.moderations import ModerationEndpoints
 from penstock.api.openai.responses_endpoints import ResponsesEndpoints
 from penstock.api.openai.responses_history import StoredBodies
 from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
@@ -101,6 +102,7 @@ def create_app(
         *AnthropicEndpoints(gateway, config.max_body_bytes).routes(),
         *OpenAIEndpoints(gateway, chats, config.max_body_bytes).routes(),
         *responses_api.routes(),
+        *ModerationEndpoints(gateway, config.max_body_bytes).routes(),
         *EmbeddingEndpoints(embeddings, config.max_body_bytes).routes(),
     ]
     app = Application(

@@ -79,6 +79,7 @@ from penstock.api.openai.conversations import (
     NewItems,
 )
 from penstock.api.openai.embeddings import CreateEmbeddings, EmbeddingList
+from penstock.api.openai.moderations import CreateModeration, ModerationList
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.responses_answers import ResponseBody
 from penstock.api.openai.responses_compact import CompactedResponse, CompactRequest
@@ -277,6 +278,7 @@ INFERENCE: dict[str, Operation] = {
     "GET /v1/conversations/{conversation_id}/items/{item_id}": Operation(response=InputItem),
     "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Operation(response=ConversationObject),
     "POST /v1/embeddings": Operation(request=CreateEmbeddings, response=EmbeddingList),
+    "POST /v1/moderations": Operation(request=CreateModeration, response=ModerationList),
     "POST /v1/messages": Operation(request=MessagesRequest, response=Message, streams=True),
     "POST /v1/messages/count_tokens": Operation(request=CountTokensRequest, response=TokenCount),
 }

@@ -75,3 +75,26 @@ def test_anthropic_sees_a_refused_prompt_as_a_400_of_its_own_shape(serve: Serve)
         client.messages.create(model="bytes", messages=FORBIDDEN, max_tokens=100)
     body: Any = caught.value.body
     assert body["error"]["type"] == "invalid_request_error"
+
+
+def test_texts_are_moderated_by_the_callers_policy(serve: Serve) -> None:
+    client = guarded(serve, "ok").sdk()
+    answer = client.moderations.create(input=["about nightfall", "about daylight", f"card {CARD}"])
+    assert [result.flagged for result in answer.results] == [True, False, True]
+    first, second, third = (result.categories.model_dump(exclude_unset=True) for result in answer.results)
+    assert first == {"pii": False, "blocklist": True}
+    assert not any(second.values())
+    assert third == {"pii": True, "blocklist": False}
+    parts: Any = [{"type": "text", "text": "night"}, {"type": "text", "text": "nightfall"}]
+    assert [result.flagged for result in client.moderations.create(input=parts).results] == [True]
+
+
+@pytest.mark.parametrize("input_", [[], [{"type": "image_url", "image_url": {"url": "x"}}], 5, ["a"] * 2000])
+def test_what_cannot_be_moderated(serve: Serve, input_: Any) -> None:
+    with pytest.raises(openai.BadRequestError):
+        guarded(serve, "ok").sdk().moderations.create(input=input_)
+
+
+def test_without_a_policy_nothing_is_moderated(serve: Serve) -> None:
+    with pytest.raises(openai.NotFoundError, match="no safety policy"):
+        serve(FakeEngine()).sdk().moderations.create(input="x")

@@ -226,7 +226,7 @@ def _hint(request: Request) -> str | None:
     path = request.scope["path"]
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     for route in request.app.routes:
-        match, _ = route.matches(request.scope | {"path": meant})
+        match, _ = route.matches({**request.scope, "path": meant})
         if match is Match.FULL:
             return f"Did you mean {meant}? OpenAI's clients want a base URL that ends with /v1, Anthropic's without."
     return None
