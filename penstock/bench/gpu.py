@@ -55,7 +55,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float | None:
-        """How many times better the value is than the peer's."""
+        """Return how many times better the value is than the peer's."""
         if not self.peer or not self.value:
             return None
         return self.value / self.peer if self.more_is_better else self.peer / self.value

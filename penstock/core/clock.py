@@ -1,4 +1,4 @@
-"""Clocks. Rooms that decide take `now` as an argument; only drivers hold a Clock."""
+"""Clocks tell the time. Rooms that decide take `now` as an argument; only drivers hold a Clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a clock that never goes back. Only differences mean anything."""
+        """Return the seconds of a clock that never goes back. Only differences mean anything."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What users and programs see of a fleet, and what they may order. Plain data; knows no process and no policy.
+"""The view of a fleet for users and programs, and their orders. Plain data; knows no process and no policy.
 
 `/admin/cluster` answers with a `ClusterView` as JSON, and `penstock top` draws one.
 """
@@ -31,11 +31,11 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolView(msgspec.Struct, frozen=True, kw_only=True):
-    """Replicas that stand in for each other, and what the autoscaler makes of them."""
+    """Replicas that stand in for each other, and the autoscaler's view of them."""
 
     model: str
     role: str
-    revision: str  # the one that the autoscaler starts replicas of
+    revision: str  # of the replicas that the autoscaler starts
     num_ready: int
     num_starting: int
     num_draining: int
@@ -61,13 +61,14 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drain_s(self) -> float:
-        """How long the queued prefill tokens take the ready replicas; 0 while their pace is not known."""
+        """Return the seconds that the ready replicas need for the queued prefill tokens; 0 while their pace is
+        unknown."""
         pace = (self.drain_tokens_per_s or 0.0) * self.num_ready
         return self.queued_prefill_tokens / pace if pace else 0.0
 
     @property
     def load(self) -> float:
-        """The largest of the three signals as a share of its target; above 1, more replicas are called for."""
+        """Return the largest of the three signals as a share of its target; above 1, the pool needs more replicas."""
         return max(
             self.drain_s / self.drain_target_s,
             (self.ttft_p95_s or 0.0) / self.ttft_target_s,
@@ -103,12 +104,12 @@ class ReleaseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all gateways, since each started."""
+    """Routing figures of all gateways, since each started."""
 
     num_gateways: int = 0
-    reasons: dict[str, int] = {}  # how many requests each reason decided
+    reasons: dict[str, int] = {}  # requests by reason of their routing decision
     num_prompt_tokens: int = 0
-    num_matched_tokens: int = 0  # of them, that the chosen replica was thought to hold
+    num_matched_tokens: int = 0  # tokens that the chosen replica was thought to hold
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,19 +124,20 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 class ReleaseOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A new revision of a served model: other weights, other engine settings, or both."""
 
-    model: str | None = None  # by the name that it is served under; None: the only one
-    revision: str | None = None  # a name for it; None: one is made from what differs
-    weights: str | None = None  # as `penstock serve MODEL` takes it; None: those of the stable revision
+    model: str | None = None  # the served name; None: the only model
+    revision: str | None = None  # its name; None: a name made from the differences
+    weights: str | None = None  # as for `penstock serve MODEL`; None: the stable revision's
     settings: dict[str, Any] = {}  # engine settings by name, such as {"max_num_seqs": 64}
     policy: dict[str, Any] = {}  # shares, times and thresholds that differ from the defaults
 
 
 class FleetControl(Protocol):
-    """What operators may see and order of the fleet behind a gateway. A server without a fleet has no such object."""
+    """Shows operators the fleet behind a gateway, and takes their orders. A server without a fleet has no such
+    object."""
 
     @property
     def pools(self) -> tuple[PoolView, ...]:
-        """The pools as the control process last reported them."""
+        """Return the pools of the control process's last report."""
         ...
 
     async def cluster(self) -> ClusterView: ...

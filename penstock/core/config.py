@@ -1,7 +1,7 @@
-"""Every setting, in one small frozen struct per room, composed in `ServeConfig`.
+"""Every setting of Penstock, in one small frozen struct per room, composed in `ServeConfig`.
 
-Resolved once, before anything is built; nothing changes it later. The command line and the TOML file are both
-generated from these structs: a field `max_num_seqs` is the flag `--max-num-seqs` and the key `max_num_seqs`.
+Settings are resolved once, before anything is built, and never change later. The command line and the TOML file are
+both generated from these structs: a field `max_num_seqs` is the flag `--max-num-seqs` and the key `max_num_seqs`.
 `Meta(description=...)` is the help text.
 """
 
@@ -26,7 +26,7 @@ RoutingPolicy = Literal["prefix-aware", "least-loaded", "power-of-two", "session
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many engines there are, and how requests are shared out among them."""
+    """Settings of engines: how many there are, and how requests are shared out among them."""
 
     replicas: Annotated[
         int, Meta(description="Engine processes that serve the model, sharing this machine.", ge=1, le=1024)
@@ -74,7 +74,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the number of replicas changes. Without a floor and a ceiling it does not."""
+    """Settings of autoscaling. Without a floor and a ceiling the number of replicas does not change."""
 
     min_replicas: (
         Annotated[int, Meta(description="Fewest replicas of a model; 0 ends the last one when idle.", ge=0)]
@@ -107,7 +107,7 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names beside that of the first model. What a file says in `[[models]]` is in `ServeConfig.models`."""
+    """Names beside the first model's name. `ServeConfig.models` holds the `[[models]]` of a file."""
 
     also_serve: Annotated[
         tuple[str, ...], Meta(description="Another model to serve, as MODEL or NAME=MODEL; can be repeated.")
@@ -127,10 +127,10 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     url: str  # with or without /v1 at its end
     name: str = ""  # in logs and metrics; empty: host and port
-    models: dict[str, str] = {}  # what clients call them → what the server does; empty: all that it lists
+    models: dict[str, str] = {}  # the clients' names → the server's names; empty: all listed models
     region: str = ""
     shows_cached_tokens: bool = (
-        False  # whether a client may learn what others' prompts left in its prefix cache
+        False  # whether clients may see cached tokens, which tell about other clients' prompts
     )
     api_key: str | None = (
         None  # never in a file: from the environment variable that `api_key_variable` names there

@@ -123,7 +123,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one replica is cut up over several processes, each with a device of its own."""
+    """Settings of a replica that is split over several processes, each with its own device."""
 
     tensor_parallel_size: Annotated[
         int, Meta(description="Ranks that each layer is cut over.", ge=1, le=64)
@@ -149,7 +149,7 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything one engine process needs. Serialised to it as JSON."""
+    """All settings of one engine process, which gets them as JSON."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

@@ -1,4 +1,4 @@
-"""Every error a user can meet.
+"""Every error that a user can meet.
 
     PenstockError                     500  internal_error
     ├── InvalidRequest                400  invalid_request_error
@@ -58,16 +58,16 @@ class PenstockError(Exception):
         self.param = param
         self.hint = hint
         self.retry_after_s = retry_after_s
-        self.rate_limits: RateLimits | None = None  # the caller's, where they were known when it failed
+        self.rate_limits: RateLimits | None = None  # the caller's limits, if known
 
     def with_rate_limits(self, rate_limits: RateLimits) -> Self:
-        """A copy for one caller: the loss of an engine, say, is one error that ends many requests."""
+        """Return a copy for one caller, because one error may end many requests, such as the loss of an engine."""
         error = copy.copy(self)
         error.rate_limits = rate_limits
         return error
 
     def with_param(self, param: str) -> Self:
-        """A copy for an API that has another name for the parameter."""
+        """Return a copy for an API that has another name for the parameter."""
         error = copy.copy(self)
         error.param = param
         return error

@@ -1,4 +1,4 @@
-"""Figures as reports and users write them: percentiles, and sizes in bytes."""
+"""Computes percentiles, and reads and writes sizes in bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from penstock.core.errors import ConfigError
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that at least this share does not exceed: always one that was observed. Raises IndexError
-    when there are no values."""
+    """Return the smallest observed value that at least this share of values does not exceed. Raises IndexError when
+    there are no values."""
     return ordered[max(0, ceil(len(ordered) * percent / 100.0) - 1)]
 
 
@@ -25,7 +25,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """512MiB, 8GiB, 1.5g or a plain number of bytes."""
+    """Read a size: 512MiB, 8GiB, 1.5g or a plain number of bytes."""
     found = _SIZE.fullmatch(text)
     if found is None:
         raise ConfigError(f"'{text}' is not a size.", hint="Write it like 512MiB, 8GiB or a number of bytes.")

@@ -18,9 +18,9 @@ TokenAlgorithm = Literal[
 
 
 class NamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What clients may call models, as far as it is settled at the start: `[[models]]` of the file, and flags."""
+    """The names of models for clients that are known at the start: from `[[models]]` of the file, and flags."""
 
-    first: str = ""  # the model of requests that name none; empty: whichever is ready
+    first: str = ""  # the model of requests that name none; empty: any ready model
     aliases: dict[str, str] = {}  # to the name of a served model
     adapters: tuple[tuple[str, str, str | None], ...] = ()  # LoRA: name, folder, base model (None: the first)
 
@@ -82,7 +82,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where keys, usage, files and batches are kept. Nothing is written before one of them is used."""
+    """The place of keys, usage, files and batches. Nothing is written before one of them is used."""
 
     data_dir: (
         Annotated[
@@ -99,7 +99,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What happens to the record of every request's usage."""
+    """Settings of the ledger, which records every request's usage."""
 
     usage_ledger: (
         Annotated[
@@ -130,7 +130,7 @@ class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class OidcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bearer tokens (JWT) of an identity provider, as an alternative to keys. The table `[oidc]` of the file.
 
-    A claim may be a dotted path. The maps translate what the provider writes into what Penstock knows."""
+    A claim may be a dotted path. The maps translate the provider's values into Penstock's."""
 
     issuer: str
     audience: str

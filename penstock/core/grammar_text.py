@@ -1,7 +1,7 @@
-"""A `Grammar` written in the one grammar language that the matcher reads. Knows neither the matcher nor a tokenizer.
+"""Writes a `Grammar` in the one language that the matcher reads. Knows neither the matcher nor a tokenizer.
 
-The gateway checks the text that comes out of here and the engine compiles it, so both see the same thing. Nothing is
-validated beyond what is needed to write it down: the matcher's own compiler does that.
+The gateway checks the same text that the engine compiles. This module validates only what it needs; the matcher's
+compiler validates the rest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.patterns import for_matcher
 from penstock.core.request import Grammar
 
-# A model that has nothing to say can repeat a space for ever; this many in a row indent any sensible answer.
+# A model may repeat a space for ever; so many spaces in a row indent any sensible answer.
 MAX_JSON_SPACES = 40
 MAX_TEXT_BEHIND = 64  # characters, behind the last structure of an answer that `stops_at_text`
-_OPTIONS = "x-guidance"  # where the matcher looks for them in a schema
+_OPTIONS = "x-guidance"  # the matcher's options in a schema
 _LENIENT = "lenient"
 # What may hold angle brackets in Lark's notation, and a token's name in them.
 _LARK_PIECES = re.compile(
@@ -77,8 +77,8 @@ decode_tags = msgspec.json.Decoder(StructuralTags).decode
 
 
 def grammar_text(grammar: Grammar, special_token_ids: Mapping[str, int]) -> str:
-    """Raises InvalidRequest when the grammar's own text cannot be read. Special tokens, which have no text of their
-    own, are told from ordinary text by `special_token_ids`."""
+    """Return the matcher's text of a grammar. Raises InvalidRequest when the grammar's own text cannot be read.
+    Special tokens, which have no text of their own, are told from ordinary text by `special_token_ids`."""
     match grammar.kind:
         case "json":
             return _json_grammar({"type": "object"})
@@ -107,7 +107,7 @@ def _json_grammar(schema: Any) -> str:
 
 
 def lenient(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same, but keywords that no grammar can enforce are passed over instead of refused."""
+    """Return the schema with an option to skip keywords that no grammar can enforce, instead of refusing them."""
     return {**schema, _OPTIONS: {_LENIENT: True}}
 
 
@@ -117,7 +117,7 @@ def is_lenient(schema: Any) -> bool:
 
 
 def without_options(schema: Any) -> Any:
-    """As the client wrote it."""
+    """Return the schema as the client wrote it."""
     if not isinstance(schema, dict):
         return schema
     return {keyword: value for keyword, value in schema.items() if keyword != _OPTIONS}
@@ -147,7 +147,7 @@ def _choices(text: str) -> list[str]:
 
 
 def _regex(pattern: str) -> str:
-    """As a literal between slashes, on one line. What is escaped already stays as it is."""
+    """Return the pattern as a literal between slashes, on one line. Escaped characters stay as they are."""
     return "/" + re.sub(r"\\.|/|\n", _escape, for_matcher(pattern), flags=re.DOTALL) + "/"
 
 
@@ -156,7 +156,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def _numbered(lark: str, special_token_ids: Mapping[str, int]) -> str:
-    """A client's own grammar, in which tokens that it calls by their names stand by number."""
+    """Return a client's own grammar with numbers in place of the names of tokens."""
 
     def replaced(match: re.Match[str]) -> str:
         if match["regex"] is not None:
@@ -168,7 +168,7 @@ def _numbered(lark: str, special_token_ids: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, special_token_ids: Mapping[str, int]) -> str:
-    """Quoted text, with special tokens in it by number."""
+    """Return quoted text, with special tokens by number."""
     if not text:
         return '""'
     if not special_token_ids:
@@ -265,14 +265,14 @@ def _triggered(index: int, tags: StructuralTags, special_token_ids: Mapping[str,
 
 
 def special_token_ids(tokenizer_json: bytes) -> dict[str, int]:
-    """The tokens of a `tokenizers` file that stand for no text, by how they are written."""
+    """Return the special tokens of a `tokenizers` file, which stand for no text, by name."""
     added = _decode_tokenizer(tokenizer_json).added_tokens
     return {token.content: token.id for token in added if token.special}
 
 
 def token_ids_by_number(tokenizer_json: bytes) -> dict[str, int]:
-    """The tokens that a grammar cannot spell out: special ones, and all that were added in angle brackets, such as
-    `<tool_call>`, which the matcher takes for special whatever the tokenizer says."""
+    """Return the tokens that a grammar cannot spell out: special tokens, and all added tokens in angle brackets, such
+    as `<tool_call>`, which the matcher always takes for special."""
     added = _decode_tokenizer(tokenizer_json).added_tokens
     return {
         token.content: token.id

@@ -1,4 +1,5 @@
-"""The identity of a block, by a hash of its tokens and of all tokens before them, and that of a LoRA adapter.
+"""Identifies a block by a hash of its tokens and of all tokens before them, and a LoRA adapter by a hash of its
+files.
 
 Blocks use BLAKE2b cut to 128 bits. Two different prefixes with the same hash would share KV, so the hash must
 withstand an attacker who looks for a collision. Finding one takes 2^64 hashes and gains the attacker nothing: a chain
@@ -22,13 +23,13 @@ _TOKEN_BYTES = array("i").itemsize
 
 
 def root_hash(salt: str) -> BlockHash:
-    """The start of every chain of one tenant. Hashed under a name of its own, so that no salt, however
-    chosen, equals the hash of a block."""
+    """Return the start of every chain of one tenant. A personal name in the hash makes sure that no salt gives the
+    hash of a block."""
     return blake2b(salt.encode(), digest_size=_DIGEST_BYTES, person=b"chain root").digest()
 
 
 def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of one full block that follows `parent`."""
+    """Return the hash of one full block that follows `parent`."""
     try:
         data, person = array("i", token_ids).tobytes(), b""
     except OverflowError:  # no model has ids from 2^31 on, but a client may send one
@@ -37,7 +38,7 @@ def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 
 def chain_hashes(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """The hashes of all full blocks of `token_ids` that follow `parent`; an unfilled last block has none."""
+    """Return the hashes of all full blocks of `token_ids` that follow `parent`. An unfilled last block has none."""
     hashes = []
     try:
         data = array("i", token_ids).tobytes()
@@ -58,7 +59,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def adapter_digest(folder: Path) -> str:
-    """Of all that an adapter computes with, wherever the folder is. Raises OSError."""
+    """Return a digest of an adapter's settings and weights, whatever its folder. Raises OSError."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         with (folder / name).open("rb") as file:

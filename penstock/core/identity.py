@@ -15,7 +15,7 @@ from penstock.core.request import Tier
 
 
 class Scope(enum.StrEnum):
-    """What a key may do."""
+    """A permission of a key."""
 
     INFERENCE = "inference"  # ask models for answers and embeddings, and keep files, batches and responses
     USAGE = "usage"  # read the usage of its own workspace
@@ -50,11 +50,11 @@ class LimitState(msgspec.Struct, frozen=True):
 
     limit: int
     remaining: int
-    reset_s: float  # until it is whole again
+    reset_s: float  # until the limit is whole again
 
 
 class RateLimits(msgspec.Struct, frozen=True):
-    """The tightest limits that apply to a caller; None where there is none."""
+    """The tightest limits of a caller; None where there is no limit."""
 
     requests: LimitState | None = None
     input_tokens: LimitState | None = None
@@ -62,7 +62,7 @@ class RateLimits(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> LimitState | None:
-        """Of the two token limits, the one of which less is left."""
+        """Return the token limit of which less is left."""
         if self.input_tokens is None or self.output_tokens is None:
             return self.input_tokens or self.output_tokens
         return min(self.input_tokens, self.output_tokens, key=lambda state: state.remaining / state.limit)

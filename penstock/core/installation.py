@@ -12,17 +12,17 @@ from importlib import metadata
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-_ENTRY_POINT = "penstock.main:main"  # which the distribution of this package installs, and no other does
+_ENTRY_POINT = "penstock.main:main"  # only the distribution of this package installs it
 _PUBLISHED_NAME = "penstock-llm"  # for a copy of the sources that was never installed
 
 
 def install_command(extra: str) -> str:
-    """The command that adds an optional extra to this installation."""
+    """Return the command that adds an optional extra to this installation."""
     return f"pip install {_requirement(_distribution(), extra)}"
 
 
 def reinstall_command() -> str:
-    """The command that builds and installs this distribution again, without its dependencies."""
+    """Return the command that builds and installs this distribution again, without its dependencies."""
     return f"pip install --force-reinstall --no-deps {_requirement(_distribution(), None)}"
 
 
@@ -37,7 +37,7 @@ def _distribution() -> metadata.Distribution | None:
 
 
 def _requirement(distribution: metadata.Distribution | None, extra: str | None) -> str:
-    """What pip must be given to find the distribution where it came from: the index, a folder or a URL."""
+    """Return the argument for pip by which it finds the distribution again: in the index, a folder or a URL."""
     extras = f"[{extra}]" if extra else ""
     if distribution is None:
         return shlex.quote(f"{_PUBLISHED_NAME}{extras}")
@@ -54,6 +54,6 @@ def _requirement(distribution: metadata.Distribution | None, extra: str | None) 
 
 
 def _origin(distribution: metadata.Distribution) -> dict[str, Any]:
-    """The distribution's direct_url.json; empty for one that came from an index."""
+    """Return the distribution's direct_url.json; empty for a distribution from an index."""
     text = distribution.read_text("direct_url.json")
     return dict(json.loads(text)) if text else {}

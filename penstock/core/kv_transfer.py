@@ -1,9 +1,9 @@
 """The messages between engines when KV moves from one to another. They do not carry the bytes of the blocks.
 
-The receiver, which serves a request, asks the sender for the leading blocks of it, and reads them from the sender's
-memory as they become ready: those before `num_whole_blocks` in every layer, and those up to `num_begun_blocks` in the
-first `num_layers` layers. When it has read all, it says so, and what it read counts only once the sender has answered
-that the blocks were kept until then.
+The receiver, which serves a request, asks the sender for the request's leading blocks, and reads them from the
+sender's memory as they become ready: blocks before `num_whole_blocks` in every layer, and blocks up to
+`num_begun_blocks` in the first `num_layers` layers. The receiver says when it has read all, and may use the blocks
+once the sender has answered that they were kept until then.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock.core.request import Request
 
 
 class KVSource(msgspec.Struct, frozen=True):
-    """Where the KV of a request's first tokens can be had. `computes`: the engine there computes what it does not
-    have; otherwise it sends only what is in its cache."""
+    """Another engine that can send the KV of a request's first tokens. With `computes`, that engine computes the
+    missing KV; otherwise it sends only what is in its cache."""
 
     endpoint: str  # EngineReady.kv_endpoint
     computes: bool = True
@@ -29,7 +29,7 @@ class MemoryRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, tag="layout"):
-    """The first thing that a receiver hears: how to reach the sender's memory, and what lies where, by layer."""
+    """The first message to a receiver: how to reach the sender's memory, and the place of each layer."""
 
     agent_name: str
     agent_metadata: bytes
@@ -53,13 +53,13 @@ class AskForBlocks(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class BlocksRead(msgspec.Struct, frozen=True, tag="read"):
-    """All that was to be read is read. Answered by ReadConfirmed."""
+    """The receiver has read all blocks. Answered by ReadConfirmed."""
 
     fetch: int
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag="cancel"):
-    """The request has ended, or the receiver does without. Nothing is read any more; not answered."""
+    """The request has ended, or the receiver needs no KV. Nothing is read any more; not answered."""
 
     fetch: int
 
@@ -68,11 +68,12 @@ ToSender: TypeAlias = Introduce | AskForBlocks | BlocksRead | CancelTransfer
 
 
 class BlocksOffered(msgspec.Struct, frozen=True, tag="offered"):
-    """These blocks are kept for the receiver. They may be fewer than asked for where nothing is computed."""
+    """The sender keeps these blocks for the receiver. A sender that computes nothing may offer fewer than asked
+    for."""
 
     fetch: int
     block_ids: tuple[int, ...]
-    num_cached_tokens: int  # that the sender had before
+    num_cached_tokens: int  # that the sender had cached
 
 
 class BlocksReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -83,7 +84,7 @@ class BlocksReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class CannotSend(msgspec.Struct, frozen=True, tag="cannot_send"):
-    """There will be no more than what was ready before, and that may be gone any moment."""
+    """No more blocks will become ready, and the ready blocks may be gone at any moment."""
 
     fetch: int
     reason: str

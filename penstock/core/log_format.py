@@ -11,7 +11,7 @@ import re
 import time
 from typing import Any
 
-# What a credential looks like, wherever in a message or a traceback it appears.
+# The shape of credentials, anywhere in a message or a traceback.
 _SECRETS = re.compile(
     r"(?i)\b(bearer|basic)\s+[\w\-.~+/=]{6,}"
     r"|\b(sk-|pk-)[\w\-]{8,}"
@@ -22,7 +22,7 @@ _SECRETS = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """`text` with everything that looks like a credential masked."""
+    """Return `text` with everything masked that looks like a credential."""
 
     def mask(match: re.Match[str]) -> str:
         scheme, prefix, name, assignment, url_start = match.groups()
@@ -33,17 +33,17 @@ def without_secrets(text: str) -> str:
     return _SECRETS.sub(mask, text)
 
 
-# What could begin a line of its own, or speak to a terminal.
+# Characters that could begin a new line, or control a terminal.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def on_one_line(text: str) -> str:
-    """`text` with control characters spelt out: a message may hold what a client sent, such as a path."""
+    """Return `text` with control characters spelt out: a message may hold what a client sent, such as a path."""
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class TextFormatter(logging.Formatter):
-    """One line for each message; the lines of a traceback follow it."""
+    """Writes one line for each message; the lines of a traceback follow it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = on_one_line(record.message)
@@ -54,11 +54,11 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line. Names of our own fields never hide the standard ones."""
+    """Writes one object per line. Additional fields never hide the standard ones."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
-        self._process = process  # which kind of process speaks: gateway or engine
+        self._process = process  # the kind of process: gateway or engine
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -76,7 +76,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _masked(value: Any) -> Any:
-    """Before it is encoded: in JSON, quotes look different."""
+    """Mask credentials before encoding, because quotes look different in JSON."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, dict):

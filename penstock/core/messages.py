@@ -19,8 +19,8 @@ from penstock.core.request import Pooling, Request
 
 
 class KVStored(msgspec.Struct, frozen=True, tag="stored"):
-    """A run of one chain became reusable: `block_hashes[0]` follows `parent`, every other one the one before
-    it."""
+    """A run of one chain became reusable: `block_hashes[0]` follows `parent`, every other hash follows
+    the one before."""
 
     sequence: int
     block_hashes: tuple[bytes, ...]
@@ -35,7 +35,7 @@ class KVRemoved(msgspec.Struct, frozen=True, tag="removed"):
 
 
 class KVCleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """Nothing of this replica can be reused any more; what follows starts afresh."""
+    """Nothing of this replica can be reused any more; later events start from an empty set."""
 
     sequence: int
 
@@ -64,11 +64,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class RestartKVEvents(msgspec.Struct, frozen=True, tag="restart_kv_events"):
-    """A gateway has missed KV events: start the stream afresh, for all that read it."""
+    """A gateway has missed KV events: start the stream again, for all readers."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Leave after the current step. Draining is the gateway's business: it sends this when nothing runs."""
+    """Leave after the current step. The gateway drains first, and sends this when nothing runs."""
 
 
 ToEngine: TypeAlias = AddRequest | AbortRequests | Hello | RestartKVEvents | Shutdown
@@ -93,12 +93,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     quantization: str | None
     rounding: str = ""  # what the kernels round besides: see Ops.rounding
-    embedding_size: int = 0  # of the vectors that embeddings have; 0 where there are none
-    pooling: Pooling = "mean"  # what an embedding is made of unless the request says otherwise
+    embedding_size: int = 0  # of embedding vectors; 0 without embeddings
+    pooling: Pooling = "mean"  # of embeddings, unless the request says otherwise
     is_encoder: bool = False  # makes embeddings only: no tokens, and no other pooling
-    weights_id: str = (
-        ""  # differs between weights of the same shape; what was cached of one is not the other's
-    )
+    weights_id: str = ""  # differs between weights of the same shape, so that caches keep them apart
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -107,9 +105,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     block_size: int
     max_num_seqs: int
     max_output_tokens: int  # server cap on max_tokens
-    max_lora_rank: int = 0  # of adapters that requests may bring; 0 where they may not
-    kv_endpoint: str = ""  # where other engines read KV from this one; empty where they cannot
-    kv_bytes_per_token: int = 0  # that such a transfer moves
+    max_lora_rank: int = 0  # of requests' adapters; 0: none are allowed
+    kv_endpoint: str = ""  # for other engines that read KV; empty: none can
+    kv_bytes_per_token: int = 0  # moved by such a transfer
 
 
 class RequestRejected(msgspec.Struct, frozen=True, tag="rejected"):
@@ -133,7 +131,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_preemptions: int = 0
-    num_swapped: int = 0  # of these, whose KV may go to host memory instead of being computed again
+    num_swapped: int = 0  # preemptions whose KV may go to host memory instead of being computed again
     num_pinned_blocks: int = 0  # held for cache breakpoints, in use or not
     num_pins_demoted: int = 0  # blocks whose pin was given up before its time, to make room
     num_host_blocks: int = 0  # slots in host memory
@@ -149,19 +147,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     step_s: float = 0.0  # duration of the latest step
     plan_s: float = 0.0  # seconds spent in scheduler.plan and commit for the latest step
     kv_fetches: int = 0  # requests whose KV was to come from another engine
-    kv_fetches_failed: int = 0  # of which not all came
+    kv_fetches_failed: int = 0  # fetches that brought too little
     kv_fetched_tokens: int = 0
     num_nan_logits: int = 0  # requests ended because the model produced no numbers for them
     num_out_of_memory: int = 0  # requests ended because a step had no memory for them
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
-    """What happened since the last one. An engine with nothing to tell sends its stats all the same, every
-    HEARTBEAT_INTERVAL_S: silence means that it is in a long step, or in trouble."""
+    """The news since the last message. An engine without news sends its stats every HEARTBEAT_INTERVAL_S: silence
+    means a long step, or trouble."""
 
     events: tuple[TokenEvent, ...]
     stats: EngineStats | None = None
-    kv_events: tuple[KVEvent, ...] = ()  # for gateways that said they want them
+    kv_events: tuple[KVEvent, ...] = ()  # for gateways that asked for them
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

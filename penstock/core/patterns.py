@@ -1,4 +1,4 @@
-"""Regular expressions of clients, rewritten for the matcher, whose dialect is Rust's.
+"""Rewrites regular expressions of clients for the matcher, whose dialect is Rust's.
 
 `\\d` and `\\w` mean ASCII, as in JSON Schema and in most programs that check an answer; the matcher alone would take
 the digits and letters of all scripts. `[` in a character class is a bracket, not a class inside a class.

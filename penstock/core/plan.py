@@ -1,4 +1,4 @@
-"""The data that crosses the seam between a scheduler and whatever executes its steps.
+"""The data between a scheduler and the executor of its steps.
 
 A plan is frozen: it can be printed, logged and replayed. The executor needs nothing else from the scheduler, and
 the scheduler needs nothing from the executor but a `StepResult`.
@@ -17,8 +17,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens `[start, start + num_tokens)` of one request in this step.
 
     `new_block_ids` are the request's block table from the block of token `start` on; when `begins` is set (first
-    chunk after admission or resumption) they are the whole table, cached prefix included. The tokens of the last of
-    them begin at its slot `tail_offset`: the rest of that block is another request's. `in_flight` counts the
+    chunk after admission or resumption) they are the whole table, cached prefix included. The tokens of the last
+    block begin at its slot `tail_offset`: the rest of that block is another request's. `in_flight` counts the
     trailing tokens of the chunk whose ids an earlier, not yet committed step is still sampling: the executor takes
     those from its own last output. `samples` asks for one sampled token from the chunk's last position.
     `scores_from` asks for the log-probability of each prompt token that follows a position of the chunk, from this
@@ -125,8 +125,8 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What came out of one plan. `elapsed_s` is how long the step occupied the executor: it feeds the step-time
-    predictor, which therefore never reads a clock."""
+    """The result of one plan. `elapsed_s` is the time for which the step occupied the executor: it feeds the
+    step-time predictor, which therefore never reads a clock."""
 
     step_id: int
     sampled: tuple[SampledToken, ...]
@@ -135,8 +135,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheUse(msgspec.Struct, frozen=True, array_like=True):
-    """What the breakpoints of a request did, in prompt tokens: how many were read from kept prefixes, and how many
-    were newly kept, one count for each of `Request.cache_breakpoints`."""
+    """The effect of a request's breakpoints, in prompt tokens: how many were read from kept prefixes, and how many
+    were newly kept, with one count for each of `Request.cache_breakpoints`."""
 
     read_tokens: int
     written_tokens: tuple[int, ...]

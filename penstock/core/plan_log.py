@@ -54,21 +54,21 @@ class FailCall(msgspec.Struct, frozen=True, tag_field="call", tag="fail"):
 
 
 class PlanCall(msgspec.Struct, frozen=True, tag_field="call", tag="plan"):
-    """`plan` is what the scheduler answered."""
+    """A call of `plan`, with the scheduler's answer."""
 
     now: float
     plan: StepPlan | None
 
 
 class CommitCall(msgspec.Struct, frozen=True, tag_field="call", tag="commit"):
-    """The plan committed is the recorded one whose step_id is `result.step_id`."""
+    """A call of `commit`. Its plan is the recorded plan whose step_id is `result.step_id`."""
 
     now: float
     result: StepResult
 
 
 class BeginImportCall(msgspec.Struct, frozen=True, tag_field="call", tag="begin_import"):
-    """Room was asked for, for KV of a request that another engine has."""
+    """A request for room, for KV that another engine has."""
 
     now: float
     request: Request
@@ -81,7 +81,7 @@ class FinishImportCall(msgspec.Struct, frozen=True, tag_field="call", tag="finis
 
 
 class BeginExportCall(msgspec.Struct, frozen=True, tag_field="call", tag="begin_export"):
-    """Blocks of a running request, or else what is cached of a request, are kept for another engine."""
+    """Blocks of a running request, or the cached blocks of a request, are kept for another engine."""
 
     now: float
     block_ids: tuple[int, ...] = ()
@@ -99,8 +99,8 @@ LogRecord: TypeAlias = LogHeader | SchedulerCall
 
 
 def encode_record(record: LogRecord) -> bytes:
-    """The line of a record, with its newline, without log-probabilities and contents of embeddings: no plan depends
-    on them."""
+    """Return the line of a record, with its newline, without log-probabilities and contents of embeddings: no plan
+    depends on them."""
     if isinstance(record, CommitCall):
         record = CommitCall(record.now, _without_numbers(record.result))
     return log_line(record)
@@ -120,7 +120,7 @@ def _without_numbers(result: StepResult) -> StepResult:
 
 
 def read_plan_log(lines: Iterable[bytes]) -> tuple[LogHeader, Iterator[SchedulerCall]]:
-    """The header, and the calls as they are read. `lines` may be a file opened in binary mode."""
+    """Return the header, and the calls as they are read. `lines` may be a file opened in binary mode."""
     return read_log(lines, _DECODE_HEADER, _DECODE_CALL, "plan log")
 
 
@@ -130,7 +130,7 @@ def read_log(
     decode_record: Callable[[bytes], R],
     name: str,
 ) -> tuple[H, Iterator[R]]:
-    """The header of a log of JSON lines, and its records as they are read. Empty lines are skipped."""
+    """Return the header of a log of JSON lines, and its records as they are read. Empty lines are skipped."""
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
 
     def decoded(where: str, line: bytes, decode: Callable[[bytes], T]) -> T:
@@ -148,7 +148,7 @@ def read_log(
 
 
 def log_line(record: object) -> bytes:
-    """A record of any log as a line, with its newline."""
+    """Return a record of any log as a line, with its newline."""
     return encode_logged(record) + b"\n"
 
 

@@ -1,6 +1,6 @@
-"""A request, after the gateway has checked and tokenized it.
+"""A request after the gateway has checked and tokenized it.
 
-Everything here is immutable: the scheduler keeps the changing state of a request in a record of its own.
+Requests are immutable: the scheduler keeps the changing state of a request in a record of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Tier(enum.StrEnum):
-    """How urgent a request is. The scheduler serves tiers in this order, with aging so that none starves."""
+    """The urgency of a request. The scheduler serves tiers in this order, with aging so that none starves."""
 
     PRIORITY = "priority"
     DEFAULT = "default"
@@ -20,18 +20,18 @@ class Tier(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request produced its last token."""
+    """The reason why a request ended."""
 
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context
     CONTENT_FILTER = "content_filter"  # a safety policy cut the answer short
     ABORT = "abort"  # the client went away or cancelled
     DEADLINE = "deadline"  # the request's own deadline passed
-    ERROR = "error"  # the engine could not go on with it
+    ERROR = "error"  # the engine could not go on with the request
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer must look like. The gateway checks it, the engine compiles it and masks logits with it."""
+    """The form that an answer must have. The gateway checks it, the engine compiles it and masks logits with it."""
 
     kind: Literal["json", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
     text: str = ""  # the schema, the pattern, the grammar, a JSON list of choices, or the tags as JSON
@@ -43,8 +43,8 @@ Pooling: TypeAlias = Literal["mean", "last", "first"]
 
 class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
     """The client asks to keep the first `num_tokens` of the prompt for `ttl_s` seconds after each use. `earlier` are
-    shorter prefixes that an earlier request may have asked to keep: when this one is not there, the longest of those
-    is reused."""
+    shorter prefixes that an earlier request may have asked to keep: when this prefix is not cached, the longest of
+    them is reused."""
 
     num_tokens: int
     ttl_s: float
@@ -98,7 +98,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     tenant: str = ""
     tier: Tier = Tier.DEFAULT
-    cache_salt: str = ""  # what else, beside the tenant, must be equal for a cached prefix to be reused
+    cache_salt: str = ""  # must be equal, beside the tenant, for a cached prefix to be reused
     cache_breakpoints: tuple[CacheBreakpoint, ...] = ()  # in ascending order of num_tokens
     min_cacheable_tokens: int | None = (
         None  # of a prefix that a breakpoint keeps; None: as the engine was started
@@ -108,15 +108,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str = ""  # the name that the client asked for; empty where there is only one
     adapter: Adapter | None = None  # LoRA weights that are added to the model's own for this request
     output_token_ids: tuple[int, ...] = ()
-    region: str = ""  # where it would best be served; read by the router alone, as is the next
+    region: str = ""  # the preferred region; only the router reads this field and the next
     affinity_key: str = (
         ""  # a session or prompt_cache_key: requests that have it in common likely share a prefix
     )
 
     @property
     def prefix_salt(self) -> str:
-        """What two requests must have in common, beside their tokens, to share KV. No name of a tenant holds a NUL,
-        so none can be mistaken for another's name with more after it."""
+        """Return the salt that two requests must have in common, beside their tokens, to share KV. No name of a
+        tenant holds a NUL, so the parts of a salt cannot be mistaken for each other."""
         if self.adapter is not None:
             return f"{self.tenant}\0{self.cache_salt}\0{self.adapter.digest}"
         return f"{self.tenant}\0{self.cache_salt}" if self.cache_salt else self.tenant

@@ -1,5 +1,5 @@
-"""The simulator: one or many replicas in virtual time, around the scheduler, block cache and dispatcher that serve
-for real. Never imports torch."""
+"""The simulator runs one or many replicas in virtual time, around the scheduler, block cache and dispatcher that
+serve for real. Never imports torch."""
 
 from penstock.simulator.control import ControlTimes
 from penstock.simulator.report import Report

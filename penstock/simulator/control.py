@@ -1,4 +1,4 @@
-"""What happens to a simulated fleet beside requests: heartbeats, KV events, faults and scaling.
+"""Brings heartbeats, KV events, faults and scaling to a simulated fleet.
 
 Carries out in virtual time what `control` decides, as the cluster room does for real.
 """
@@ -67,7 +67,7 @@ class FleetControl:
             events.at(fault.at_s, Rank.FAULT, partial(self._strike, fault))
 
     def _beat(self, now: float) -> None:
-        """Every replica sends every gateway its load and the changes of its cache."""
+        """Send every gateway the load of every replica and the changes of its cache."""
         for member in self._fleet.members.values():
             if not member.is_alive or member.state is ReplicaState.STARTING:
                 continue
@@ -107,7 +107,7 @@ class FleetControl:
         self._lost_share = 0.0
 
     def _notice(self, fault: Kill, member: Member, now: float) -> None:
-        """A supervisor replaces a dead replica by another one that starts, unless the fault says otherwise."""
+        """Replace a dead replica by a new one, as a supervisor does, unless the fault says otherwise."""
         del self._fleet.members[member.id]
         if fault.restarts_after_s is not None:
             successor = self._fleet.start(ReplicaState.STARTING)

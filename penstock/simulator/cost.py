@@ -1,4 +1,4 @@
-"""How long a step takes, without running it. Knows plans and numbers; no hardware, no clock.
+"""Predicts how long a step takes, without running it. Knows plans and numbers; no hardware, no clock.
 
 A step costs a constant (reading the weights, launching it), some time per token (the matrix products), per
 sequence (sampling, bookkeeping) and per context token (reading its KV). Adding these up overrates a step in
@@ -22,7 +22,7 @@ _SINGULAR = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step has to do, as far as its duration depends on it."""
+    """The work of a step that determines its duration."""
 
     tokens: int  # computed
     sequences: int
@@ -57,7 +57,7 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What a data sheet says, and how much of it programs reach."""
+    """The figures of a data sheet, and the share that programs reach."""
 
     memory_bytes_per_s: float
     flops_per_s: float
@@ -75,8 +75,8 @@ class ModelSize:
 
 
 def roofline(model: ModelSize, accelerator: Accelerator) -> LinearCost:
-    """Costs from first principles: weights are read once per step, KV once per sequence, and each token takes two
-    operations per parameter."""
+    """Compute costs from first principles: weights are read once per step, KV once per sequence, and each token takes
+    two operations per parameter."""
     bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency
     flops_per_s = accelerator.flops_per_s * accelerator.compute_efficiency
     return LinearCost(
@@ -97,7 +97,7 @@ LLAMA_8B_ON_H200 = roofline(LLAMA_8B, H200)  # 4.7 ms per step, 27 µs per token
 
 
 def observations(calls: Iterable[SchedulerCall]) -> Iterator[tuple[StepWork, float]]:
-    """What each recorded step had to do, and the seconds it took."""
+    """Yield the work of each recorded step, and its seconds."""
     planned: dict[int, StepWork] = {}
     for call in calls:
         if isinstance(call, PlanCall) and call.plan is not None:
@@ -109,7 +109,7 @@ def observations(calls: Iterable[SchedulerCall]) -> Iterator[tuple[StepWork, flo
 
 
 def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
-    """The costs, none of them negative, with the least squared relative error. Relative, so that a decode of 5 ms
+    """Fit the costs, none of them negative, with the least squared relative error: relative, so that a decode of 5 ms
     counts as much as a prefill of 2 s.
 
     The best non-negative fit is the best ordinary fit of some subset of the coefficients, the others being zero.
@@ -144,7 +144,7 @@ def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
 
 
 def mean_relative_error(cost: LinearCost, observed: Iterable[tuple[StepWork, float]]) -> float:
-    """How far predictions are off, as a share of what was observed."""
+    """Return the mean error of predictions, as a share of the observations."""
     errors = [abs(cost.step_s(work) / elapsed_s - 1.0) for work, elapsed_s in observed]
     return sum(errors) / len(errors) if errors else 0.0
 
@@ -154,7 +154,7 @@ def _features(work: StepWork) -> tuple[float, ...]:
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float] | None:
-    """Gauss-Jordan elimination of a symmetric positive matrix, scaled to a unit diagonal; None if singular."""
+    """Solve a symmetric positive system by Gauss-Jordan elimination, scaled to a unit diagonal; None if singular."""
     size = len(target)
     scales = [matrix[i][i] ** 0.5 for i in range(size)]
     if min(scales) == 0.0:

@@ -1,5 +1,4 @@
-"""The simulator's driver of `dispatch`, and of the scheduler in every replica: both run in virtual time, ordered by a
-heap of events.
+"""Drives `dispatch`, and the scheduler in every replica, in virtual time, ordered by a heap of events.
 
 Requests arrive at gateways, each gateway has a dispatcher, replicas plan, steps take as long as the cost model says,
 and events go back to the dispatcher of the request. Knows no workload and no report; `control` tells it of faults and
@@ -102,7 +101,7 @@ class Driver:
         return not self._has_more and not self._outcomes
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
-        """Until every request has ended."""
+        """Run until every request has ended."""
         self.update(0.0)
         self._expect_next(iter(arrivals))
         self.events.run()
@@ -114,7 +113,7 @@ class Driver:
             self.carry_out(gateway, dispatcher.update(status, now), now)
 
     def carry_out(self, gateway: int, actions: Sequence[Action], now: float) -> None:
-        """An action may lead to others, which wait for their turn."""
+        """Carry out actions. An action may lead to others, which wait for their turn."""
         self._pending.extend((gateway, action) for action in actions)
         if self._is_acting:
             return
@@ -154,7 +153,7 @@ class Driver:
                 pass  # replicas send their KV events from the start, and the report needs no more
 
     def _expect_next(self, arrivals: Iterator[Arrival]) -> None:
-        """Arrivals are drawn one at a time: a workload need not fit in memory."""
+        """Draw the next arrival. Arrivals are drawn one at a time: a workload need not fit in memory."""
         arrival = next(arrivals, None)
         if arrival is None:
             self._has_more = False
@@ -192,7 +191,7 @@ class Driver:
         outcome = self._outcomes[action.request.id]
         outcome.replica_id = member.id
         if not member.is_alive:
-            return  # nobody has noticed yet, and nothing answers
+            return  # the death was not noticed yet: no answer
         try:
             member.replica.add(outcome.arrival, action.request, now)
         except PenstockError as error:

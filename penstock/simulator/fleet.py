@@ -1,4 +1,4 @@
-"""The replicas of a simulation, and the state of each as a supervisor would report it. A replica is the real
+"""Holds the replicas of a simulation, and the state of each as a supervisor would report it. A replica is the real
 scheduler and block cache, with a cost model in the executor's place.
 
 A replica knows no other replica and no event heap: its caller passes the time, and learns when each step will be
@@ -31,8 +31,8 @@ class _Step:
 
 
 class SimulatedReplica:
-    """`depth` is how many steps may be planned and not committed: 2 plans one ahead, as an engine does whose
-    executor runs beside it. Steps run one after the other either way."""
+    """A simulated replica. `depth` is the number of steps that may be planned and not committed: 2 plans one step
+    ahead, as an engine with an asynchronous executor does. Steps run one after the other."""
 
     def __init__(self, scheduler: Scheduler, cache: KVCache, cost: LinearCost, *, depth: int = 1) -> None:
         self.scheduler = scheduler
@@ -50,12 +50,12 @@ class SimulatedReplica:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._arrivals)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is being computed; the next plan decides whether anything can be."""
+        """Say whether nothing is being computed. The next plan decides whether anything can be."""
         return not self._in_flight
 
     def add(self, arrival: Arrival, request: Request, now: float) -> None:
@@ -82,7 +82,7 @@ class SimulatedReplica:
         return done_s
 
     def commit(self, now: float) -> list[TokenEvent]:
-        """The oldest step is done."""
+        """Commit the oldest step, which is done."""
         step = self._in_flight.popleft()
         self.num_steps += 1
         self.num_tokens_computed += step.plan.num_tokens
@@ -91,7 +91,7 @@ class SimulatedReplica:
         return self._told(self.scheduler.commit(step.plan, step.result, now))
 
     def take_events(self) -> list[TokenEvent]:
-        """Events of requests that ended without a step."""
+        """Return the events of requests that ended without a step."""
         return self._told(self.scheduler.take_events())
 
     def _execute(self, plan: StepPlan) -> StepResult:
@@ -118,7 +118,7 @@ MODEL = "model"
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A replica, its state, and what only the driver knows about it."""
+    """A replica, its state, and the driver's own facts about it."""
 
     id: str
     replica: SimulatedReplica

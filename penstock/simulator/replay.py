@@ -42,8 +42,8 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """How far the two agree. They are compared up to the first difference: past it, the recorded results belong to
-    steps that the fresh scheduler never planned."""
+    """Tells how far the two schedulers agree. They are compared up to the first difference: past it, the recorded
+    results belong to steps that the fresh scheduler never planned."""
 
     num_calls: int
     num_plans: int  # that were equal, not counting "nothing to do"
@@ -131,7 +131,7 @@ class DispatchMismatch:
 
 @dataclass(frozen=True, slots=True)
 class DispatchReplay:
-    """How far the two agree: up to the first difference, if there is one."""
+    """Tells how far the two dispatchers agree: up to the first difference, if there is one."""
 
     num_calls: int
     num_actions: int

@@ -1,4 +1,4 @@
-"""From the outcomes of single requests to the figures that people compare. Knows no scheduler and no heap."""
+"""Computes figures from the outcomes of single requests. Knows no scheduler and no heap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_SAMPLES = 1_000_000
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Exactly one of `finish_reason` and `rejection` is set in the end."""
+    """The outcome of one request. Exactly one of `finish_reason` and `rejection` is set in the end."""
 
     arrival: Arrival
     gateway: int
@@ -69,8 +69,8 @@ class Summary:
 
 
 class Samples:
-    """Values of a long run in bounded memory. Up to a million values the summary is exact; of more values, every
-    second, fourth, … value is kept for the percentiles."""
+    """Keeps the values of a long run in bounded memory. Up to a million values the summary is exact; of more values,
+    every second, fourth, … value is kept for the percentiles."""
 
     def __init__(self, max_kept: int = _MAX_SAMPLES) -> None:
         self._max_kept = max_kept

@@ -1,4 +1,4 @@
-"""A whole simulation from one description: `simulate(config) -> Report`. The composition root of this room."""
+"""Runs a whole simulation from one description: `simulate(config) -> Report`. The composition root of this room."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.simulator.workload import END_TOKEN_ID, Fault, Workload, generate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """What each replica is. The default: Llama 3.1 8B in bfloat16 on one H200, with about 100 GB of KV."""
+    """The settings of each replica. The default: Llama 3.1 8B in bfloat16 on one H200, with about 100 GB of KV."""
 
     num_blocks: int = 48_000
     max_model_len: int = 32_768

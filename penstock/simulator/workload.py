@@ -26,7 +26,7 @@ _NUM_START_IDS = 1 << 30  # leaves room for any length below the largest 32-bit 
 
 class Lengths(Protocol):
     def draw(self, rng: Random) -> int:
-        """A number of tokens, at least 1."""
+        """Draw a number of tokens, at least 1."""
         ...
 
 
@@ -92,8 +92,8 @@ class Workload:
 def shared_prefix_workload(
     num_requests: int, requests_per_s: float, *, num_tenants: int = 64, prefixes_per_tenant: int = 16
 ) -> Workload:
-    """Many tenants whose requests have much in common, which is what routing is about: a few prefixes are in most
-    requests, conversations grow, and bursts share one prefix."""
+    """Return a workload of many tenants whose requests have much in common, so that routing matters: a few prefixes
+    are in most requests, conversations grow, and bursts share one prefix."""
     return Workload(
         num_requests=num_requests,
         requests_per_s=requests_per_s,
@@ -121,14 +121,14 @@ class Arrival:
     block_hashes: tuple[bytes, ...] = ()  # of the full blocks of the prompt, its last token left out
 
     def output_token(self, index: int) -> int:
-        """The token of the simulated model at this position of the answer."""
+        """Return the token of the simulated model at this position of the answer."""
         if index + 1 >= self.num_output_tokens:
             return END_TOKEN_ID
         return self.request.prompt_token_ids[0] + index
 
 
 def generate(workload: Workload, rng: Random, *, block_size: int = 16) -> Iterator[Arrival]:
-    """Arrivals in order of time. A conversation goes on whether or not its last turn was answered by then."""
+    """Yield arrivals in order of time. A conversation goes on whether or not its last turn was answered by then."""
     return _Generator(workload, rng, block_size).arrivals()
 
 
