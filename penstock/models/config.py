@@ -1,5 +1,4 @@
-"""The settings of an architecture, and how they are read from a Hugging Face `config.json` or from GGUF metadata.
-Imports no torch.
+"""Reads the settings of an architecture from a Hugging Face `config.json` or from GGUF metadata. Imports no torch.
 
 Settings of one architecture alone are read in the architecture's file.
 """
@@ -30,7 +29,7 @@ _ACTIVATIONS: dict[str, ActivationName] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How a model was stretched past the context it was first trained on."""
+    """Describes how a model was stretched past its first training context."""
 
     kind: RopeKind
     factor: float
@@ -51,14 +50,14 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Of a mixture of experts."""
+    """The settings of a mixture of experts."""
 
     count: int
     per_token: int
     intermediate_size: int  # of one expert
     normalizes: bool  # whether a token's weights for its experts sum to 1
-    dense_layers: frozenset[int] = frozenset()  # that have one ordinary MLP instead
-    shared_intermediate_size: int | None = None  # of an expert for every token, where there is one
+    dense_layers: frozenset[int] = frozenset()  # layers with one ordinary MLP instead
+    shared_intermediate_size: int | None = None  # of an expert for every token, if there is one
 
     def __post_init__(self) -> None:
         if self.per_token > self.count:
@@ -80,7 +79,7 @@ class ArchitectureConfig:
     max_positions: int
     norm_eps: float
     rope: RopeConfig
-    local_rope: RopeConfig | None = None  # of layers with a window, where those differ
+    local_rope: RopeConfig | None = None  # of layers with a window, if different
     windows: tuple[int | None, ...]  # one per layer; None sees the whole context
     attention_scale: float
     attention_softcap: float | None = None
@@ -127,14 +126,14 @@ class Fields:
         return self.raw(key) is not None
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive whole number that can be a size of a model."""
+        """Read a positive whole number that can be a size of a model."""
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
             raise self._wrong(key, value, f"a whole number from 1 to {_LARGEST_SIZE:,}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """Read a positive, finite number."""
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self._wrong(key, value, "a positive number")
@@ -156,7 +155,7 @@ class Fields:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token id, a list of them, or none."""
+        """Read one token id, a list of them, or none."""
         value = self.raw(key)
         if value is None:
             return ()
@@ -188,7 +187,7 @@ class Fields:
 
 
 def common_huggingface_config(fields: Fields, architecture: str) -> ArchitectureConfig:
-    """What most decoders have in common. An architecture replaces what it does differently."""
+    """Read the settings that most decoders have. An architecture replaces its differences."""
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers")
@@ -219,7 +218,7 @@ def common_huggingface_config(fields: Fields, architecture: str) -> Architecture
 
 
 def layer_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
-    """Windows by `layer_types`, or None when the file does not list them."""
+    """Return the windows by `layer_types`, or None when the file does not list them."""
     kinds = fields.raw("layer_types")
     if kinds is None:
         return None
@@ -232,7 +231,7 @@ def layer_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[
 
 
 def qwen_windows(fields: Fields, config: ArchitectureConfig) -> ArchitectureConfig:
-    """Qwen's rule: windows only when `use_sliding_window` is set, and not in the first `max_window_layers`."""
+    """Apply Qwen's rule: windows only when `use_sliding_window` is set, and not in the first `max_window_layers`."""
     if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
         return config
     window = fields.integer("sliding_window")
@@ -244,7 +243,7 @@ def qwen_windows(fields: Fields, config: ArchitectureConfig) -> ArchitectureConf
 
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
-    """The rope settings as one mapping: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`."""
+    """Return the rope settings as one mapping: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`."""
     for key in ("rope_parameters", "rope_scaling"):
         value = fields.raw(key)
         if isinstance(value, dict):
@@ -300,7 +299,7 @@ def rope_config(
 
 
 def stretched_positions(rope: RopeConfig, max_positions: int) -> int:
-    """Yarn checkpoints may state the length before stretching."""
+    """Return the context length. Yarn checkpoints may state the length before stretching."""
     scaling = rope.scaling
     if scaling is None or scaling.kind != "yarn" or scaling.original_max_positions is None:
         return max_positions
@@ -308,7 +307,8 @@ def stretched_positions(rope: RopeConfig, max_positions: int) -> int:
 
 
 def metadata_fields(file: GGUFFile) -> Fields:
-    """The metadata below the file's architecture: `attention.head_count` reads `llama.attention.head_count`."""
+    """Return the metadata below the file's architecture: `attention.head_count` reads
+    `llama.attention.head_count`."""
     return Fields(file.metadata, file.path.name, prefix=f"{file.architecture}.")
 
 
@@ -358,7 +358,7 @@ def common_gguf_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
 
 
 def _vocab_size(file: GGUFFile, hidden_size: int) -> int:
-    """The embedding table decides: the metadata may lack the size, or count without padding rows."""
+    """Return the rows of the embedding table: the metadata may lack the size, or count without padding rows."""
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise ModelLoadError(f"{file.path.name} has no tensor token_embd.weight.")

@@ -1,6 +1,6 @@
-"""What a model on disk says about itself: architecture, parameters, quantization, context, template, licence.
+"""Reads the facts of a model on disk: architecture, parameters, quantization, context, template, licence.
 
-Reads headers and settings only, and no torch: also for a model that this version cannot load.
+Reads headers and settings only, without torch: also of a model that this version cannot load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PACKED_BITS = 32
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """None stands for what the files do not say."""
+    """The facts of a model; None for a fact that the files do not state."""
 
     path: str
     format: str  # gguf or safetensors
@@ -48,7 +48,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_facts(path: Path) -> ModelFacts:
-    """Raises ModelLoadError for files that cannot be read."""
+    """Read the facts of a model. Raises ModelLoadError for files that cannot be read."""
     return _facts_of_gguf(path) if path.is_file() else _facts_of_folder(path)
 
 
@@ -74,7 +74,7 @@ def _facts_of_gguf(path: Path) -> ModelFacts:
 
 
 def _common(sizes: Counter[str]) -> list[str]:
-    """The formats of more than a hundredth of the parameters, the most common first."""
+    """Return the formats of more than a hundredth of the parameters, the most common first."""
     return [name for name, size in sizes.most_common() if size * 100 > sizes.total()]
 
 
@@ -115,7 +115,7 @@ def _quantization(settings: Any, bits: int | None) -> str | None:
 
 
 def _sizes(file: Path, bits: int) -> Counter[str]:
-    """The number of parameters in each type of numbers."""
+    """Count the parameters in each type of numbers."""
     sizes: Counter[str] = Counter()
     for name, entry in _safetensors_header(file).items():
         shape = entry.get("shape") if isinstance(entry, dict) else None

@@ -1,5 +1,5 @@
 """Gemma 3, text: windows on most layers with a rope of their own, norms on both sides of attention and MLP, norms
-on query and key heads, and a scaled embedding. Of multimodal checkpoints the text part."""
+on query and key heads, and a scaled embedding. Reads the text part of multimodal checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.models.gguf_source import GGUFLayout
 from penstock.models.layers import Decoder, DecoderLayer, GatedMLP
 from penstock.models.weights import WeightLoader
 
-# Published config.json files leave out what equals these.
+# Published config.json files leave out values that equal these.
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -47,7 +47,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _DEFAULT_PATTERN = 6  # every sixth layer sees the whole context
 _WHOLE_THETA = 1_000_000.0
 _LOCAL_THETA = 10_000.0
-# The 27B model scales attention by its hidden size per head; GGUF metadata tells it by its depth alone.
+# The 27B model scales attention by its hidden size per head; in GGUF metadata only its depth tells.
 _LAYERS_OF_27B = 62
 
 
@@ -163,7 +163,7 @@ class Gemma3(Decoder):
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see the whole context, and of those with a window."""
+    """Return the ropes of layers that see the whole context, and of layers with a window."""
     max_positions = fields.integer("max_position_embeddings")
     parameters = rope_parameters(fields)
     if "full_attention" in parameters:
@@ -189,7 +189,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _gguf_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """The pattern is a period, or one flag for each layer; most files leave it out."""
+    """Read the windows. The pattern is a period, or one flag for each layer; most files leave it out."""
     window = fields.integer("attention.sliding_window")
     flags = fields.raw("attention.sliding_window_pattern")
     if isinstance(flags, list) and len(flags) == num_layers:

@@ -1,4 +1,4 @@
-"""Reads the structure of a GGUF file: metadata and where each tensor lies. Imports no torch or numpy.
+"""Reads the structure of a GGUF file: metadata, and the place of each tensor. Imports no torch or numpy.
 
 The file is mapped, not read; a string is decoded only when metadata needs it. Every count and length is checked
 against what is left of the file before anything is allocated, so that a damaged file gives a ModelLoadError and
@@ -35,7 +35,7 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How a tensor type stores numbers: `block_bytes` for every `block_size` neighbours of a row."""
+    """Describes how a tensor type stores numbers: `block_bytes` for every `block_size` neighbours of a row."""
 
     name: str
     block_size: int
@@ -62,7 +62,7 @@ FORMATS = {
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     name: str
-    shape: tuple[int, ...]  # rows first, as torch has it; GGUF stores the reverse
+    shape: tuple[int, ...]  # rows first, as in torch; GGUF stores the reverse
     format: BlockFormat
     offset: int  # bytes from the start of the file
     num_bytes: int
@@ -145,7 +145,7 @@ class _Reader:
         return self._unpack(struct.Struct(self._scalar(kind)))
 
     def count(self, at_least_bytes_each: int, of_what: str) -> int:
-        """A number of things that follow; each takes some bytes, so the rest of the file limits it."""
+        """Read a number of entries that follow. Each takes some bytes, so the rest of the file limits the number."""
         number = self.u64()
         if number * at_least_bytes_each > self._size - self.position:
             raise self.damaged(f"announces {number:,} {of_what}, more than it can hold")

@@ -6,7 +6,7 @@ bytes]` and fills codes `uint8 [n, block size]` (two's complement where codes ar
 [n, groups]`.
 
 The arithmetic of decoders is numpy's, on one thread: the pieces are so small that handing them to torch's threads
-costs more than it saves, and much more when another process wants the cores.
+costs more than it saves, and much more when another process uses the cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _PAIR_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class BlockDecoder:
-    """`decode(blocks, codes, scales, offsets)`; a format without offsets leaves those alone."""
+    """Decodes a block format: `decode(blocks, codes, scales, offsets)`. A format without offsets leaves those
+    alone."""
 
     decode: Callable[[Bytes, Bytes, Floats, Floats], None]
     group: int
@@ -46,7 +47,7 @@ class BlockDecoder:
 
 
 def decode_matrix(raw: Bytes, format: BlockFormat) -> GroupQuantWeight:
-    """`raw` is uint8 [rows, bytes of a row], contiguous."""
+    """Decode a matrix. `raw` is uint8 [rows, bytes of a row], contiguous."""
     decoder = DECODERS[format.name]
     blocks = raw.reshape(-1, format.block_bytes)
     groups = format.block_size // decoder.group
@@ -54,7 +55,7 @@ def decode_matrix(raw: Bytes, format: BlockFormat) -> GroupQuantWeight:
     scales = np.empty((len(blocks), groups), dtype=np.float32)
     offsets = np.empty((len(blocks), groups if decoder.has_offsets else 0), dtype=np.float32)
     step = _SLICE_ELEMENTS // format.block_size
-    # A damaged file may hold infinite scales; the sampler reports what comes of them.
+    # A damaged file may hold infinite scales; the sampler reports their result.
     with np.errstate(invalid="ignore"):
         for start in range(0, len(blocks), step):
             part = slice(start, start + step)
@@ -70,7 +71,7 @@ def decode_matrix(raw: Bytes, format: BlockFormat) -> GroupQuantWeight:
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
-    """The float16 at byte `start` of every block, as float32 [n, 1]."""
+    """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
     return blocks[:, start : start + 2].view(np.float16).astype(np.float32)
 
 
@@ -225,7 +226,7 @@ _LAYER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFLayout:
-    """What an architecture does its own way in GGUF files."""
+    """The differences of an architecture in GGUF files."""
 
     layer_names: Mapping[str, str] = field(default_factory=dict)  # replaces entries of the common table
     # Heads of Q and K whose rows are stored in the order of interleaved rotary pairs, (0, 1), (2, 3), …; the
@@ -253,7 +254,7 @@ class GGUFSource:
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         tensor = self._find(name, (rows, columns))
         wanted = part or Part(range(rows), range(columns))
-        # Whole blocks are read; what they hold beyond the columns is dropped once they are decoded.
+        # Whole blocks are read and decoded; numbers beyond the columns are dropped afterwards.
         size, num_bytes = tensor.format.block_size, tensor.format.block_bytes
         first, last = wanted.columns.start // size, -(-wanted.columns.stop // size)
         raw = self._raw_rows(tensor, wanted.rows)[:, first * num_bytes : last * num_bytes]
@@ -287,8 +288,8 @@ class GGUFSource:
         return tensor
 
     def _raw_rows(self, tensor: TensorInfo, rows: range) -> NDArray[np.uint8]:
-        """uint8 [rows, bytes of a row], a view into the file unless rows had to be reordered. A vector's elements
-        count as its rows."""
+        """Return uint8 [rows, bytes of a row], a view into the file unless rows had to be reordered. A vector's
+        elements count as its rows."""
         raw = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].reshape(tensor.shape[0], -1)
         parts = tensor.name.split(".")
         heads = self._layout.interleaved_heads.get(parts[2]) if len(parts) == 4 else None
@@ -298,7 +299,7 @@ class GGUFSource:
 
 
 def _order_without_interleaving(rows: int, heads: int) -> NDArray[np.int64]:
-    """Of each head, first the even rows, then the odd ones."""
+    """Return the order of rows: of each head, first the even rows, then the odd ones."""
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).ravel()
 
 

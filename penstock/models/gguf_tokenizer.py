@@ -1,7 +1,7 @@
 """Builds a Hugging Face `tokenizers` file from the vocabulary inside a GGUF file. Imports no torch.
 
-Two kinds exist: byte-level BPE with merges ("gpt2"), whose text is first split by a rule that GGUF only names;
-and SentencePiece ("llama"), which stores scores in place of merges.
+Two kinds exist: byte-level BPE with merges ("gpt2"), which splits text by a rule that GGUF only names; and
+SentencePiece ("llama"), which stores scores in place of merges.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.models.tokenizer import TokenizerFiles, distinct
 # GGUF token types.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
-# Tokens that end an answer wherever a vocabulary has them as control tokens; metadata often names only one.
+# Control tokens that end an answer in any vocabulary; metadata often names only one.
 _END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -30,14 +30,14 @@ _END_TOKENS = (
     "<|end|>",
     "<end_of_turn>",
 )
-_SPACE = "▁"  # how SentencePiece writes a space
+_SPACE = "▁"  # SentencePiece's space
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _SplitRule:
-    """How text is cut before merging: a pattern, or GPT-2's own, maybe after isolating digits."""
+    """The rule that cuts text before merging: a pattern, or GPT-2's own, perhaps after isolating digits."""
 
     pattern: str | None = None
     isolate_digits: bool = False
@@ -47,7 +47,8 @@ class _SplitRule:
 
 
 def _words_then(digits: str, *, words: str = r"\p{L}+", after_symbols: str = r"[\r\n]*") -> str:
-    """The family of patterns that began with GPT-4: contractions, words, digits, symbols, line ends, spaces."""
+    """Return a pattern of the family that began with GPT-4: contractions, words, digits, symbols, line ends,
+    spaces."""
     contractions = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     return "|".join(
         [
@@ -161,8 +162,8 @@ def _sentencepiece(fields: Fields, tokens: Sequence[str], types: Sequence[int]) 
 def _merges_from_scores(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best. As merges: every way to cut a piece into two
-    pieces, those of the best pieces first."""
+    """Return SentencePiece's scores as merges. SentencePiece joins the neighbours whose union scores best: the merges
+    are all ways to cut a piece into two pieces, the best pieces first."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, type_, score in zip(tokens, types, scores, strict=True):
         if type_ not in (_NORMAL, _USER_DEFINED):

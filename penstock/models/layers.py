@@ -1,7 +1,7 @@
-"""The layers that decoders share, built on `Ops` alone. Knows no architecture by name.
+"""Defines the layers that decoders share, built on `Ops` alone. Knows no architecture by name.
 
-The forward passes run dozens of times a second over dozens of layers, each operation taking microseconds: they
-bind what they call to local names and create no tensor but the outputs of operations.
+Forward passes run dozens of times a second over dozens of layers, and each operation takes microseconds: they bind
+functions to local names and create no tensors but the outputs of operations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """One that every token goes to; `gate` says how much of it each takes, as the logit of a share."""
+    """An expert for every token. `gate` gives each token's share of it, as a logit."""
 
     mlp: GatedMLP
     gate: PackedLinear
@@ -64,7 +64,7 @@ class ExpertMLP:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and what follows it, each with the norm in front of it."""
+    """One layer: attention and MLP, each with the norm in front of it."""
 
     attention_norm: Tensor
     qkv: PackedLinear
@@ -75,7 +75,7 @@ class DecoderLayer:
 
 
 def _kind(part: object) -> Hashable:
-    """The same for layers that differ in the values of their weights alone."""
+    """Return a key that is the same for layers that differ only in the values of their weights."""
     if isinstance(part, Tensor):
         return part.shape, part.stride(), part.dtype, part.data_ptr() % KERNEL_ALIGNMENT
     if is_dataclass(part):
@@ -152,7 +152,7 @@ class Decoder(ABC):
         self.products: Sequence[NamedProduct] = loader.products
 
     def with_ops(self, ops: Ops) -> Self:
-        """The same weights, run by other operations."""
+        """Return a model with the same weights, run by other operations."""
         twin = copy.copy(self)
         twin._ops = ops
         return twin
@@ -186,7 +186,7 @@ class Decoder(ABC):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def argmax(self, hidden_rows: Tensor) -> Tensor | None:
-        # A cap may make equals of logits that were not.
+        # A cap may make different logits equal.
         if self.config.logit_softcap is not None or not isinstance(self._ops, FindsArgmax):
             return None
         assert self._head is not None, "the last stage has the head"
@@ -276,7 +276,7 @@ class Decoder(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _JoinedLayers:
-    """How to run all layers in one call, if these operations can, and what that was made for."""
+    """Runs all layers in one call, if these operations can."""
 
     ops: Ops
     layers: Sequence[DecoderLayer]
@@ -285,7 +285,7 @@ class _JoinedLayers:
 
 
 class PreNormDecoder(Decoder):
-    """Each half of a layer reads the normed residual and adds to it: what Llama made common."""
+    """A decoder in Llama's style: each half of a layer reads the normed residual and adds to it."""
 
     _joined: _JoinedLayers | None = None
 

@@ -71,7 +71,7 @@ ARCHITECTURES: tuple[type[Decoder], ...] = (
 
 
 def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
-    """By the class that `architectures` names, else by `model_type`."""
+    """Find the architecture by the class in `architectures`, else by `model_type`."""
     named = fields.raw("architectures")
     asked = [str(name) for name in named] if isinstance(named, list) else []
     if not asked and fields.has("model_type"):
@@ -142,8 +142,8 @@ def load_model(
     shard: Shard = WHOLE,
     on_progress: OnProgress | None = None,
 ) -> StagedModel:
-    """`load_format="random"` needs settings only and fills weights from `seed`. `max_model_len` shortens the
-    context below what the model allows; it cannot lengthen it. Of a `shard`, no more than its part is read."""
+    """Load a model. `load_format="random"` needs settings only and fills weights from `seed`. `max_model_len`
+    shortens the context below what the model allows; it cannot lengthen it. Only the part of a `shard` is read."""
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     num_positions = _num_positions(config, max_model_len)
@@ -159,7 +159,7 @@ def load_model(
 
 
 def is_encoder(path: Path) -> bool:
-    """Whether the model makes embeddings and nothing else."""
+    """Say whether the model makes embeddings and nothing else."""
     if not (path / "config.json").is_file():
         return False
     named = _read_config(path / "config.json").raw("architectures")
@@ -184,7 +184,7 @@ def load_encoder(
 
 
 def load_tokenizer(path: Path) -> TokenizerFiles | None:
-    """None for a folder without a tokenizer, as one of random weights is; what to do then is the caller's choice."""
+    """Load the tokenizer; None for a folder without one, such as a folder of random weights."""
     if path.is_dir():
         return tokenizer_from_folder(path)
     return tokenizer_from_gguf(_open_gguf(path))

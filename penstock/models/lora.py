@@ -1,8 +1,8 @@
-"""LoRA adapters in the form that PEFT writes: read, checked, and stacked the way the model's own matrices are.
+"""Reads and checks LoRA adapters that PEFT wrote, and stacks them like the model's own matrices.
 
-An adapter adds `scale * B @ A` to some matrices of every layer. The model holds several of those stacked as one
-product (queries, keys and values, say); an adapter's share of such a stack is kept as one pair of matrices too. Knows
-no batch and no backend.
+An adapter adds `scale * B @ A` to some matrices of every layer. The model stacks several matrices into one product
+(queries, keys and values, for example); an adapter's share of such a stack is one pair of matrices too. Knows no
+batch and no backend.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Number = TypeVar("Number", int, float)
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."
 _LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"
-_RANK_MULTIPLE = 16  # that products like; what is added is zero
-# What changes the meaning of the matrices, or what comes beside them, is refused rather than ignored.
+_RANK_MULTIPLE = 16  # for fast products; the padding is zero
+# Settings that change the meaning of the matrices, or add weights beside them, are refused and not ignored.
 _UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
@@ -41,9 +41,9 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class ProductDelta:
-    """What an adapter adds to one product: `right @ (left @ x)`. The scale is part of `right`."""
+    """An adapter's addition to one product: `right @ (left @ x)`. The scale is part of `right`."""
 
-    left: Tensor  # [rank, in]; those of stacked matrices one below the other
+    left: Tensor  # [rank, in]; of stacked matrices, one below the other
     right: Tensor  # [out, rank], zero where a row and a column belong to different matrices
 
 
@@ -55,7 +55,7 @@ class LoRAWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
-    """`adapter_config.json`, as far as it changes what is computed."""
+    """The settings of `adapter_config.json` that change the computation."""
 
     rank: int
     alpha: float
@@ -70,7 +70,7 @@ class LoRAConfig:
 
 
 def read_lora_config(folder: Path) -> LoRAConfig:
-    """Raises InvalidRequest, because adapters are named by clients or when the server starts."""
+    """Read an adapter's settings. Raises InvalidRequest, because clients name adapters."""
     path = folder / CONFIG_FILE
     try:
         fields: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -103,14 +103,15 @@ def read_lora_config(folder: Path) -> LoRAConfig:
 
 
 def adaptable_products(products: Sequence[NamedProduct]) -> list[NamedProduct]:
-    """Those that adapters may change: of attention and of dense MLPs."""
+    """Return the products that adapters may change: of attention and of dense MLPs."""
     return [
         product for product in products if all(name.rsplit(".", 1)[-1] in ADAPTABLE for name in product.names)
     ]
 
 
 def read_lora(folder: Path, products: Sequence[NamedProduct], max_rank: int) -> LoRAWeights:
-    """The weights for a model's adaptable `products`. Raises InvalidRequest for an adapter that does not fit it."""
+    """Read the weights for a model's adaptable `products`. Raises InvalidRequest for an adapter that does not fit
+    it."""
     config = read_lora_config(folder)
     parts = _read_pairs(folder, config)
     rank = max((left.shape[0] for left, _ in parts.values()), default=0)
@@ -133,7 +134,7 @@ def read_lora(folder: Path, products: Sequence[NamedProduct], max_rank: int) -> 
 
 
 def _read_pairs(folder: Path, config: LoRAConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """`A` and the scaled `B` of each module that has them."""
+    """Return `A` and the scaled `B` of each module that has them."""
     path = folder / WEIGHTS_FILE
     halves: dict[str, dict[str, Tensor]] = {}
     try:
@@ -189,7 +190,7 @@ def _positive(value: Any) -> int:
 
 
 def _module_name(name: str) -> str:
-    """As in a checkpoint of the text model alone, like `safetensors_source` names them."""
+    """Return the module's name in a checkpoint of the text model alone, as in `safetensors_source`."""
     return name.replace("language_model.", "", 1)
 
 

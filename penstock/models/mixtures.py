@@ -1,5 +1,5 @@
-"""Mixtures of experts: Mixtral, which is Mistral with experts; Qwen 2 and Qwen 3 MoE, which are Qwen 2 and 3 with
-them. Qwen 2 MoE has one more expert, which every token goes to."""
+"""Mixtures of experts: Mixtral is Mistral with experts; Qwen 2 MoE and Qwen 3 MoE are Qwen 2 and 3 with experts. Qwen
+2 MoE has one more expert for every token."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _qwen_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     period = fields.integer("decoder_sparse_step", 1)
     listed = fields.token_ids("mlp_only_layers")
     return ExpertsConfig(
-        # Newer files call it as Mixtral does.
+        # Newer files use Mixtral's name.
         count=fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts"),
         per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("moe_intermediate_size"),

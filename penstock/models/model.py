@@ -1,4 +1,4 @@
-"""The interface of a model, as the engine uses it. Knows no architecture and no file format."""
+"""The engine's interface of a model. Knows no architecture and no file format."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Model(Protocol):
     max_model_len: int  # positions the model was loaded for
     num_parameters: int
     weight_bytes: int  # as packed by the backend
-    products: Sequence[NamedProduct]  # its matrices, for what is added to them (LoRA)
+    products: Sequence[NamedProduct]  # its matrices, for LoRA
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
-        """int32 [T] → [T, hidden], after the final norm. Writes the tokens' keys and values to `kv`."""
+        """Compute int32 [T] → [T, hidden], after the final norm. Writes the tokens' keys and values to `kv`."""
         ...
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
-        """Rows of what `forward` returned, [S, hidden] → float32 [S, V]"""
+        """Compute the logits of rows of `forward`'s result: [S, hidden] → float32 [S, V]."""
         ...
 
     def argmax(self, hidden_rows: Tensor) -> Tensor | None:
-        """[S, hidden] → int64 [S], what a greedy draw takes of `logits`; None where that is not quicker."""
+        """Compute the argmax of the logits, [S, hidden] → int64 [S]; None if that is not quicker than `logits`."""
         ...
 
     def with_ops(self, ops: Ops) -> Model:
-        """The same weights, run by other operations."""
+        """Return a model with the same weights, run by other operations."""
         ...
 
     def with_distinct_layers(self) -> Model:
-        """One layer of each kind, which is enough to meet every kernel that the model needs."""
+        """Return a model with one layer of each kind, which needs every kernel of the model."""
         ...
 
 
@@ -47,13 +47,13 @@ class StagedModel(Model, Protocol):
     """A model whose forward pass can be taken apart, for a pipeline: `embed`, `run_layers`, `normed`."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int32 [T] → [T, hidden]: what enters the first layer."""
+        """Compute the input of the first layer: int32 [T] → [T, hidden]."""
         ...
 
     def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
-        """Through the layers that are here, in place."""
+        """Run this rank's layers, in place."""
         ...
 
     def normed(self, residual: Tensor) -> Tensor:
-        """What leaves the last layer, after the final norm."""
+        """Return the output of the last layer after the final norm."""
         ...

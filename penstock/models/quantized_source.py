@@ -1,4 +1,4 @@
-"""Weights of quantized Hugging Face checkpoints as published: AWQ, GPTQ, float8, compressed-tensors.
+"""Reads weights of quantized Hugging Face checkpoints as published: AWQ, GPTQ, float8, compressed-tensors.
 
 Each layout is decoded, without loss, to the forms of `kernels.interface`. A matrix is quantized where its tensors say
 so (`qweight`, `weight_packed`, or a `weight_scale` beside it) and plain everywhere else; lists of exceptions in the
@@ -35,7 +35,7 @@ class Shape:
 
 
 class Axis(NamedTuple):
-    """A dimension of a stored tensor, and what is read of it."""
+    """A dimension of a stored tensor, and the part that is read."""
 
     size: int
     span: range
@@ -149,7 +149,7 @@ class QuantizedSource:
         )
 
     def _input_order(self, name: str, columns: int, group: int) -> Tensor | None:
-        """From the group of each input. None where neighbours are together, as they are without act-order."""
+        """Return the order of inputs by their groups; None when neighbours are together, as without act-order."""
         if name not in self._names:
             return None
         groups = self._files.tensor(name, (columns,)).long()
@@ -173,7 +173,7 @@ class QuantizedSource:
 
 
 def _window(part: Part, shape: Shape, row_unit: int, column_unit: int) -> Part:
-    """The smallest one that holds `part` and divides no word and no group."""
+    """Return the smallest range that holds `part` and divides no word and no group."""
     return Part(_widened(part.rows, shape.rows, row_unit), _widened(part.columns, shape.columns, column_unit))
 
 
@@ -182,12 +182,12 @@ def _widened(span: range, size: int, unit: int) -> range:
 
 
 def _axis(span: range, size: int, unit: int = 1) -> Axis:
-    """Of a tensor that stores `unit` neighbours as one."""
+    """Return the axis of a tensor that stores `unit` neighbours as one."""
     return Axis(_ceil(size, unit), range(span.start // unit, _ceil(span.stop, unit)))
 
 
 def _taken(weight: WeightData, window: Part, part: Part) -> WeightData:
-    """`part` of the whole matrix, out of its `window`."""
+    """Cut `part` of the whole matrix out of its `window`."""
     rows = range(part.rows.start - window.rows.start, part.rows.stop - window.rows.start)
     columns = range(part.columns.start - window.columns.start, part.columns.stop - window.columns.start)
     return take_part(weight, Part(rows, columns))
@@ -198,7 +198,7 @@ def _within(table: Tensor, rows: range, columns: range) -> Tensor:
 
 
 def _float8(name: str, values: Tensor, scales: Tensor, shape: Shape, kind: Scaled, part: Part) -> WeightData:
-    """`values` are those of the part, `scales` those of the whole matrix."""
+    """Build a float8 weight from the `values` of the part and the `scales` of the whole matrix."""
     if kind.block is None or scales.numel() in (1, shape.rows):
         return Float8Weight(values, _row_scales(scales, shape, name)[part.rows.start : part.rows.stop])
     height, width = kind.block
@@ -222,7 +222,7 @@ def grouped_weight(
     bits: Literal[4, 8],
     order: Tensor | None = None,
 ) -> WeightData:
-    """(codes - points) * scales, of unsigned codes [out, in] and zero points [out, in / group]."""
+    """Build the weight (codes - points) * scales from unsigned codes [out, in] and zero points [out, in / group]."""
     middle = 0
     if bits == 8:
         middle = 128
@@ -244,7 +244,7 @@ def grouped_weight(
 
 
 def _fitting(weight: GroupQuantWeight) -> WeightData:
-    """In groups that every backend takes: 16 or a multiple of 32, and otherwise unpacked."""
+    """Return the weight in groups that every backend takes, 16 or a multiple of 32; otherwise unpacked."""
     if weight.group == _SMALLEST_GROUP or weight.group % (2 * _SMALLEST_GROUP) == 0:
         return weight
     if weight.group % _SMALLEST_GROUP == 0:
@@ -253,7 +253,7 @@ def _fitting(weight: GroupQuantWeight) -> WeightData:
 
 
 def _row_scales(scales: Tensor, shape: Shape, name: str) -> Tensor:
-    """One for each row, from one for each row or one for all."""
+    """Return one scale for each row, from one for each row or one for all."""
     flat = scales.flatten()
     if flat.numel() == 1:
         return flat.expand(shape.rows).contiguous()

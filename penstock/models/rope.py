@@ -1,4 +1,4 @@
-"""Tables of rotary angles. Knows positions and frequencies, not heads or layers."""
+"""Computes tables of rotary angles. Knows positions and frequencies, not heads or layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.models.config import RopeConfig, RopeScaling
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int, divisors: Tensor | None = None) -> Tensor:
-    """float32 [positions, D]: cosines, then sines.
+    """Return float32 [positions, D]: cosines, then sines.
 
     `divisors` [D / 2] are scaling worked out beforehand, as GGUF stores it; they replace `rope.scaling`.
     """
-    # Angles of late positions need more digits than float32 has before the cosine is taken.
+    # Angles of late positions need more digits than float32 has.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     frequencies = rope.theta**-exponents
     amplitude = 1.0
@@ -36,7 +36,7 @@ def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[Te
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are slowed down by the factor, short ones kept, those between blended."""
+    """Scale frequencies by Llama 3's rule: long waves by the factor, short waves not at all, the others blended."""
     assert scaling.original_max_positions is not None
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     span = scaling.high_frequency_factor - scaling.low_frequency_factor
@@ -45,7 +45,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Like llama3, but the blend is linear in the dimension, and attention is sharpened to make up for length."""
+    """Scale frequencies by Yarn's rule: a blend that is linear in the dimension, and sharper attention."""
     assert scaling.original_max_positions is not None
     half = len(frequencies)
     low = _dimension_of(scaling.beta_fast, half, theta, scaling.original_max_positions)
@@ -62,5 +62,5 @@ def _yarn(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[Tens
 
 
 def _dimension_of(turns: float, half: int, theta: float, max_positions: int) -> float:
-    """The (fractional) pair that makes `turns` full turns over `max_positions`."""
+    """Return the (fractional) pair that makes `turns` full turns over `max_positions`."""
     return half * math.log(max_positions / (turns * 2 * math.pi)) / math.log(theta)

@@ -1,4 +1,5 @@
-"""Weights from a Hugging Face folder: one `model.safetensors`, or shards with an index. Knows no architecture."""
+"""Reads weights from a Hugging Face folder: one `model.safetensors`, or shards with an index. Knows no
+architecture."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _READABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class SafetensorsSource:
-    """Tensors stay on disk until asked for; a file is opened, and mapped, when its first tensor is."""
+    """Reads tensors from disk when asked for. A file is opened, and mapped, with its first tensor."""
 
     def __init__(self, folder: Path) -> None:
         self._open_files: dict[Path, Any] = {}
@@ -47,7 +48,7 @@ class SafetensorsSource:
     def tensor(
         self, name: str, shape: tuple[int, ...] | None = None, spans: tuple[range, ...] | None = None
     ) -> Tensor:
-        """As it is stored, of whatever type. With `spans`, one for each dimension, no more than those are read."""
+        """Return a tensor as stored, of any type. With `spans`, one for each dimension, only those are read."""
         if name not in self._stored:
             raise ModelLoadError(f"The model in {self._folder} has no tensor {name}.")
         file, stored_name = self._stored[name]
@@ -75,7 +76,7 @@ class SafetensorsSource:
         return tensor
 
     def _locate(self, folder: Path) -> Mapping[str, Path]:
-        """Which file each tensor is in."""
+        """Return the file of each tensor."""
         index = folder / _INDEX
         if index.exists():
             files = _read_index(index)

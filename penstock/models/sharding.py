@@ -25,7 +25,7 @@ class HeadPart:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's place. The default is the whole model."""
+    """The place of one rank. The default is the whole model."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -48,14 +48,14 @@ class Shard:
         return balanced(vocab_size, self.tensor_size)[self.tensor_rank]
 
     def experts(self, count: int) -> range:
-        """The experts that this rank holds, whole or sliced."""
+        """Return the experts that this rank holds, whole or sliced."""
         return balanced(count, self.tensor_size)[self.tensor_rank] if self.places_experts else range(count)
 
     def expert_inner(self, intermediate_size: int) -> range:
         return range(intermediate_size) if self.places_experts else self.inner(intermediate_size)
 
     def inner(self, intermediate_size: int) -> range:
-        """Of the wide side of an MLP, cut where no group of a quantized weight is."""
+        """Return this rank's range of the wide side of an MLP, cut between groups of quantized weights."""
         size = self.tensor_size
         even = (group for group in _GROUPS if intermediate_size % (group * size) == 0)
         uneven = (
@@ -67,8 +67,8 @@ class Shard:
         return scaled(balanced(intermediate_size // group, size)[self.tensor_rank], group)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> HeadPart:
-        """Key-value heads are shared out with the query heads that read them. Where there are fewer than ranks, some
-        ranks hold the same one, and share its query heads."""
+        """Return this rank's heads. Key-value heads go with the query heads that read them. With fewer key-value
+        heads than ranks, some ranks hold the same one, and share its query heads."""
         per_kv_head = num_heads // num_kv_heads
         if num_kv_heads >= self.tensor_size:
             keys = balanced(num_kv_heads, self.tensor_size)[self.tensor_rank]
@@ -81,7 +81,7 @@ class Shard:
         return HeadPart(range(first + queries.start, first + queries.stop), range(kv_head, kv_head + 1))
 
     def check(self, config: ArchitectureConfig) -> None:
-        """Raises ConfigError when a rank of such a replica would hold nothing of some part of the model."""
+        """Raise ConfigError when a rank of such a replica would hold nothing of some part of the model."""
         per_kv_head = config.num_heads // config.num_kv_heads
         sharers = -(-self.tensor_size // config.num_kv_heads)
         if sharers > per_kv_head:
@@ -113,7 +113,7 @@ WHOLE = Shard()
 
 
 def balanced(total: int, parts: int) -> tuple[range, ...]:
-    """`total` neighbours in so many ranges, of which the first are longer by one where they do not come out even."""
+    """Split `total` neighbours into so many ranges; the first ranges are longer by one if the split is uneven."""
     size, longer = divmod(total, parts)
     starts = [index * size + min(index, longer) for index in range(parts + 1)]
     return tuple(range(starts[index], starts[index + 1]) for index in range(parts))

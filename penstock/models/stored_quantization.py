@@ -1,7 +1,7 @@
 """Reads from settings which kind of quantized weights a Hugging Face checkpoint holds. Imports no torch.
 
-Kinds that cannot be read are refused here, by name, before anything is loaded. How the tensors of each kind are laid
-out is in `quantized_source.py`.
+Kinds that cannot be read are refused here, by name, before anything is loaded. `quantized_source.py` knows the layout
+of each kind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields
 
 _HINT = "Use the unquantized checkpoint with --quantization int8, int4 or fp8, or a GGUF file."
-# Known by name, so that the refusal can say what they are.
+# Known by name, for the sentence of the refusal.
 _REFUSED = {
     "bitsandbytes": "bitsandbytes",
     "bitnet": "BitNet",
@@ -64,7 +64,7 @@ StoredQuantization = AWQ | GPTQ | Scaled | Compressed
 
 
 def stored_quantization(fields: Fields) -> StoredQuantization | None:
-    """What `quantization_config` of config.json describes; None where weights are plain."""
+    """Return the quantization that config.json describes; None for plain weights."""
     settings = fields.raw("quantization_config")
     if settings is None and isinstance(fields.raw("text_config"), dict):
         settings = fields.raw("text_config").get("quantization_config")

@@ -1,6 +1,6 @@
-"""The files that turn text into tokens and back, and how they are read from a Hugging Face folder.
+"""Reads the files that turn text into tokens and back from a Hugging Face folder.
 
-Imports no torch. Does not encode any text of users: the result travels to the gateway, which does.
+Imports no torch. Encodes no text of users: the files travel to the gateway, which does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenizerFiles:
 
 
 def tokenizer_from_folder(folder: Path) -> TokenizerFiles | None:
-    """None when the folder has no tokenizer at all."""
+    """Read the tokenizer of a folder; None when the folder has no tokenizer at all."""
     path = folder / "tokenizer.json"
     if not path.exists():
         others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).exists()]
@@ -64,7 +64,8 @@ def tokenizer_from_folder(folder: Path) -> TokenizerFiles | None:
 
 
 def numbered_tokenizer_json(vocab_size: int) -> bytes:
-    """A `tokenizers` file in which token i is the word i: enough to see and to count what random weights say."""
+    """Return a `tokenizers` file in which token i is the word i, for models without a tokenizer, such as random
+    weights."""
     vocabulary = {str(token_id): token_id for token_id in range(vocab_size)}
     return json.dumps(
         {
@@ -77,7 +78,7 @@ def numbered_tokenizer_json(vocab_size: int) -> bytes:
 
 
 def distinct(token_ids: Iterable[int | None]) -> tuple[int, ...]:
-    """Each id once, in order of first appearance."""
+    """Return each id once, in order of first appearance."""
     return tuple(dict.fromkeys(token_id for token_id in token_ids if token_id is not None))
 
 
@@ -94,7 +95,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """A file of its own wins over the entry in tokenizer_config.json."""
+    """Return the chat template. Its own file wins over the entry in tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")
@@ -124,7 +125,8 @@ def _adds_bos(tokenizer: Tokenizer, settings: Mapping[str, Any], bos_token_id: i
 def _eos_token_ids(
     folder: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str], config: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """All that any file calls an end: chat models often list the end of a turn in one and of a text in another."""
+    """Return the end tokens of all files: chat models often list the end of a turn in one and of a text in
+    another."""
     generation = _read_json(folder / "generation_config.json")
     text_config = config.get("text_config")
     listed = [
@@ -140,7 +142,7 @@ def _eos_token_ids(
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """An empty mapping when there is no such file."""
+    """Read a JSON file; an empty mapping when there is no such file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Where weights come from, how a model loads them, and how rows and columns of a stored matrix are cut out. Knows no
-file formats and no architectures.
+"""Defines sources of weights, loads them for a model, and cuts rows and columns out of stored matrices. Knows no file
+formats and no architectures.
 
 Names are those of Hugging Face checkpoints of text models (`model.layers.0.self_attn.q_proj.weight`); a source
 that stores others translates.
@@ -34,7 +34,7 @@ _GROUP_UNIT = 32  # groups of so many inputs, or of a multiple, are what every b
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is taken of a matrix. Both ranges have step 1."""
+    """The part that is taken of a matrix. Both ranges have step 1."""
 
     rows: range
     columns: range
@@ -59,8 +59,8 @@ def take_rows(weight: WeightData, rows: range) -> WeightData:
 
 
 def take_columns(weight: WeightData, columns: range) -> WeightData:
-    """Without new rounding: a matrix whose scales the cut would divide, or whose inputs are in another order, becomes
-    dense."""
+    """Take columns without new rounding: a matrix whose scales the cut would divide, or whose inputs are in another
+    order, becomes dense."""
     if len(columns) == weight.shape[1]:
         return weight
     taken = slice(columns.start, columns.stop)
