@@ -1,6 +1,4 @@
-"""Releases as data: the revisions of a model, and the stored record of a release, which survives a restart of the
-server.
-"""
+"""The revisions of a model, and the stored record of a release, which survives a restart of the server."""
 
 from __future__ import annotations
 

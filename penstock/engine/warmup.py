@@ -73,8 +73,8 @@ class _Compilers(ThreadPoolExecutor):
 
 def _load(compile_kernel: Callable[[], Any]) -> Any:
     kernel = compile_kernel()
-    # Asking for what runs it builds that, a small C library, and brings the kernel to the device. Otherwise the first
-    # launch would.
+    # Asking for the kernel's launcher builds it, a small C library, and loads the kernel. Otherwise the first launch
+    # would.
     _ = kernel.run
     return kernel
 

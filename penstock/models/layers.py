@@ -103,13 +103,13 @@ class RopeTables:
 
 
 class Decoder(ABC):
-    """What every decoder holds: embedding, layers, final norm and head; or a rank's part of them.
+    """A decoder: embedding, layers, final norm and head; or a rank's part of them.
 
     The part is `WeightLoader.shard`. Layers hold a rank's heads and its slice of the MLP, `num_layers` and
-    `num_kv_heads` count what is here, and the loader's `Ops` are to add up what ranks computed.
+    `num_kv_heads` count the rank's part, and the loader's `Ops` add up the results of ranks.
 
-    An architecture is a subclass. It says under which names checkpoints ask for it, how it reads their settings,
-    and how a layer is loaded and run.
+    An architecture is a subclass, with its names in checkpoints, the reading of settings, and the loading and running
+    of a layer.
     """
 
     name: ClassVar[str]

@@ -102,7 +102,7 @@ class StoredChats:
         self, principal: Principal, body: bytes, messages: list[Message], metadata: dict[str, str]
     ) -> None:
         now = time.time()
-        shown = msgspec.json.decode(body, type=_Shown)
+        shown = _decode_shown(body)
         kept = StoredObject(
             id=shown.id,
             workspace_id=principal.workspace_id,
@@ -120,6 +120,9 @@ class StoredChats:
 class _Shown(msgspec.Struct):
     id: str
     model: str
+
+
+_decode_shown = msgspec.json.Decoder(_Shown).decode
 
 
 class StoredChatEndpoints:
