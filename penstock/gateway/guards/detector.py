@@ -1,5 +1,5 @@
-"""Guards and the patterns that they search for. A guard finds things in text; the rule around it says what to do
-then.
+"""This module holds guards and the patterns that they search for. A guard finds things in text; the rule of the guard
+says what follows.
 
 A `Detector` is a pattern that RE2 runs, and a check of each match. It has no state: `scanner.Scanner` drives it over
 text that may still be growing. Text may be passed on as soon as no match can begin in it any more, so `shape_of`
@@ -40,8 +40,9 @@ _REPEATS = (tokens.MAX_REPEAT, tokens.MIN_REPEAT, tokens.POSSESSIVE_REPEAT)
 
 @dataclass(frozen=True, slots=True)
 class PatternShape:
-    """`opening` matches whatever a match may begin with, or as much of it as the text still holds; `every` is what it
-    may contain. They may allow more than the pattern does, never less."""
+    """A rough form of a pattern. `opening` matches the beginning of every match, or as much of the beginning as the
+    text still holds; `every` matches each character that a match may contain. Both may allow more than the pattern,
+    never less."""
 
     max_chars: int | None  # None: a match has no longest length
     opening: re.Pattern[str]
@@ -193,7 +194,7 @@ def _in_set(character: str) -> str:
 
 
 def _folds_case_inside(items: Sequence[Any]) -> bool:
-    """Whether a group switches on (?i:…) for itself."""
+    """Whether any group ignores case on its own account, as (?i:…) does."""
     for operation, argument in items:
         if operation is tokens.SUBPATTERN and argument[1] & re.IGNORECASE:
             return True
@@ -254,7 +255,7 @@ class Detector:
             )
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
-        """The leftmost real thing at or after `start`."""
+        """The leftmost match at or after `start` that passes the check."""
         while True:
             match = self.compiled.search(text, start)
             if match is None:
@@ -269,7 +270,7 @@ class Detector:
 
 
 class GuardFailed(Exception):
-    """A guard could not tell: it broke, took too long, or got an answer that it cannot read."""
+    """A guard could not decide: the guard broke, took too long, or got an answer that it cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +319,7 @@ class Guard(Protocol):
 
 
 class PatternGuard:
-    """A guard that is nothing but detectors."""
+    """A guard that consists of detectors only, and reviews nothing as a whole."""
 
     reviews = False
 

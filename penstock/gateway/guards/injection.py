@@ -1,7 +1,8 @@
-"""Signs that a text tries to give orders to the model that reads it. Heuristics: scored, and each explains itself.
+"""Heuristics find signs that a text gives orders to the model that reads it. Each sign has a weight and a reason.
 
-A score is the chance that at least one sign is real, if each were right as often as its weight says. No list of signs
-is complete; this raises the price of an attack, and does not replace a model that is told what to distrust.
+A score is the probability that at least one sign is real, if each sign is right as often as its weight says. No list
+of signs is complete: the score raises the price of an attack, and does not replace a model that is told what to
+distrust.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class InjectionGuard:
 
     async def review(self, subject: Subject, asker: Asker) -> Review | None:
         text = subject.untrusted
-        # RE2 is quick, but a megabyte is a megabyte, and the event loop has other requests.
+        # A long text is searched in a thread, because the event loop has other requests.
         signs = found_signs(text) if len(text) < INLINE_CHARS else await asyncio.to_thread(found_signs, text)
         score = injection_score(signs)
         if score < self._threshold:

@@ -81,12 +81,12 @@ def _message_passages(message: ChatMessage) -> Iterator[Passage]:
 
 
 def _odd_role(message: ChatMessage) -> str | None:
-    """A role that is a client's own invention; the usual ones need no look."""
+    """The role of a message if a client invented the role; None for usual roles, which need no check."""
     return None if message.role in USUAL_ROLES else message.role
 
 
 def replaced(prompt: Prompt, passages: Iterator[tuple[str, ...]]) -> Prompt:
-    """`prompt` with the pieces of every passage exchanged."""
+    """Return `prompt` with the pieces of every passage replaced by those of `passages`."""
     if isinstance(prompt, TextPrompt):
         return TextPrompt(*next(passages))
     if isinstance(prompt, ChatPrompt):
@@ -208,15 +208,16 @@ def subject_of(prompts: Sequence[Sequence[Passage]]) -> Subject:
 
 
 def _readings_of(passage: Passage) -> list[str]:
-    """Parts with the line breaks between them, and without, because a model may read over them."""
+    """The text of a passage with line breaks between its parts, and without, because a model may ignore line
+    breaks."""
     return [passage.text] if len(passage.pieces) == 1 else [passage.text, "".join(passage.pieces)]
 
 
 RETRY_AFTER_S = 5.0
-# Up to here a scan is quicker than handing it to a thread; beyond, the event loop must not wait for it.
+# A longer text is scanned in a thread, so that the event loop does not wait; a shorter one is scanned sooner without.
 INLINE_CHARS = 8192
 
-# Token prompts are text to a guard, and this is how it reads them.
+# A function that decodes a token prompt, because guards read text.
 Decode: TypeAlias = Callable[[Sequence[int]], Awaitable[str]]
 RunLater: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -278,7 +279,7 @@ async def check_input(
 async def watch(
     case: Case, rules: Sequence[PolicyRule], subjects: Sequence[Subject], direction: Direction
 ) -> None:
-    """Reviews that only report."""
+    """Run reviews that only report what they find."""
     for subject in subjects:
         for rule in rules:
             with contextlib.suppress(SafetyCheckFailed):
@@ -291,7 +292,7 @@ async def reviewed(case: Case, rule: PolicyRule, subject: Subject, direction: Di
         review = await rule.guard.review(subject, case)
     except GuardFailed as error:
         case.failed(rule, direction, str(error))
-    except Exception as error:  # whatever a guard does, the policy says what follows
+    except Exception as error:  # the policy decides what follows from any error of a guard
         case.failed(rule, direction, f"{type(error).__name__}: {error}")
     else:
         if review is not None:
@@ -356,7 +357,8 @@ def _scan(case: Case, passage: Passage, check_time: Callable[[], None]) -> _Scan
 def _spans_of_parts(
     case: Case, passage: Passage, found: Sequence[Span], check_time: Callable[[], None]
 ) -> tuple[Span, ...]:
-    """What was found in a message of several parts, and what is only found once the line breaks between them go."""
+    """What was found in a message of several parts with line breaks between them, and what is found only without line
+    breaks."""
     scanner = case.policy.input.scanner()
     scan_whole("".join(passage.pieces), scanner, between_slices=check_time)
     every = [*found, *spans_across_edges(passage.pieces, scanner.spans)]

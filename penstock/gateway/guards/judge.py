@@ -104,8 +104,8 @@ class JudgeGuard:
 
 
 def parse_verdict(answer: str) -> Verdict:
-    """The first verdict in an answer, which may have words or a code fence around it. An unclear one is no verdict:
-    a judge that was talked out of its form must not pass for one that allowed."""
+    """The first verdict in an answer, which may have words or a code fence around it. An unclear answer raises
+    GuardFailed: a judge that was talked out of its form must not count as a judge that allowed the text."""
     for candidate in re.findall(r"\{[^{}]*\}", answer):
         try:
             verdict = _decode_verdict(candidate)

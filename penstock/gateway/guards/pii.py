@@ -1,7 +1,7 @@
-"""Personal data in text: patterns that find candidates, and checksums that tell real ones from look-alikes.
+"""Patterns find candidates for personal data in text, and checksums tell real data from look-alikes.
 
-Written for redaction: where a form is ambiguous, it takes the reading that hides more, but a number whose checksum is
-wrong is left alone.
+The patterns are made for redaction: an ambiguous form is read in the way that hides more, but a number with a wrong
+checksum is left alone.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ KINDS = tuple(_DETECTORS)
 
 
 def pii_detectors(kinds: Iterable[str], national_ids: Mapping[str, str]) -> tuple[Detector, ...]:
-    """`national_ids` are patterns by name, for numbers that no built-in kind knows."""
+    """Return the detectors of these kinds. `national_ids` are more patterns by name."""
     built_in = [
         Detector(kind.upper(), pattern, check=check) for kind in kinds for pattern, check in _DETECTORS[kind]
     ]

@@ -189,7 +189,7 @@ class GuardedAnswer(WrappedAnswer):
         return shown
 
     async def _first_sign(self) -> list[Delta]:
-        """Says that answers have begun, and no more, so that their reader does not give up."""
+        """Return empty deltas, so that the reader knows that answers have begun and does not give up."""
         self._has_begun = True
         deltas = await anext(self._answer)
         self._push(deltas)
@@ -236,7 +236,7 @@ class GuardPolicies:
         self.metrics = GuardMetrics()
 
     def apply(self, settings: GuardSettings) -> None:
-        """Raises ConfigError, and changes nothing, when they cannot be used."""
+        """Use new settings from now on. Raises ConfigError, and changes nothing, when the settings cannot be used."""
         check_guard_settings(settings)
         policies = {
             name: compile_policy(name, policy, self._ask) for name, policy in settings.policies.items()

@@ -49,7 +49,7 @@ class PolicyRule:
 
     @property
     def decides(self) -> bool:
-        """Whether what it finds changes anything, so that someone must wait for it."""
+        """Whether a finding changes the request or the answer, so that the request must wait for the review."""
         return self.action not in (Action.ALLOW, Action.FLAG)
 
 
@@ -153,8 +153,8 @@ def _guard(rule: Rule, name: str, ask: Ask) -> Guard:
 
 
 class _Terms:
-    """Tells whether a term really stands at a place. RE2 finds places fast, but of several terms that begin there it
-    prefers one, which need not be the one that ends with a word."""
+    """Checks whether a term stands at a place as a whole word. RE2 finds places fast, but prefers one of several
+    terms that begin there, and that term need not end with a word."""
 
     def __init__(self, terms: Iterable[str], *, ignore_case: bool, whole_words: bool) -> None:
         self._ignore_case = ignore_case
@@ -175,7 +175,7 @@ class _Terms:
         return text.lower() if self._ignore_case else text
 
     def _stands_alone(self, text: str, start: int, end: int) -> bool:
-        """A word ends where letters and digits do, in every script; RE2's own idea of a word is ASCII."""
+        """A word ends where letters and digits end, in every script. RE2 knows ASCII words only."""
         begins = start == 0 or not (text[start - 1].isalnum() and text[start].isalnum())
         ends = end >= len(text) or not (text[end].isalnum() and text[end - 1].isalnum())
         return begins and ends
@@ -200,7 +200,7 @@ MAX_QUOTED_CHARS = 200
 
 
 class GuardMetrics(Collector):
-    """Written as things happen, read by a scrape."""
+    """Counters of checks, findings and failures."""
 
     def __init__(self) -> None:
         self.findings: Counter[tuple[str, str, str, str]] = Counter()  # policy, rule, direction, action

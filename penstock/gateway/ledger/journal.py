@@ -1,5 +1,5 @@
-"""The write-ahead files of the usage ledger: appended to by one process, read back by its flusher or, after a crash,
-by whoever comes next.
+"""The write-ahead files of the usage ledger: one process appends to them; its flusher reads them back or, after a
+crash, another process does.
 
 Each process has a folder of numbered segments, and holds a lock in it for as long as it lives. A line is a checksum
 and one JSON entry, written by a single `write` to a file opened for appending: the kernel has it when the call
@@ -47,7 +47,7 @@ def encode_line(entry: JournalEntry) -> bytes:
 
 
 def decode_line(line: bytes) -> JournalEntry | None:
-    """None for a line that was torn or damaged."""
+    """Decode a line of the journal; None for a line that was torn or damaged."""
     checksum, _, payload = line.rstrip(b"\n").partition(b" ")
     try:
         if int(checksum, 16) != zlib.crc32(payload):
@@ -88,7 +88,7 @@ class Journal:
         return self._sizes[self._number] >= self._segment_bytes
 
     def append(self, line: bytes) -> None:
-        """Raises OSError, and the line is then not in the journal."""
+        """Write a line. Raises OSError if the line is not in the journal."""
         if self.num_bytes >= self._max_bytes:
             raise JournalFull(f"the usage journal is over its limit of {self._max_bytes} bytes")
         if self._ends_torn:
@@ -109,7 +109,7 @@ class Journal:
             if head:
                 self.append(head)
         except OSError:
-            # Half a head is no harm: its lines are in the old segment too, which is not deleted before the new one.
+            # The lines of an incomplete head are in the old segment too, which is deleted later than the new one.
             os.close(self._file)
             (self.folder / _segment_name(self._number)).unlink(missing_ok=True)
             self.num_bytes -= self._sizes.pop(self._number)
@@ -173,7 +173,7 @@ class OrphanedJournal:
         self.num_damaged_lines = 0
 
     def entries(self) -> Iterator[JournalEntry]:
-        """In the order they were written. A last line without an end was being written when the process died."""
+        """Every entry in the order of writing. A last line without an end was being written when the process died."""
         self.num_damaged_lines = 0
         for segment in sorted(self.folder.glob(f"*{_SUFFIX}")):
             with segment.open("rb") as file:
@@ -191,7 +191,7 @@ class OrphanedJournal:
 
 
 def claim_orphans(root: Path) -> list[OrphanedJournal]:
-    """Every journal whose process has died. Release each of them."""
+    """Claim every journal whose process has died. The caller must release each of them."""
     if not root.is_dir():
         return []
     orphans = []
@@ -211,7 +211,7 @@ def claim_orphans(root: Path) -> list[OrphanedJournal]:
 
 
 def _make_folder(root: Path) -> tuple[Path, int]:
-    """A folder of our own, locked before anybody can take it for an orphan."""
+    """Make a folder for this process, and lock the folder before another process can take it for an orphan."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     name = f"{time.time_ns() // 1_000_000:014d}-{os.getpid()}-{secrets.token_hex(4)}"
     with _claiming(root):
@@ -224,7 +224,7 @@ def _make_folder(root: Path) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def _claiming(root: Path) -> Iterator[None]:
-    """Journals are made and claimed by one process at a time; never held for longer than that takes."""
+    """Hold the lock under which one process at a time makes or claims journals."""
     lock = os.open(root / _CLAIM_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

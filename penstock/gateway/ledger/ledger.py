@@ -90,7 +90,7 @@ class UsageLedger:
         self._tasks: list[asyncio.Task[None]] = []
 
     def set_prices(self, prices: PriceTable) -> None:
-        """For requests that settle from now on."""
+        """Use new prices for requests that settle from now on."""
         self.spending.prices = prices
 
     def begin(self, claim: Claim) -> None:
@@ -144,7 +144,8 @@ class UsageLedger:
             logger.error("%d usage rows were lost: neither disk nor database took them", len(self._unwritten))
 
     async def totals(self, query: UsageQuery) -> list[UsageTotal]:
-        """Includes every request that this process has settled, as long as the database takes rows."""
+        """Add up usage. The totals include every request that this process has settled, as long as the database takes
+        rows."""
         await self._flush_quietly()
         return await self._database.run(lambda connection: usage_totals(connection, query), reads_only=True)
 
@@ -229,7 +230,7 @@ class UsageLedger:
         return True
 
     def _rotate(self) -> None:
-        # A segment that stays too long is no reason to fail a request.
+        # A segment that grows too long must not fail a request.
         with contextlib.suppress(OSError):
             self._journal.rotate(line for _, line in self._open.values())
 
@@ -251,7 +252,7 @@ class UsageLedger:
                 logger.warning("usage reaches the database again")
 
     async def _recover_quietly(self) -> None:
-        # A database that is away is the flush's to report.
+        # The flush reports a database that is away.
         with contextlib.suppress(PenstockError, OSError):
             await self.recover()
 
@@ -270,7 +271,8 @@ class UsageLedger:
 
 
 def recovered_rows(entries: Iterator[JournalEntry]) -> Iterator[UsageRow]:
-    """What a dead process's journal says: a row for each settled request, and one for each that only began."""
+    """The rows of a dead process's journal: a row for each settled request, and a row for each request that only
+    began."""
     begun: dict[str, BegunRequest] = {}
     for entry in entries:
         if isinstance(entry, BegunRequest):
@@ -282,13 +284,13 @@ def recovered_rows(entries: Iterator[JournalEntry]) -> Iterator[UsageRow]:
 
 
 def _read_rows(journal: Journal, start: Position, end: Position) -> tuple[list[UsageRow], Position]:
-    """Some of what was settled between two positions, and where to go on."""
+    """Some of the rows that were settled between two positions, and the position of the next read."""
     lines, reached = journal.read(start, end)
     return [row for line in lines if isinstance(row := decode_line(line), UsageRow)], reached
 
 
 def _insert_all(connection: Connection, rows: Sequence[UsageRow]) -> tuple[int, list[str]]:
-    """How many rows were new, and the requests whose row the database will never take."""
+    """Insert rows. Returns how many rows were new, and the ids of requests whose row the database will never take."""
     try:
         with connection.begin_nested():
             return insert_rows(connection, rows), []

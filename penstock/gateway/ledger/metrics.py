@@ -36,7 +36,8 @@ class TokensPerHour:
     output: float
 
     def dollars_per_million(self, dollars_per_hour: Decimal) -> float | None:
-        """Both kinds together; None while nothing runs, because an idle hour has no price per token."""
+        """The cost of a million input and output tokens together; None while nothing runs, since an idle hour has no
+        price per token."""
         total = self.input + self.output
         return float(dollars_per_hour) * 1e6 / total if total else None
 
@@ -58,7 +59,7 @@ class TokenMeter:
         minute.output_tokens += output_tokens
 
     def rate(self) -> TokensPerHour:
-        """Until an hour has passed, as if it went on as in the time so far, of which a minute is the least."""
+        """Tokens per hour. In the first hour the rate is estimated from the time so far, at least one minute."""
         now = self._clock()
         first = int(now // 60) - WINDOW_MINUTES + 1
         recent = [minute for minute in self._minutes if minute.number >= first]

@@ -1,4 +1,4 @@
-"""What tokens cost. Money is counted in whole picodollars (1e-12 $), so that sums never drift.
+"""Prices of tokens. Money is counted in whole picodollars (1e-12 $), so that sums never drift.
 
 A price of $ per million tokens is a whole number of picodollars per token down to $0.000001 per million. Knows
 nothing of requests or of where prices are written down.
@@ -121,7 +121,8 @@ class TokenRates(msgspec.Struct, frozen=True, kw_only=True):
     cache_write_1h: int = 0
 
     def cost_of(self, usage: Usage) -> int:
-        """In picodollars. Every prompt token is charged once: written to the cache, read from it, or plain."""
+        """The cost in picodollars. Every prompt token is charged once: written to the cache, read from it, or
+        plain."""
         written = usage.cache_write_5m_tokens + usage.cache_write_1h_tokens
         read = max(usage.cache_read_tokens, min(usage.cached_tokens, usage.prompt_tokens - written))
         plain = max(0, usage.prompt_tokens - written - read)
@@ -153,7 +154,7 @@ class PriceTable:
         self._default = _rates_by_tier(settings.default) if settings.default else dict.fromkeys(Tier, FREE)
 
     def dollars_per_hour(self, model: str) -> Dollars | None:
-        """What the accelerators under a model cost; None where its prices do not follow from that."""
+        """The cost of the accelerators of a model; None if its prices do not follow from accelerators."""
         return self._dollars_per_hour.get(model)
 
     def rates(self, model: str, tier: Tier) -> TokenRates:
@@ -175,7 +176,8 @@ def _check_amount(place: str, value: Decimal) -> None:
 
 
 def format_dollars(picodollars: int) -> str:
-    """Exact, without an exponent and without trailing zeros beyond cents: `0.00`, `12.30`, `0.000015`."""
+    """Dollars as exact text, without an exponent and without trailing zeros beyond cents: `0.00`, `12.30`,
+    `0.000015`."""
     sign = "-" if picodollars < 0 else ""
     whole, fraction = divmod(abs(picodollars), PICODOLLARS_PER_DOLLAR)
     decimals = f"{fraction:012d}".rstrip("0").ljust(2, "0")

@@ -1,5 +1,5 @@
-"""Usage as people ask for it and read it: moments in words, groups by name, dollars. Shared by the API and the
-command line."""
+"""Parses questions about usage and writes answers: times in words, groups by name, dollars. The API and the command
+line share it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class UsageEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class UsagePage(msgspec.Struct, frozen=True, kw_only=True):
-    """`next_page` is given back as `page` to go on; None at the end."""
+    """One page of usage. A client sends `next_page` back as `page` for the next page; None at the end."""
 
     object: str = "usage.list"
     start: int
@@ -66,7 +66,7 @@ class UsagePage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage_page(query: UsageQuery, totals: Sequence[UsageTotal]) -> UsagePage:
-    """`totals` were asked for with a limit of one more than `query` has."""
+    """Build a page. `totals` has one entry more than the limit of `query` if there is a next page."""
     shown, has_more = totals[: query.limit], len(totals) > query.limit
     return UsagePage(
         start=int(query.start or 0),
@@ -79,7 +79,7 @@ def usage_page(query: UsageQuery, totals: Sequence[UsageTotal]) -> UsagePage:
 
 
 def parse_groups(text: str) -> tuple[GroupName, ...]:
-    """From names with commas between them; none adds everything up."""
+    """Parse group names with commas between them. No names add everything up."""
     groups: list[GroupName] = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         name = next((name for name in GROUP_NAMES if name == word), None)
@@ -115,7 +115,8 @@ def default_start(now: float) -> float:
 
 
 def parse_page(text: str, groups: Sequence[GroupName]) -> tuple[str | int, ...]:
-    """Where the page before ended. Raises InvalidRequest for anything that `next_page` did not say."""
+    """Parse the position at which the page before ended. Raises InvalidRequest for anything that `next_page` did not
+    say."""
     try:
         values = msgspec.json.decode(base64.urlsafe_b64decode(text), type=tuple[str | int, ...])
         expected = tuple(int if group == "day" else str for group in groups)

@@ -1,4 +1,4 @@
-"""The usage row of one request, and how it is made of a claim and an outcome. Knows neither files nor tables."""
+"""The usage row of one request, which is made of a claim and an outcome. Knows neither files nor tables."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def interrupted_row(begun: BegunRequest) -> UsageRow:
 
 
 def _bounded(name: str) -> str:
-    """A client may call its user anything, and a token its subject; a column may not hold that."""
+    """Shorten a name for its column. Clients choose the names of users, and tokens the names of subjects."""
     return name[:MAX_NAME_CHARS].replace("\0", "")

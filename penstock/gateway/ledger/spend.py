@@ -91,13 +91,13 @@ class LedgerSpendTracker:
             self._unsorted[place] = self._unsorted.get(place, 0) + row.cost_picodollars
 
     def begin_flush(self) -> None:
-        """Everything settled so far is about to be written. A flush that failed is flushed again with this one."""
+        """Note that everything settled so far is about to be written, with what an earlier flush failed to write."""
         self._sort()
         self._flushing.add_all(self._fresh)
         self._fresh = _Layer()
 
     def end_flush(self, stored: StoredSpend) -> None:
-        """Everything of `begin_flush` is in the database, and `stored` was read after that."""
+        """Note that everything of `begin_flush` is in the database. `stored` was read after that."""
         self._stored = stored
         self._flushing = _Layer()
 
@@ -152,6 +152,6 @@ def subjects_of(workspace: str, key: str, model: str) -> tuple[Subject, ...]:
 
 
 def first_day_of_month(day: int) -> int:
-    """Both in days since the epoch."""
+    """The first day of the month of `day`, both in days since the epoch."""
     moment = datetime.fromtimestamp(day * SECONDS_PER_DAY, UTC)
     return day - (moment.day - 1)

@@ -82,7 +82,7 @@ def insert_rows(connection: Connection, rows: Sequence[UsageRow]) -> int:
 
 
 def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
-    """`rows` hold one row of each request at most."""
+    """Write rows, of which no two belong to the same request."""
     values = [msgspec.structs.asdict(row) | {"day": row.day} for row in rows]
     statement = insert_into(connection, usage)
     is_known = statement.excluded.status != "interrupted"
@@ -140,7 +140,7 @@ def _add_spend(connection: Connection, rows: Sequence[UsageRow], inserted: froze
 
 
 def usage_totals(connection: Connection, query: UsageQuery) -> list[UsageTotal]:
-    """In the order of the group's values. Without groups, one total of everything."""
+    """Add up usage by group, in the order of the group's values. Without groups, one total of everything."""
     groups = [_GROUP_COLUMNS[name] for name in query.group_by]
     cost = usage.c.cost_picodollars
     sums: list[sa.ColumnElement[Any]] = [
@@ -161,7 +161,7 @@ def usage_totals(connection: Connection, query: UsageQuery) -> list[UsageTotal]:
 
 
 def spent_between(connection: Connection, first_day: int, end_day: int) -> list[SpendRecord]:
-    """From a day on, up to but without another."""
+    """What was spent from `first_day` on and before `end_day`."""
     columns = usage_spend.c
     select = sa.select(
         columns.day, columns.workspace_id, columns.key_id, columns.model, columns.cost_picodollars
@@ -183,7 +183,7 @@ def _conditions(query: UsageQuery) -> list[sa.ColumnElement[bool]]:
         )
         if value is not None
     ]
-    # The day is what the indexes know.
+    # The indexes hold days.
     if query.start is not None:
         conditions += [columns.day >= int(query.start // SECONDS_PER_DAY), columns.started_at >= query.start]
     if query.end is not None:

@@ -34,8 +34,8 @@ def build_limiter(
     spending: SpendTracker | None = None,
     num_processes: int = 1,
 ) -> RunningLimiter:
-    """With Redis every process decides with the others; without it, or while it is gone, each of `num_processes`
-    grants its part of every limit."""
+    """Build the limiter. With Redis, all processes share every limit. Without Redis, or while Redis is away, each of
+    `num_processes` grants an equal part of every limit."""
     settings = settings or LimitSettings()
     local = LocalLimiter(settings, spending=spending, share=1 / num_processes)
     if config.redis_url is None:

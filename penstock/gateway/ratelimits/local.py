@@ -62,7 +62,8 @@ class LocalLease:
 
 
 class LocalLimiter:
-    """`share` is the part of every limit that this process grants: 1/N in each of N processes that serve one port.
+    """A limiter of one process. `share` is the part of every limit that this process grants: 1/N in each of N
+    processes that serve one port.
     Budgets are not divided, because the spend tracker knows what all processes spent."""
 
     def __init__(
@@ -113,7 +114,7 @@ class LocalLimiter:
         return LocalLease(self, claim, meters)
 
     async def reserve(self, claim: Claim, meters: CallerMeters) -> Demand:
-        """The second half of a lease. `meters` hold its first half, so they are not swept meanwhile."""
+        """Take the second half of a lease. `meters` hold the first half, so that they are not swept meanwhile."""
         demand = demand_of(claim, meters.limits, self.spending)
         over_budget: list[Refusal] = []
         if meters.limits.has_budget:

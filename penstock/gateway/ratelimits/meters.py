@@ -28,12 +28,13 @@ from penstock.gateway.ratelimits.settings import (
 from penstock.gateway.ratelimits.spend import NOTHING, Demand
 
 SECONDS_PER_LIMIT = 60.0
-# Forgives rounding: a caller that waited exactly as long as told is admitted.
+# Allows for rounding, so that a caller that waited exactly as long as told is admitted.
 TOLERANCE = 1e-6
 
 
 class TokenBucket:
-    """`share` is the part of the limit that this process grants, when several processes grant parts of it.
+    """One limit per minute. `share` is the part of the limit that this process grants, when several processes grant
+    parts.
 
     A request larger than the share but not than the limit passes when the bucket is full, and leaves a debt."""
 
@@ -65,7 +66,7 @@ class TokenBucket:
         return amount <= self.limit and self.level + TOLERANCE >= self.capacity
 
     def wait_s(self, amount: int, now: float) -> float:
-        """Until `amount` fits: 0 is now, infinity is never."""
+        """The seconds until `amount` fits: 0 for now, infinity for never."""
         if self.fits(amount, now):
             return 0.0
         if amount > self.limit:
@@ -73,19 +74,20 @@ class TokenBucket:
         return (min(amount, self.capacity) - self.level) / self._refill_per_s
 
     def take(self, amount: float, now: float) -> None:
-        """Whether or not there is enough. A negative amount gives back, at most until the bucket is full."""
+        """Take `amount`, even if the bucket holds less. A negative amount gives back, at most until the bucket is
+        full."""
         self.refill(now)
         level = self.level - amount
         self.level = level if level < self.capacity else self.capacity
 
     @property
     def remaining(self) -> int:
-        """Of the whole limit, as far as this process sees, at the last `refill`."""
+        """How much of the whole limit was left at the last `refill`, as far as this process knows."""
         return max(0, int((self.level + TOLERANCE) * self.limit / self.capacity))
 
     @property
     def reset_s(self) -> float:
-        """From the last `refill` until it is full again."""
+        """The seconds from the last `refill` until the bucket is full again."""
         return (self.capacity - self.level) / self._refill_per_s
 
     @property
@@ -93,7 +95,7 @@ class TokenBucket:
         return self.level >= self.capacity
 
     def resize(self, limit: int, now: float) -> None:
-        """Another limit from now on; half full stays half full."""
+        """Use another limit from now on. A bucket that is half full stays half full."""
         self.refill(now)
         fullness = self.level / self.capacity
         self._set_limit(limit)
@@ -136,7 +138,7 @@ class Meter:
         self.max_running = None if most is None else max(1, int(most * share))
 
     def is_whole(self, now: float) -> bool:
-        """Whether a new meter would decide the same."""
+        """Whether a new meter would decide in the same way, so that this meter can be forgotten."""
         if self.num_running:
             return False
         buckets = _present((self.requests, self.input_tokens, self.output_tokens))
@@ -158,7 +160,7 @@ class CallerMeters:
         self._outputs = _present(meter.output_tokens for meter in meters)
 
     def admits(self, now: float) -> bool:
-        """Whether one more request may begin. Nobody in debt for tokens may."""
+        """Whether one more request may begin. A caller in debt for tokens must wait."""
         for bucket in self._requests:
             if not bucket.fits(1, now):
                 return False
@@ -208,7 +210,7 @@ class CallerMeters:
             meter.reserved_microdollars = left
 
     def refusals(self, num_requests: int, demand: Demand, now: float) -> list[Refusal]:
-        """Why the buckets do not allow it."""
+        """The reasons why buckets refuse the demand."""
         found = []
         for meter in self.meters:
             for figure, bucket, amount in (
@@ -227,7 +229,7 @@ class CallerMeters:
             bucket.refill(now)
 
     def rate_limits(self) -> RateLimits:
-        """At the moment of the last decision, or `refill`."""
+        """The limits and what is left of them, as of the last decision or `refill`."""
         return RateLimits(_tightest(self._requests), _tightest(self._inputs), _tightest(self._outputs))
 
 

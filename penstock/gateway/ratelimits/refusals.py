@@ -25,7 +25,7 @@ MAX_SLOT_WAIT_S = 60.0
 
 
 class Figure(enum.StrEnum):
-    """Which of a subject's limits. The value is its name in the settings."""
+    """One kind of limit of a subject. The value is the name of the limit in the settings."""
 
     REQUESTS = "requests_per_minute"
     INPUT_TOKENS = "input_tokens_per_minute"
@@ -45,7 +45,8 @@ _SUBJECTS = {
 
 
 class Refusal(NamedTuple):
-    """The limit that must be waited for longest; infinity where waiting does not help."""
+    """A limit that refuses a request, and the seconds to wait; infinity where waiting does not help. The largest
+    refusal is told."""
 
     wait_s: float
     figure: Figure
@@ -92,7 +93,7 @@ def _number(value: float) -> str:
 
 
 def _dollars(value: float) -> str:
-    """Budgets of less than a cent, as for a trial, are not rounded to nothing."""
+    """A budget in words. A budget of less than a cent is not rounded to nothing."""
     return f"${value:,.2f}" if value >= 0.01 or not value else f"${value:.6f}".rstrip("0")
 
 

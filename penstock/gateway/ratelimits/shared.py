@@ -114,7 +114,8 @@ class RedisLease:
 
     @property
     def name(self) -> str:
-        """Ends with the money that the lease reserves, where the scripts find it."""
+        """The name of the lease in Redis, which ends with the money that the lease reserves; scripts read it
+        there."""
         return self.name_with(self._reserved)
 
     @property
@@ -225,7 +226,7 @@ class RedisLimiter:
         return lease
 
     async def reserve(self, lease: RedisLease, claim: Claim) -> Lease:
-        """The second half of `lease`, whose name in Redis changes with the money that it reserves."""
+        """Take the second half of `lease`, whose name in Redis changes with the money that it reserves."""
         caller = lease.caller
         if not caller.limits.reserves:
             lease.holds(claim, NOTHING)
@@ -271,7 +272,8 @@ class RedisLimiter:
         return _rate_limits(caller, self._decode(answer))
 
     def give_back_input(self, lease: RedisLease, num_tokens: int) -> None:
-        """At most once: should it be lost, the refill makes up for it within a minute."""
+        """Give back input tokens, at most once. If the message is lost, the refill makes up for the tokens within a
+        minute."""
         self._pipe.try_post("give_back", lease.keys, (lease.name, num_tokens))
 
     def release(self, lease: RedisLease, reserved: Demand, used: Demand, *, requests: int = 0) -> None:
@@ -294,14 +296,15 @@ class RedisLimiter:
         return caller
 
     async def _spends(self, limits: CallerLimits) -> list[Spend]:
-        """Of each subject that applies, in order."""
+        """What each subject that applies has spent, in order."""
         return [
             await self.local.spending.spent(subject) if resolved.has_budget else NOTHING_SPENT
             for subject, resolved in limits.applying
         ]
 
     async def _decide(self, lease: RedisLease, demand: Demand, *, num_requests: int) -> _Decision:
-        """One half of a lease: with one request the first, which makes the lease, and with none the second."""
+        """Ask Redis for one half of a lease: the first half for one request, which makes the lease, and the second
+        for none."""
         limits, asks = lease.caller.limits, lease.caller.asks
         if limits.has_budget:
             spends = await self._spends(limits)
@@ -368,7 +371,7 @@ class RedisLimiter:
 
 
 def _amount(figure: Figure, demand: Demand) -> int:
-    """The part of a limit that a request needs. Budgets have no part that could never fit."""
+    """The part of a limit that a request needs. A budget refuses no request for its size alone."""
     tokens = {Figure.INPUT_TOKENS: demand.input_tokens, Figure.OUTPUT_TOKENS: demand.output_tokens}
     return tokens.get(figure, 1 if figure in (Figure.REQUESTS, Figure.CONCURRENCY) else 0)
 

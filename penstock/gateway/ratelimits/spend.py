@@ -1,5 +1,5 @@
-"""What a request reserves and is charged for, and what budgets need of the ledger: how much was spent, and what a
-request would cost. Knows no buckets and no Redis.
+"""This module works out what a request reserves and is charged for, and asks the ledger for what was spent and what a
+request costs. Knows no buckets and no Redis.
 
 The limiter adds what running requests are expected to cost, so that a budget is not overrun by requests that all
 start before the first of them is in the ledger. Knows no prices and no database. Money is in micro-dollars; days and
@@ -52,7 +52,7 @@ class FreeOfCharge:
 
 
 class Budget(NamedTuple):
-    """One budget of a subject as it stands."""
+    """One budget of a subject, with what was spent of it."""
 
     figure: Figure
     limit_dollars: float

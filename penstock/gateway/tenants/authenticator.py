@@ -25,8 +25,9 @@ STATIC_PRINCIPAL = Principal(key_id=STATIC_KEY_ID, scopes=frozenset(Scope), best
 
 
 class Authenticator:
-    """With `is_open`, a caller without a known credential owns the machine. One who shows something that looks like
-    ours but is not good is refused even then: it would otherwise act for the wrong workspace."""
+    """Identifies callers. With `is_open`, a caller owns the machine unless its credential has the form of this
+    server's keys or tokens. Such a credential must be good, because the caller would otherwise act for the wrong
+    workspace."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Authenticator:
         self.metrics = metrics or AuthenticationMetrics()
 
     async def authorize(self, credential: str | None, needed: Scope) -> Principal:
-        """Who the caller is, if it may do what it needs to."""
+        """Return the caller's identity. Raises an error if the caller may not do what the request needs."""
         try:
             principal = await self.identify(credential)
             if not principal.may(needed):
@@ -74,7 +75,8 @@ class Authenticator:
 
 
 class Tenants:
-    """Lives as long as the server. `close` writes what is still to be written; the database stays its owner's."""
+    """Everything about tenants that lives as long as the server. `close` writes what is not yet written, and leaves
+    the database open."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Tenants:
     ) -> None:
         metrics = AuthenticationMetrics()
         self._ring = KeyRing(database, clock=clock, wall_time=wall_time, metrics=metrics)
-        # What is revoked through this gateway is refused by it at once; the others notice within seconds.
+        # This gateway refuses a key at once after revoking it; other gateways notice within seconds.
         self.directory = Directory(database, wall_time, on_change=self._ring.doubt)
         tokens = None
         if oidc is not None:

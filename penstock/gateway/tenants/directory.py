@@ -76,7 +76,7 @@ def write_entry(
     before: msgspec.Struct | None = None,
     after: msgspec.Struct | None = None,
 ) -> AuditEntry:
-    """Of a change, only the fields that differ are kept."""
+    """Write one entry of the audit log. An entry of a change keeps only the fields that differ."""
     old, new = _differences(before, after)
     values: dict[str, Any] = {
         "at": at,
@@ -100,7 +100,7 @@ def announce(entry: AuditEntry) -> None:
 def read_entries(
     connection: Connection, *, limit: int, before_id: int | None, where: tuple[ColumnElement[bool], ...]
 ) -> Page[AuditEntry]:
-    """Newest first."""
+    """Read a page of the audit log, newest entries first."""
     query = select(audit_log).where(*where).order_by(audit_log.c.id.desc()).limit(limit + 1)
     if before_id is not None:
         query = query.where(audit_log.c.id < before_id)
@@ -169,7 +169,7 @@ class Directory:
         return await self._alter(actor, ORGANIZATIONS, organization_id, "update", change)
 
     async def archive_organization(self, actor: Actor, organization_id: str) -> Organization:
-        """Ends all its workspaces and keys at once. Nothing is deleted."""
+        """End all workspaces and keys of an organisation at once. Nothing is deleted."""
         change = {"archived_at": self.wall_time()}
         return await self._alter(
             actor, ORGANIZATIONS, organization_id, "archive", change, _refuse_unless_archivable
@@ -203,7 +203,7 @@ class Directory:
         return await self._alter(actor, WORKSPACES, workspace_id, "update", {"name": checked_name(name)})
 
     async def archive_workspace(self, actor: Actor, workspace_id: str) -> Workspace:
-        """Ends all its keys at once. Nothing is deleted."""
+        """End all keys of a workspace at once. Nothing is deleted."""
         change = {"archived_at": self.wall_time()}
         return await self._alter(
             actor, WORKSPACES, workspace_id, "archive", change, _refuse_unless_archivable
@@ -218,7 +218,7 @@ class Directory:
         return await self._page(KEYS, limit, after, *equals(keys.c.workspace_id, workspace_id))
 
     async def create_key(self, actor: Actor, new_key: NewKey) -> IssuedKey:
-        """The only time that the secret is seen."""
+        """Make a key. The secret is returned here and never again."""
         now = self.wall_time()
         secret = new_secret()
         key = Key(
@@ -332,7 +332,7 @@ def _refuse_archived(record: Organization | Workspace) -> None:
 def _refuse_unless_archivable(record: Organization | Workspace) -> None:
     _refuse_archived(record)
     if record.id == DEFAULT_ID:
-        # Callers without a key of their own, such as --api-key, belong to it.
+        # Callers without a key in the database, such as those with --api-key, belong to the default workspace.
         raise Conflict("The default organisation and workspace cannot be archived.")
 
 

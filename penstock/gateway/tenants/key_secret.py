@@ -1,4 +1,4 @@
-"""The secret part of keys: how one is made, recognised and compared. Knows no database.
+"""Makes, recognises and compares the secrets of keys. Knows no database.
 
 A key reads `sk-ps-` + 10 letters that find its row + 32 letters of secret (190 bits) + 6 letters of checksum, all
 base 62. The checksum turns typing mistakes and random guesses away before anything is looked up. Only the SHA-256 of
@@ -27,7 +27,7 @@ _SHAPE = re.compile(rf"{KEY_START}[0-9A-Za-z]{{{_NUM_FINDING + _NUM_SECRET + _NU
 
 @dataclass(frozen=True, slots=True)
 class NewSecret:
-    """Shown to its owner once; the prefix and the digest are what is kept."""
+    """A new secret, which is shown to its owner once; only the prefix and the digest are stored."""
 
     secret: str = field(repr=False)
     prefix: str
@@ -41,7 +41,7 @@ def new_secret() -> NewSecret:
 
 
 def prefix_of(secret: str) -> str | None:
-    """What finds the key's row, or None when no key looks like this."""
+    """The prefix that finds the key's row; None when no key has this form."""
     if not _SHAPE.fullmatch(secret):
         return None
     if not hmac.compare_digest(_checksum(secret[:-_NUM_CHECKSUM]), secret[-_NUM_CHECKSUM:]):
@@ -54,7 +54,7 @@ def digest_of(secret: str) -> bytes:
 
 
 def is_secret_of(digest: bytes, secret: str) -> bool:
-    """Takes the same time however much of the secret is right."""
+    """Compare a secret with a digest, in a time that does not depend on how much of the secret is right."""
     return hmac.compare_digest(digest, digest_of(secret))
 
 

@@ -52,9 +52,9 @@ class AuthenticationMetrics(Collector):
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0  # while requests come
-TRUST_S = 3.0  # unchecked for longer, and a request waits for the check
+TRUST_S = 3.0  # after this long without a check, a request waits for one
 OUTAGE_GRACE_S = 60.0
-KEEP_S = 300.0  # a look-up is repeated after this long even if nothing said that it changed
+KEEP_S = 300.0  # a look-up is repeated after this long, changed or not
 WRITE_USES_EVERY_S = 60.0
 _NEVER = -math.inf
 
@@ -89,7 +89,8 @@ class KeyRing:
         self._writing: asyncio.Task[None] | None = None
 
     async def identify(self, secret: str) -> Principal:
-        """Who the key speaks for. Raises AuthenticationFailed, with a reason only for those who hold a true key."""
+        """Return the identity that belongs to a key. Raises AuthenticationFailed, and tells the reason only to the
+        holder of a real key."""
         if self._clock.now() - self._confirmed_at_s >= CHECK_EVERY_S:
             await self._notice_changes()
         known = self._keys.peek(secret[:PREFIX_LENGTH]) or await self._look_up(secret)
@@ -112,7 +113,7 @@ class KeyRing:
         return None if known is None or known.is_dead else known
 
     def doubt(self) -> None:
-        """Something changed just now: the next caller waits for a check that begins after this moment."""
+        """Note that something changed just now: the next caller waits for a check that begins after this moment."""
         self._num_doubts += 1
         self._asked_at_s = self._confirmed_at_s = _NEVER
         self._checking = None

@@ -83,7 +83,7 @@ class LookupCache(Generic[T]):
         try:
             return await self._load_once(name)
         except StoreUnavailable:
-            # The owner decides how long an outage may last; until then what was known is better than nothing.
+            # The owner decides how long an outage may last; until then the cached value is used.
             if entry is None or entry.value is None:
                 raise
             return entry.value
@@ -147,7 +147,8 @@ class KnownWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The names are None when there are too many to list, or no way to tell."""
+    """What changed since a change number. Names are None when there are too many to list, or when they are
+    unknown."""
 
     revision: int
     key_prefixes: tuple[str, ...] | None
@@ -191,7 +192,7 @@ def read_workspace(connection: Connection, workspace_id: str) -> Loaded[KnownWor
 
 
 def read_changes(connection: Connection, since: int | None) -> Changes:
-    """What changed after the change number `since`; None stands for someone who remembers nothing yet."""
+    """What changed after the change number `since`; None means that the caller has cached nothing yet."""
     revision = _read_revision(connection)
     if since is None or revision == since:
         return Changes(revision, (), ())
@@ -220,7 +221,8 @@ def read_changes(connection: Connection, since: int | None) -> Changes:
 
 
 def write_uses(connection: Connection, uses: dict[str, float]) -> None:
-    """When keys were last used. Never backwards: another gateway may have seen a later use."""
+    """Write when keys were last used. A later time in the database stays, because another gateway may have seen a
+    later use."""
     statement = (
         update(keys)
         .where(keys.c.id == bindparam("key_id"))

@@ -70,7 +70,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key is asked to be."""
+    """The fields of a key that is to be made."""
 
     name: str
     workspace_id: str = DEFAULT_ID
@@ -82,7 +82,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a key shall change; what is unset stays."""
+    """Changes of a key. A field that is unset stays."""
 
     name: str | msgspec.UnsetType = msgspec.UNSET
     scopes: tuple[Scope, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -103,7 +103,8 @@ class IssuedKey(msgspec.Struct, frozen=True):
 
 
 def could_be_id(text: str) -> bool:
-    """What no id looks like is not looked up: databases do not take every text."""
+    """Whether a text has the form of an id. Other texts are not looked up, because databases do not take every
+    text."""
     return 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable()
 
 
@@ -111,7 +112,7 @@ Row = TypeVar("Row")
 
 
 class Page(msgspec.Struct, Generic[Row], frozen=True):
-    """Part of a list, newest first. Ask for what comes `after` the last id."""
+    """A page of a list, newest first. The next page comes `after` the last id."""
 
     data: tuple[Row, ...]
     has_more: bool
@@ -213,7 +214,7 @@ def next_revision(connection: Connection) -> int:
 
 
 def add(connection: Connection, kind: Kind[Record], record: Record, **unseen: Any) -> None:
-    """`unseen` are columns that no record shows."""
+    """Insert a record. `unseen` are columns that no record shows."""
     values = {**msgspec.to_builtins(record), **unseen, "revision": next_revision(connection)}
     connection.execute(insert(kind.table).values(values))
 
@@ -257,7 +258,7 @@ def page(
 
 
 def equals(column: ColumnElement[str], row_id: str | None) -> tuple[ColumnElement[bool], ...]:
-    """The condition that a column holds this id; None asks for no condition."""
+    """The condition that a column holds this id; no condition for None."""
     if row_id is None:
         return ()
     return (column == row_id,) if could_be_id(row_id) else (false(),)

@@ -224,7 +224,7 @@ class TokenVerifier:
         return claims
 
     def _principal(self, claims: dict[str, Any]) -> Principal:
-        """What the claims say, before the workspace was looked up."""
+        """The identity that the claims state, before the workspace is looked up."""
         config = self._config
         return Principal(
             workspace_id=self._workspace_id(claims),
@@ -252,13 +252,14 @@ class TokenVerifier:
         return scopes or frozenset(self._config.default_scopes)
 
     def _models(self, claims: dict[str, Any]) -> frozenset[str] | None:
-        """A claim that is configured but missing allows no model: silence must not widen what a token may do."""
+        """The models that a token may use. A claim that is configured but missing allows no model."""
         if self._config.models_claim is None:
             return None
         return frozenset(_words(_claim(claims, self._config.models_claim)))
 
     async def _placed(self, principal: Principal) -> Principal:
-        """With the organisation of its workspace, which must be there and not archived."""
+        """Return the principal with the organisation of its workspace. The workspace must exist and not be
+        archived."""
         workspace = await self._ring.workspace(principal.workspace_id)
         if workspace is None:
             raise PermissionDenied("The token names no workspace of this server.")
@@ -271,7 +272,8 @@ class TokenVerifier:
 
 
 def _subject(claims: dict[str, Any]) -> str:
-    """Refused rather than cut or mended: two subjects must never become one."""
+    """Return the subject of a token. A bad subject is refused rather than shortened, because two subjects must never
+    become one."""
     subject = str(claims["sub"])
     if not 0 < len(subject) <= _MAX_SUBJECT_LENGTH or not subject.isprintable():
         raise AuthenticationFailed("The token's subject is too long, or cannot be printed.")
@@ -287,7 +289,7 @@ def _is_meant_for(key: PublicKey, algorithm: str) -> bool:
 
 
 def _claim(claims: dict[str, Any], path: str) -> Any:
-    """The claim itself, or what a dotted path leads to; None where there is nothing."""
+    """The claim of this name, or the value at a dotted path; None if there is none."""
     if path in claims:
         return claims[path]
     value: Any = claims
