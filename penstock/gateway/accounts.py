@@ -104,7 +104,8 @@ class Observer(Protocol):
     """Watches accounts for logs and traces."""
 
     def begin(self, claim: Claim) -> Callable[[Outcome], None]:
-        """An account was opened; what comes back is called once when it is settled. Neither may block or raise."""
+        """Note that an account was opened. The function that comes back is called once, when the account is settled.
+        Neither may block or raise."""
         ...
 
 
@@ -131,7 +132,8 @@ class Account:
         return self._lease.rate_limits
 
     def note_cached(self, num_tokens: int) -> None:
-        """A prompt was found in the cache, so far. What it does not use of its limits is free for others at once."""
+        """Note that a part of the prompt came from the cache. The input tokens of that part are free for others at
+        once."""
         if num_tokens and not self._is_settled:
             self._lease.give_back_cached(num_tokens)
 
@@ -198,7 +200,7 @@ class Admission:
         return account
 
     async def move_to(self, claim: Claim) -> None:
-        """Another model takes the request: its limits count instead of the first model's."""
+        """Move the request to another model, whose limits count instead of the first model's."""
         lease, self._lease = self._lease, None
         assert lease is not None
         lease.undo()
@@ -206,7 +208,7 @@ class Admission:
         self.claim = claim
 
     def release(self, error_code: str | None = None) -> None:
-        """The request ends without an account. Does nothing once an account was opened."""
+        """End a request that has no account. Does nothing once an account was opened."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.settle(Outcome(usage=NOTHING_USED, status="failed", error_code=error_code))
@@ -226,7 +228,8 @@ class Accounts:
         self._observer = observer
 
     async def admit(self, claim: Claim, *, is_limited: bool = True) -> Admission:
-        """Work that belongs to an admitted request, such as a judge's, is in the ledger but not limited again."""
+        """Admit a request to its limits. Work for an admitted request, such as a judge's, is recorded but not limited
+        again."""
         lease = await self._limiter.admit(claim) if is_limited else _UNLIMITED
         return Admission(self, claim, lease)
 
@@ -234,7 +237,7 @@ class Accounts:
         return await self._limiter.admit(claim)
 
     async def open(self, claim: Claim) -> Account:
-        """Both halves at once, for a request whose tokens are known from the start."""
+        """Take both halves at once, for a request whose tokens are known from the start."""
         admission = await self.admit(claim)
         try:
             return await admission.open(claim)
@@ -243,7 +246,7 @@ class Accounts:
             raise
 
     def begin(self, claim: Claim, lease: Lease) -> Account:
-        """An account with everything reserved. Raises what the ledger raises."""
+        """Make the account of a request whose reservations are complete. Raises the errors of the ledger."""
         self._ledger.begin(claim)
         on_settled = self._observer.begin(claim) if self._observer is not None else None
         return Account(claim, lease, self._ledger, on_settled)

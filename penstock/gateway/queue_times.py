@@ -1,4 +1,4 @@
-"""How long an engine's queue takes to empty, judged by how fast it computed tokens while requests waited.
+"""Estimates how long an engine's queue takes to empty, from the tokens per second while requests waited.
 
 Pure: the engine's figures and the time come in as arguments. The scheduler, which refuses when its queue is full, has
 a measure of its own; this one serves requests that had to leave the queue.

@@ -39,7 +39,8 @@ def _load(connection: Connection) -> tuple[ReleaseRecord, ...]:
         try:
             found.append(_decode(body))
         except msgspec.ValidationError as error:
-            # Its settings are of another Penstock's making: what it promoted cannot be started by this one.
+            # The settings belong to another version of Penstock, and this version cannot start what the release
+            # promoted.
             logger.warning("the release %s of an earlier version is passed over: %s", name, error)
     return tuple(reversed(found))
 

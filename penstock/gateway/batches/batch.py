@@ -35,7 +35,7 @@ Ending = Literal["canceled", "expired"]
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a batch's lines. Those in none of the outcomes are yet to run."""
+    """The numbers of a batch's lines by outcome. Lines without an outcome have not run yet."""
 
     lines: int = 0
     succeeded: int = 0
@@ -58,7 +58,7 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a batch's API shows, and its runner hands on."""
+    """Fields that the API of a batch shows, and that the runner only passes on."""
 
     input_file_id: str | None = None
     output_file_id: str | None = None
@@ -97,7 +97,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.id}-results"
 
     def output_file_id(self, part: str) -> str:
-        """The same after a restart, so that writing the output again replaces what a crash left."""
+        """The id of an output file. The id is the same after a restart, so that writing again replaces what a crash
+        left."""
         return f"file-{hashlib.sha256(f'{self.id}:{part}'.encode()).hexdigest()[:24]}"
 
 
@@ -124,7 +125,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
 
 class BatchDialect(Protocol):
-    """How one API writes batches."""
+    """The format of the batches of one API."""
 
     lists_output_files: (
         bool  # two files that the workspace sees, output and errors; or else one that it does not
@@ -140,7 +141,7 @@ class BatchDialect(Protocol):
         ...
 
     def refusal(self, error: PenstockError, request_id: str) -> LineAnswer:
-        """What the endpoint would answer to an error."""
+        """The answer of the endpoint to an error."""
         ...
 
     def result_line(self, batch: Batch, result: LineResult) -> bytes:

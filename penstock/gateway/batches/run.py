@@ -48,7 +48,7 @@ _COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")
 
 
 class BatchMetrics(Collector):
-    """Of this process alone: lines that it recorded, and batches that it has in hand."""
+    """Counters of this process: the lines that it recorded, and the batches that it runs."""
 
     def __init__(self, num_running: Callable[[], int]) -> None:
         self._num_running = num_running
@@ -153,7 +153,7 @@ class BatchRun:
             await asyncio.to_thread(self._context.folder.remove, self.batch.input_id)
 
     async def _give_up(self) -> None:
-        """There is nothing to run, and nothing to write about lines that are gone."""
+        """End a batch whose lines are gone, so that there is nothing to run or to write."""
         context = self._context
         await self._fail([LineError("input_gone", "The lines of the batch are gone from the server's disk.")])
         if self.batch.is_active:  # it was being cancelled, and that stands
@@ -302,7 +302,7 @@ class Backoff:
             await asyncio.sleep(left_s)
 
     def begin(self, at_least_s: float) -> None:
-        """Lines that are refused while the pause is on belong to the same wave, which counts once."""
+        """Begin a pause. Refusals during a pause belong to the same pause, which counts once."""
         if not self.is_on():
             self._wait_s = min(max(2 * self._wait_s, _MIN_WAIT_S), _MAX_WAIT_S)
         now = asyncio.get_running_loop().time()
@@ -319,7 +319,7 @@ class _TryAgain(Exception):
 
 
 def _may_pass(error: PenstockError) -> bool:
-    """Whether it says something about the moment, not about the line."""
+    """Whether an error may pass with time, rather than come from the line itself."""
     if isinstance(error, RateLimited):
         return error.waiting_helps
     return isinstance(error, Overloaded | EngineUnavailable | StoreUnavailable | LimitsUnavailable)

@@ -1,7 +1,7 @@
 """Runs every batch of a database, in whichever process holds the lease.
 
-Looks at the database every few seconds for new, cancelled and expired batches, and at once when told that one was
-made here. Touches nothing while there is no database.
+The runner looks for new, cancelled and expired batches every few seconds, and at once when this process made a batch.
+The runner touches nothing while there is no database.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class BatchRunner:
         return len(self._runs)
 
     def teach(self, kind: str, dialect: BatchDialect) -> None:
-        """Batches of a kind that the runner was not taught stay as they are."""
+        """Give the runner the dialect of a kind of batches. Batches of unknown kinds stay as they are."""
         self._dialects[kind] = dialect
 
     def start(self) -> None:
         self._loop = asyncio.create_task(self._run_loop())
 
     def wake(self) -> None:
-        """A batch was made or changed: look now."""
+        """Look at the database now, because a batch was made or changed."""
         self._woken.set()
 
     async def stop(self, timeout_s: float = 0.0) -> None:

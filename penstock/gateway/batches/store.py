@@ -64,7 +64,7 @@ class BatchStore:
         after: str | None = None,
         before: str | None = None,
     ) -> tuple[Sequence[Batch], bool]:
-        """Newest first, and whether there are more."""
+        """A page of batches, newest first, and whether there are more."""
         query = select(tables.batches).where(
             tables.batches.c.workspace_id == workspace_id, tables.batches.c.kind == kind
         )
@@ -247,7 +247,7 @@ class ResultWriter:
         await done
 
     async def settle(self) -> None:
-        """Returns once everything given so far is written, or could not be."""
+        """Returns once every result given so far is written or has failed."""
         while self._writer is not None:
             await asyncio.wait((self._writer,))
 
@@ -296,7 +296,7 @@ def _read(connection: Connection, batch_id: str) -> Batch:
 
 
 def _write(connection: Connection, batch: Batch, *, writes_counts: bool = False) -> Batch:
-    """Counts are written only on demand, because `record` adds to them at the same time."""
+    """Write a batch. Counts are written only on demand, because `record` adds to them at the same time."""
     values = batch_values(batch)
     if not writes_counts:
         values = {name: value for name, value in values.items() if not name.startswith("num_")}

@@ -39,7 +39,7 @@ _FINISH_REASONS = {
 
 
 class ExternalChoice:
-    """Buffers what is new until its reader comes."""
+    """One answer of an external server, whose news is buffered until the reader takes it."""
 
     def __init__(self, index: int, estimated_prompt_tokens: int) -> None:
         self.index = index
@@ -96,7 +96,7 @@ class ExternalChoice:
         return False
 
     def take(self) -> Delta:
-        """Everything new, as one delta."""
+        """Take everything new as one delta."""
         delta = Delta(
             self.index,
             "".join(self._text),
@@ -247,7 +247,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         )
 
     def _abandon(self, choices: Sequence[ExternalChoice]) -> None:
-        """Closes the connections, by which the servers learn of it."""
+        """Close the connections, so that the servers stop too."""
         self._stop_reading()
 
     async def _follow(self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice) -> None:
@@ -313,7 +313,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         super()._close(choice, reason)
 
     def _time_out(self) -> None:
-        """An answer that has begun ends where it is; without any there is only the error."""
+        """End an answer that has begun where it is. An answer without text ends with the error."""
         open_choices = [choice for choice in self._choices if choice.finish_reason is None]
         if any(choice.first_token_at is None for choice in open_choices):
             self.fail(DeadlineExceeded("The request's deadline passed before its first token."))

@@ -1,4 +1,4 @@
-"""A request in the words of OpenAI's API, for servers that speak it. Knows neither servers nor answers.
+"""Translates a request into OpenAI's API, for external servers. Knows neither servers nor answers.
 
 What every such server knows goes by OpenAI's names. What only some know goes by vLLM's, and only where a client asked
 for it, so that strict servers are not bothered.
@@ -142,7 +142,7 @@ def _tool_choice(prompt: ChatPrompt) -> dict[str, Any]:
 
 
 def _sampling_fields(options: SamplingOptions, *, is_chat: bool) -> dict[str, Any]:
-    # Always said: servers differ in what they take when nothing is.
+    # These fields are always sent, because the defaults of servers differ.
     fields: dict[str, Any] = dict(zip(("temperature", "top_p"), options.temperature_and_top_p, strict=True))
     for name in _PLAIN_OPTIONS:
         if (value := getattr(options, name)) != getattr(_DEFAULTS, name):

@@ -33,7 +33,7 @@ class ExternalModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """Servers do not tell when they change their weights; the name is all there is."""
+        """The identity of the model, which is its name only, because servers do not report a change of weights."""
         return hashlib.blake2b(f"external\0{self.name}".encode(), digest_size=32).digest()
 
     def check(self, request: GenerationRequest) -> None:
@@ -47,7 +47,8 @@ class ExternalModel:
             )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Refuses: guards read text, and the tokenizer is on the other server."""
+        """Refuse a prompt of token ids under a guard: guards read text, and only the external server has the
+        tokenizer."""
         raise InvalidRequest(
             f"A safety policy must read the prompt, and {self.name!r} has no tokenizer here.",
             param="prompt",

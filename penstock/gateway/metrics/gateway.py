@@ -24,7 +24,7 @@ from penstock.gateway.metrics.table import ENGINE_METRICS, MODEL_METRICS, Declar
 from penstock.router import ReplicaState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Which attribute of EngineStats or ModelMetrics has the value, where it has another name than the metric.
+# The attributes of EngineStats or ModelMetrics whose names differ from the names of their metrics.
 _ATTRIBUTES = {
     "num_requests_running": "num_running",
     "num_requests_waiting": "num_waiting",
@@ -65,7 +65,7 @@ class GatewayMetrics(Collector):
 
     @property
     def mean_answer_tokens(self) -> float:
-        """0 when nothing was answered."""
+        """The mean number of tokens of an answer; 0 when nothing was answered."""
         answers = [model.request_generation_tokens for model in self._models.values()]
         count = sum(sum(histogram.counts) for histogram in answers)
         return sum(histogram.total for histogram in answers) / count if count else 0.0
@@ -81,7 +81,7 @@ class GatewayMetrics(Collector):
             self.of(name).observe_stats(stats if len(names) == 1 else engine.stats_of(name))
 
     def register(self, collector: Collector) -> None:
-        """Show another part's metrics beside these."""
+        """Add the metrics of another part to the page."""
         self._registry.register(collector)
 
     def render(self) -> bytes:
@@ -167,7 +167,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """0 when nothing was observed."""
+        """The mean of the observations; 0 when nothing was observed."""
         return self.total / count if (count := sum(self.counts)) else 0.0
 
     def cumulative(self) -> list[tuple[str, float]]:

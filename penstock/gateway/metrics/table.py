@@ -253,19 +253,19 @@ def metrics(values: Iterable[tuple[str, float]]) -> list[Metric]:
 
 
 def is_told_once(family_name: str) -> bool:
-    """Whether all processes tell the same of it. `family_name` is with its prefix, as a page has it."""
+    """Whether all processes report the same value of a metric. `family_name` has the prefix, as on a page."""
     name = family_name.removeprefix(PREFIX).removeprefix(VLLM_PREFIX)
     return name in METRICS and METRICS[name].once
 
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 1 << 24
-# Ends every page on the wire: one without it was cut off. Whoever parses a page takes it for a comment.
+# The last line of every page on the socket: a page without it was cut off. Parsers take the line for a comment.
 _PAGE_END = b"# EOF\n"
 
 
 class MetricsExchange:
-    """`sockets` has one path for each process; `number` is our own among them."""
+    """Joins the pages of all processes. `sockets` has one path for each process; `number` is this process's place."""
 
     def __init__(self, sockets: Sequence[str], number: int, render: Callable[[], bytes]) -> None:
         self._sockets = sockets
@@ -293,7 +293,7 @@ class MetricsExchange:
 
 
 def merge(pages: Sequence[bytes]) -> bytes:
-    """Pages in the Prometheus text format, as one."""
+    """Join pages in the Prometheus text format into one page."""
     families: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], Sample]] = {}
     for page in pages:

@@ -1,8 +1,8 @@
 """The LoRA adapters that clients can ask for by name: given at the start, or added and removed while serving.
 
-What is added is written to a file, which every gateway process of this machine reads again when it changes: they all
-know the same adapters, and so does the next start. Engines are told nothing; each request carries its adapter, and an
-engine that does not have it loads it. Knows no engine and no HTTP.
+Added adapters are written to a file, which every gateway process of this machine reads again when the file changes,
+and which the next start reads. Engines are told nothing; each request names its adapter, and an engine loads an
+adapter that it does not have. Knows no engine and no HTTP.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class AdapterRegistry:
 
 
 async def register(name: str, folder: str, base_model: str | None = None) -> RegisteredAdapter:
-    """An adapter on disk. Raises InvalidRequest when it is none; whether it fits the model, an engine will tell."""
+    """Read an adapter from disk. Raises InvalidRequest when the folder holds no adapter. Only an engine can tell
+    whether the adapter fits the model."""
     if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
         raise InvalidRequest(
             f"The name of an adapter has 1 to {MAX_NAME_LENGTH} characters, all of them printable.",

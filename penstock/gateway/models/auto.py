@@ -1,8 +1,9 @@
-"""`model: "auto"`: the smallest model that should do, and a larger one when its answer is unsure of itself.
+"""Answers requests for the model `auto`: by the smallest model that should do, or by a larger model if the answer is
+unsure.
 
-A prompt is assessed by `gateway.complexity`. Whoever reads an answer whole gets the larger model's where the smaller
-one's tokens had a low mean log-probability; a stream, whose first bytes cannot be taken back, stays with the first
-model. Every model that worked is paid for: each has its own account, and the usage of the answer is the sum.
+A prompt is assessed by `complexity`. A reader of a whole answer gets the larger model's answer if the tokens
+of the smaller model had a low mean log-probability; a stream, whose first bytes cannot be taken back, stays with the
+first model. Every model that worked is paid for: each has its own account, and the usage of the answer is the sum.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _asked_of(model: str, request: GenerationRequest) -> GenerationRequest:
 
 
 def _asked_again_of(model: str, request: GenerationRequest) -> GenerationRequest:
-    """A request of its own in the ledger too."""
+    """The same request for a larger model, under an id of its own in the ledger."""
     request_id = f"{request.request_id}-{model}" if request.request_id else ""
     return msgspec.structs.replace(_asked_of(model, request), request_id=request_id)
 

@@ -20,7 +20,7 @@ from penstock.gateway.models.adapters import AdapterRegistry, RegisteredAdapter
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.models.settings import AUTO, ModelSettings
 
-# For an engine that starts or a server that drains: neither has a queue whose pace could tell.
+# The wait for an engine that starts or a server that drains, because neither has a queue to estimate from.
 RETRY_AFTER_S = 5.0
 
 
@@ -65,7 +65,7 @@ class Catalogue:
         return {**self._config.names.aliases, **self.settings.aliases}
 
     def apply(self, settings: ModelSettings) -> None:
-        """New settings, from now on."""
+        """Use new settings from now on."""
         self.settings = settings
 
     def is_auto(self, name: str | None) -> bool:
@@ -165,7 +165,7 @@ class Catalogue:
             raise PermissionDenied(f"This key may not use the model {model.name!r}.", param="model")
 
     def _elsewhere(self, name: str | None) -> ExternalModel | None:
-        """The external model of this name. Our own go before it."""
+        """The external model of this name. A model of our own engines with the name goes first."""
         if self.external is None or self.is_auto(name):
             return None
         models = self._engine.models

@@ -1,4 +1,4 @@
-"""How hard a prompt looks, by what can be counted in its text. Knows no model, no tokenizer and no language model.
+"""Estimates how hard a prompt is, by counting signs in its text. Knows no model and no tokenizer.
 
 Each sign is a number from 0 to 1, times a weight; the sum, cut off at 1, is the score. It is meant to be read: an
 assessment lists what each sign contributed. It errs towards the larger model for prompts that show several signs, and
@@ -133,8 +133,7 @@ def _share(count: float, full: float) -> float:
 
 
 def _foreign_share(text: str) -> float:
-    """How far from English it looks. Letters of other scripts say it at once; of other Latin texts, the missing
-    everyday words do."""
+    """How little a text looks like English: by letters of other scripts, or by the lack of everyday English words."""
     words: list[str] = _WORD.findall(text.lower())
     letters = sum(map(len, words))
     if not letters:

@@ -32,7 +32,7 @@ class AnswerCache:
         self._entries: OrderedDict[tuple[str, bytes], _Entry] = OrderedDict()
 
     def get(self, workspace_id: str, fingerprint: bytes, now: float, max_age_s: float) -> bytes | None:
-        """An answer that its writer's TTL still allows, and that is no older than the reader wants."""
+        """The answer of this fingerprint, unless it is older than the writer or the reader allows."""
         key = workspace_id, fingerprint
         entry = self._entries.get(key)
         if entry is None:
@@ -50,7 +50,7 @@ class AnswerCache:
         if key in self._entries:
             self._remove(key)
         if len(answer) + _ENTRY_OVERHEAD_BYTES > self.max_bytes:
-            return  # it would drive out everything else, and itself
+            return  # the entry alone is larger than the cache
         self._entries[key] = _Entry(answer, now, now + ttl_s)
         self.num_bytes += len(answer) + _ENTRY_OVERHEAD_BYTES
         self.shrink_to(self.max_bytes)

@@ -46,7 +46,7 @@ class KeyClaim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """The request is the claimant's to run."""
+    """The claimant is to run the request."""
 
 
 class RunsElsewhere(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ def keep_answer(connection: Connection, claim: KeyClaim, answer: bytes, expires_
 
 
 def release_key(connection: Connection, claim: KeyClaim) -> None:
-    """The request came to nothing, so that the next with the same key may run."""
+    """Free the key of a request that failed, so that the next request with the key may run."""
     connection.execute(sa.delete(idempotent_answers).where(_own(claim), _columns.answer.is_(None)))
 
 
@@ -132,7 +132,8 @@ _Key: TypeAlias = tuple[str, str]  # workspace and idempotency key
 
 
 async def open_replay(work: PreparedRequest) -> Account:
-    """The account of a request that gets an earlier answer: nothing was prepared, so no tokens are reserved."""
+    """Open the account of a request that gets an earlier answer. No tokens are reserved, because nothing was
+    prepared."""
     assert work.admission is not None
     return await work.admission.open(work.claim())
 
@@ -167,7 +168,7 @@ class IdempotentAnswers:
         if not request.idempotency_key or len(request.idempotency_key) > MAX_KEY_CHARS:
             raise InvalidRequest(f"An idempotency key has 1 to {MAX_KEY_CHARS} characters.")
         key = request.principal.workspace_id, request.idempotency_key
-        # One at a time per key, until it is clear who runs the request. Whoever waits keeps the lock alive.
+        # Requests with the same key take turns until one of them runs. A waiting request keeps the lock alive.
         turn = self._turns.setdefault(key, asyncio.Lock())
         async with turn:
             if (shared := self._running.get(key)) is not None:

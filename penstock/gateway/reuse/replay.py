@@ -1,4 +1,4 @@
-"""An answer as data that can be kept, and as an answer stream again. Knows no cache.
+"""This module turns an answer into data that can be stored, and the data into an answer stream. Knows no cache.
 
 `RecordingAnswer` records a live answer while its deltas pass; `ReplayedAnswer` gives a recorded answer to a reader.
 """
@@ -16,7 +16,7 @@ from penstock.gateway.answers.choice import Delta, merge_deltas
 from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
 from penstock.gateway.prompts import RequestWarning, Usage
 
-# A deadline is an accident of the moment; these two would come again.
+# These two endings would come again in a repetition; a deadline need not.
 _REPEATABLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -165,7 +165,7 @@ class RecordingAnswer(WrappedAnswer):
     def _keep(self, deltas: list[Delta]) -> None:
         if self._batches is None:
             return
-        # In memory while it runs, so characters do for bytes; the encoded answer is measured exactly.
+        # Characters are counted as bytes while the answer runs; the encoded answer is measured exactly.
         self._num_bytes += sum(_weight(delta) for delta in deltas)
         if self._num_bytes > self._max_bytes:
             self._batches = None

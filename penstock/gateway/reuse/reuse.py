@@ -44,14 +44,14 @@ class AnswerReuse(Collector):
         self.num_misses = 0
 
     def apply(self, cache: ResponseCacheSettings, idempotency: IdempotencySettings) -> None:
-        """New settings, from now on. What no longer fits is dropped."""
+        """Use new settings from now on. Cached answers that no longer fit are dropped."""
         self._settings = cache
         self._cache.shrink_to(cache.max_bytes if cache.enabled else 0)
         self.idempotency.apply(idempotency)
 
     async def answer(self, work: PreparedRequest, generate: Generate) -> AnswerStream:
-        """An earlier answer, for callers who want that, else what `generate` starts. Only then does a request use
-        tokens; every request counts as one."""
+        """Return an earlier answer to callers that want one, and otherwise the answer that `generate` starts. Only a
+        generated answer uses tokens; every request counts as one request."""
         ttl_s = self._ttl_s(work.request)
         is_idempotent = self._is_idempotent(work.request)
         if not ttl_s and not is_idempotent:
@@ -83,7 +83,8 @@ class AnswerReuse(Collector):
         return request.idempotency_key is not None and self.idempotency.settings.enabled
 
     def _ttl_s(self, request: GenerationRequest) -> float:
-        """0 where the cache is not to be used. What the request says goes before what its key says."""
+        """How old a cached answer may be; 0 if the cache is not used. A header of the request overrides the setting
+        of the key."""
         if not self._settings.enabled:
             return 0.0
         if request.cache_response_s is not None:
@@ -103,7 +104,7 @@ class AnswerReuse(Collector):
 
 
 def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) -> bytes:
-    """When two requests are the same: 32 bytes over the prompts, the sampling, the number of answers and the model.
+    """The fingerprint of a request: 32 bytes over the prompts, the sampling, the number of answers and the model.
 
     The caller, the tier and the request id do not matter; the caches keep workspaces apart. Order matters everywhere,
     also of the keys of a tool's schema, because a model sees it."""

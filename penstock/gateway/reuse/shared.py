@@ -17,7 +17,7 @@ from penstock.gateway.reuse.replay import encode_answer, is_repeatable, merged
 
 logger = logging.getLogger(__name__)
 
-# Gets the encoded answer, or None when it came to no end that is worth repeating.
+# Called with the encoded answer, or with None if the answer is not to be repeated.
 OnOver = Callable[[bytes | None], Awaitable[None]]
 
 
@@ -38,7 +38,8 @@ class SharedAnswer:
         self._task = asyncio.create_task(self._follow())
 
     def reader(self, account: Account | None) -> SharedReader:
-        """`account` is the reader's own; None for the first, on whose account the answer runs."""
+        """Add a reader. `account` is the reader's own; None for the first reader, on whose account the answer
+        runs."""
         reader = SharedReader(self, account)
         self._readers.add(reader)
         if self._abandonment is not None:
@@ -85,7 +86,7 @@ class SharedAnswer:
 
 
 class SharedReader(WrappedAnswer):
-    """A reader that came later is settled as cached: the engine did not work for it."""
+    """One reader of a shared answer. A later reader is settled as cached, because the engine did not work for it."""
 
     def __init__(self, shared: SharedAnswer, account: Account | None) -> None:
         super().__init__(shared.answer)

@@ -1,7 +1,7 @@
 """Reads the settings file when it changes and when told to, and puts it to use all at once or not at all.
 
-Parts that have settings give a function that takes them over, in one turn of the event loop: no request ever sees
-half of a change. A file that is refused leaves the settings as they were.
+Each part that has settings attaches a function that takes over new settings. All functions run in one turn of the
+event loop, so that no request ever sees half of a change. A file that is refused leaves the settings as they were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 _MAX_LOGGED_CHANGES = 50
 
-# Raises ConfigError, and then has changed nothing.
+# A function that uses new settings. It raises ConfigError if it cannot, and has then changed nothing.
 Apply: TypeAlias = Callable[[Settings], None]
 _Stamp: TypeAlias = tuple[int, int, int] | None  # None when the file is not there
 

@@ -71,7 +71,7 @@ def key_lines(text: str) -> dict[Path, int]:
 
 
 def nearest_line(lines: Mapping[Path, int], path: Sequence[str | int]) -> int | None:
-    """Where a key stands, or the closest table around it."""
+    """The line of a key, or of the closest table around it."""
     for depth in range(len(path), 0, -1):
         line = lines.get(tuple(path[:depth]))
         if line is not None:
@@ -150,7 +150,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     idempotency: IdempotencySettings = IdempotencySettings()
 
     def check(self) -> None:
-        """Raise ConfigError for what types cannot say."""
+        """Raise ConfigError for mistakes that the types do not catch."""
         self.limits.check()
         self.prices.check()
         self.models.check()

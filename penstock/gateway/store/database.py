@@ -39,7 +39,8 @@ _LOCK_NUMBER = 0x70656E73746F636B  # "penstock": any number that all our process
 
 
 def migrate(connection: Connection) -> None:
-    """Runs inside a transaction that locks out other migrations, so that several starting gateways take turns."""
+    """Migrate the tables inside a transaction that locks out other migrations, so that several starting gateways take
+    turns."""
     # Alembic is slow to import, and most commands touch no database.
     from alembic import command
     from alembic.config import Config
@@ -111,24 +112,24 @@ class Database:
 
     @property
     def file(self) -> Path | None:
-        """Where SQLite keeps it."""
+        """The file of a SQLite database; None for other databases."""
         is_file = self.dialect == "sqlite" and not self._is_in_memory
         return Path(self._engine.url.database or "") if is_file else None
 
     @property
     def description(self) -> str:
-        """Its place as a person may read it, without the password."""
+        """The address of the database for people to read, without the password."""
         return str(self.file) if self.file else self._engine.url.render_as_string(hide_password=True)
 
     async def run(self, work: Work[T], *, reads_only: bool = False) -> T:
-        """What `work` returns. It is committed as a whole, or rolled back when it raises.
+        """Run `work` and return its result. The work is committed as a whole, or rolled back when it raises.
 
-        Say `reads_only` where that is so: then SQLite lets it run beside a writer."""
+        With `reads_only`, SQLite lets the work run beside a writer."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: self.run_now(work, reads_only=reads_only))
 
     def run_now(self, work: Work[T], *, reads_only: bool = False) -> T:
-        """As `run`, in the calling thread."""
+        """Do the same as `run`, in the calling thread."""
         self.migrate()
         return self._transaction(work, reads_only=reads_only)
 
@@ -158,7 +159,7 @@ class Database:
         except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
             if not _is_outage(error):
                 raise
-            # Callers of an API read the error; where the database is and what ails it is for the log.
+            # Callers of an API read the error, so the address of the database and the cause go to the log only.
             logger.error("the database %s cannot be used: %s", self.description, _cause(error))
             raise StoreUnavailable(
                 "The database cannot be used at the moment; the log says why.", retry_after_s=1.0
@@ -197,8 +198,8 @@ def _create_engine(url: str) -> Engine:
 
 
 def _switch_to_wal(connection: sqlite3.Connection) -> None:
-    """So that readers and one writer do not wait for each other. Only the switch itself does not heed the busy
-    timeout: of processes that make it at the same moment, one must ask again."""
+    """Switch to write-ahead logging, so that readers and one writer do not wait for each other. The switch ignores
+    the busy timeout, so a process that switches at the same moment as another must try again."""
     give_up_at = time.monotonic() + _BUSY_TIMEOUT_MS / 1000
     while True:
         try:
@@ -218,7 +219,7 @@ def _create_sqlite(url: sqlalchemy.URL) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # the driver's own idea of when a transaction begins is left out
+        connection.isolation_level = None  # the driver does not begin transactions by itself
         connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
         _switch_to_wal(connection)
         connection.execute(
@@ -251,7 +252,7 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Whether the database is to blame, and not what was asked of it."""
+    """Whether an error means that the database is away, rather than that the statement is wrong."""
     outages = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError, sqlalchemy.exc.TimeoutError)
     # SQLite reports a file that is no database with the general class alone.
     return isinstance(error, outages) or type(error) is sqlalchemy.exc.DatabaseError

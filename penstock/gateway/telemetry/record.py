@@ -26,7 +26,7 @@ MAX_LOGGED_PROMPT_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """Where in a caller's trace this request belongs."""
+    """The place of this request in the caller's trace."""
 
     trace_id: str
     span_id: str
@@ -85,7 +85,7 @@ def _prompt_text(prompt: Prompt) -> str:
 
 
 class Tracing(Protocol):
-    """Where spans go. Nothing here may block: exporting is another thread's business."""
+    """The receiver of spans. No method may block; another thread exports the spans."""
 
     def begin(self, record: RequestRecord, name: str, attributes: dict[str, str]) -> None:
         """Open the span of a whole request, below the caller's own where it sent one."""
@@ -100,7 +100,7 @@ class Tracing(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is left."""
+        """Export the spans that are left."""
         ...
 
 
