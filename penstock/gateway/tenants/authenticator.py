@@ -71,7 +71,7 @@ class Authenticator:
             return await self._tokens.identify(credential)
         if self.is_open:
             return OPEN_PRINCIPAL
-        raise AuthenticationFailed("The API key is wrong.")
+        raise AuthenticationFailed("Incorrect API key provided.")
 
 
 class Tenants:

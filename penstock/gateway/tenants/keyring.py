@@ -95,7 +95,7 @@ class KeyRing:
             await self._notice_changes()
         known = self._keys.peek(secret[:PREFIX_LENGTH]) or await self._look_up(secret)
         if known is None or not is_secret_of(known.digest, secret):
-            raise AuthenticationFailed("The API key is wrong.")
+            raise AuthenticationFailed("Incorrect API key provided.")
         if known.is_dead:
             raise AuthenticationFailed("This API key was revoked.")
         now = self._wall_time()
@@ -189,7 +189,7 @@ class KeyRing:
     async def _look_up(self, secret: str) -> KnownKey | None:
         prefix = prefix_of(secret)
         if prefix is None:
-            raise AuthenticationFailed("The API key is wrong: no key looks like this.")
+            raise AuthenticationFailed("Incorrect API key provided: no key looks like this.")
         known = await self._keys.get(prefix)
         self._metrics.remembered_keys = len(self._keys)
         return known

@@ -52,7 +52,7 @@ async def test_wrong_keys_are_refused_alike(world: World) -> None:
     impostor = start + key_secret._checksum(start)
     assert prefix_of(impostor) == issued.key.prefix
     for secret in (stranger, impostor):
-        with pytest.raises(AuthenticationFailed, match=r"^The API key is wrong\.$"):
+        with pytest.raises(AuthenticationFailed, match=r"^Incorrect API key provided\.$"):
             await ring.identify(secret)
     with pytest.raises(AuthenticationFailed, match="no key looks like this"):
         await ring.identify("sk-ps-short")
