@@ -47,6 +47,15 @@ class Client:
 
 CLIENTS: tuple[Client, ...] = (
     Client(
+        "aider",
+        "aider",
+        "aider_cli.py",
+        ("chat", "stream", "errors"),
+        "aider",
+        pip=("aider-chat>=0.86,<1",),
+        timeout_s=900.0,
+    ),
+    Client(
         "anthropic",
         "anthropic (Python)",
         "anthropic_sdk.py",
@@ -64,6 +73,15 @@ CLIENTS: tuple[Client, ...] = (
         npm=("@anthropic-ai/sdk@^0",),
     ),
     Client("dspy", "dspy", "dspy_client.py", ("chat", "structured", "errors"), "dspy", pip=("dspy>=3,<4",)),
+    Client(
+        "guidellm",
+        "GuideLLM",
+        "guidellm_bench.py",
+        ("stream", "other"),
+        "guidellm",
+        pip=("guidellm>=0.8,<0.9",),
+        timeout_s=600.0,
+    ),
     Client(
         "instructor",
         "instructor",
@@ -86,7 +104,7 @@ CLIENTS: tuple[Client, ...] = (
         "litellm_client.py",
         ("chat", "stream", "tools", "structured", "errors", "other"),
         "litellm",
-        pip=("litellm>=1.70,<2",),
+        pip=("litellm>=1.70,<2", "mcp"),  # which LiteLLM imports for tools, and does not ask for
     ),
     Client(
         "llama-index",

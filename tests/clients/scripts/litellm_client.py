@@ -68,8 +68,14 @@ with capability("errors"):
         try:
             ask(way, model=WAYS[way]["model"].replace(MODEL, "no-such-model"))
         except error:
+            pass
+        else:
+            raise AssertionError(f"{way}: no error")
+        try:  # which LiteLLM tells from a bad request by OpenAI's words
+            ask(way, api_key="wrong")
+        except litellm.AuthenticationError:
             continue
-        raise AssertionError(f"{way}: no error")
+        raise AssertionError(f"{way}: a wrong key is no error")
 
 with capability("other", "embeddings"):
     vectors = litellm.embedding(
