@@ -1,13 +1,14 @@
-"""Decides when and why a request ends. Knows no blocks and no queue; the gateway, which sees text, handles stop
-strings."""
+"""Decides when and why a request ends, and writes its events. Knows no blocks and no queue; the gateway, which sees
+text, handles stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.core.plan import TokenEvent
+from penstock.core.plan import SampledToken, TokenEvent
 from penstock.core.request import FinishReason
 from penstock.scheduler.keyed_heap import KeyedHeap
+from penstock.scheduler.prefix import Breakpoints
 from penstock.scheduler.sequence import Sequence
 
 
@@ -24,6 +25,25 @@ def finish_reason_of(sequence: Sequence, token_id: int, now: float) -> FinishRea
     if deadline_s is not None and deadline_s <= now:
         return FinishReason.DEADLINE
     return None
+
+
+def token_event(
+    sequence: Sequence, sampled: SampledToken, reason: FinishReason | None, breakpoints: Breakpoints
+) -> TokenEvent:
+    """Return the event of a committed token. The first event of a request also tells of its cache and its wait."""
+    token_ids = (sampled.token_id,)
+    logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+    if sequence.num_sampled > 1:
+        return TokenEvent(sequence.request_id, token_ids, logprobs, reason)
+    return TokenEvent(
+        sequence.request_id,
+        token_ids,
+        logprobs,
+        reason,
+        sequence.num_cached_tokens,
+        queue_s(sequence),
+        cache_use=breakpoints.use(sequence),
+    )
 
 
 def last_event(

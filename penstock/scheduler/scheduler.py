@@ -22,7 +22,7 @@ from penstock.core.plan import Chunk, SampledToken, ScoredChunk, StepPlan, StepR
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request
-from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, queue_s
+from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, token_event
 from penstock.scheduler.exchange import BlockExchange
 from penstock.scheduler.preemption import Preemption, Swapping
 from penstock.scheduler.prefix import Breakpoints, PrefixSharing
@@ -147,7 +147,8 @@ class Scheduler:
         self._cache.withdraw(lost)
         for sequence in list(self._running.sequences):
             if sequence is failed or not lost.isdisjoint(sequence.blocks.block_ids):
-                self._end_early(sequence, last_event(sequence, FinishReason.ERROR, error), now)
+                event = last_event(sequence, FinishReason.ERROR, error)
+                self._events.append(self._end_with(event, sequence, now))
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step; None when there is nothing to compute before a commit or an arrival."""
@@ -264,12 +265,8 @@ class Scheduler:
 
     def _end_overdue(self, now: float) -> None:
         for sequence in self._deadlines.overdue(now):
-            self._end_early(sequence, self._deadlines.event_for(sequence, now), now)
-
-    def _end_early(self, sequence: Sequence, event: TokenEvent, now: float) -> None:
-        """End a request outside of a commit."""
-        self._end(sequence, now)
-        self._events.append(event)
+            event = self._deadlines.event_for(sequence, now)
+            self._events.append(self._end_with(event, sequence, now))
 
     def _add_prefills(
         self, step: StepBuilder, prefills: list[Sequence], now: float, *, may_admit: bool
@@ -336,9 +333,11 @@ class Scheduler:
     def _take_sample(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
         if sampled.error is not None or sampled.embedding is not None:
             reason = FinishReason.STOP if sampled.error is None else FinishReason.ERROR
-            return self._end_with(sequence, reason, sampled.error, now, sampled.embedding)
+            return self._end_with(
+                last_event(sequence, reason, sampled.error, sampled.embedding), sequence, now
+            )
         if not sequence.request.sampling.max_tokens:
-            return self._end_with(sequence, FinishReason.LENGTH, None, now)
+            return self._end_with(last_event(sequence, FinishReason.LENGTH, None), sequence, now)
         token_id = sampled.token_id
         sequence.output_token_ids.append(token_id)
         sequence.num_known += 1
@@ -356,34 +355,15 @@ class Scheduler:
         elif sequence.state is State.SETTLING and sequence.num_known == sequence.num_expected:
             self._requeue(sequence)
 
-        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        if sequence.num_sampled > 1:
-            return TokenEvent(sequence.request_id, (token_id,), logprobs, finish_reason)
-        return TokenEvent(
-            sequence.request_id,
-            (token_id,),
-            logprobs,
-            finish_reason,
-            sequence.num_cached_tokens,
-            queue_s(sequence),
-            cache_use=self._breakpoints.use(sequence),
-        )
+        return token_event(sequence, sampled, finish_reason, self._breakpoints)
 
     def _take_scores(self, sequence: Sequence, scored: ScoredChunk, now: float) -> TokenEvent:
         if scored.error is not None:
-            return self._end_with(sequence, FinishReason.ERROR, scored.error, now)
+            return self._end_with(last_event(sequence, FinishReason.ERROR, scored.error), sequence, now)
         return TokenEvent(sequence.request_id, prompt_logprobs=scored.logprobs)
 
-    def _end_with(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        error: str | None,
-        now: float,
-        embedding: bytes | None = None,
-    ) -> TokenEvent:
-        """End a request without another token; returns its last event."""
-        event = last_event(sequence, reason, error, embedding)
+    def _end_with(self, event: TokenEvent, sequence: Sequence, now: float) -> TokenEvent:
+        """End a request without another token. Returns its last event."""
         self._end(sequence, now)
         return event
 
