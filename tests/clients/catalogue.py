@@ -72,6 +72,22 @@ CLIENTS: tuple[Client, ...] = (
         "anthropic",
         npm=("@anthropic-ai/sdk@^0",),
     ),
+    Client(
+        "browser",
+        "a page in a browser (Node)",
+        "browser.mjs",
+        ("chat", "stream", "errors", "other"),
+        "browsers",
+        serve=("--allowed-origins", "https://app.example"),
+    ),
+    Client(
+        "curl",
+        "curl",
+        "curl.sh",
+        ("chat", "stream", "errors", "cancel"),
+        "curl",
+        commands=("curl", "gzip"),
+    ),
     Client("dspy", "dspy", "dspy_client.py", ("chat", "structured", "errors"), "dspy", pip=("dspy>=3,<4",)),
     Client(
         "guidellm",
@@ -89,6 +105,14 @@ CLIENTS: tuple[Client, ...] = (
         ("stream", "tools", "structured"),
         "instructor",
         pip=("instructor[anthropic]>=1.7,<2",),
+    ),
+    Client(
+        "jdk",
+        "JDK HttpClient",
+        "jdk_http_client.java",
+        ("chat", "stream", "errors", "cancel"),
+        "java",
+        commands=("javac",),
     ),
     Client(
         "langchain",
