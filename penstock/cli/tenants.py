@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -22,7 +22,7 @@ from penstock.serve.stores import open_database
 
 if TYPE_CHECKING:
     from penstock.gateway.tenants.directory import Actor, Directory
-    from penstock.gateway.tenants.records import Organization, Workspace
+    from penstock.gateway.tenants.records import Organization, Page, Workspace
 
 
 T = TypeVar("T")
@@ -114,13 +114,8 @@ def create_organization(name: str, as_json: bool, config: StoreConfig) -> None:
 def list_organizations(limit: int, after: str | None, as_json: bool, config: StoreConfig) -> None:
     """List organisations, newest first. Archived ones are listed too."""
     page = in_directory(config, lambda directory: directory.organizations(limit=limit, after=after))
-    if as_json:
-        print_json(page)
-        return
     rows = [(row.id, row.name, shown_time(row.created_at), shown_time(row.archived_at)) for row in page.data]
-    print_rows(("ID", "NAME", "MADE", "ARCHIVED"), rows)
-    if page.data:
-        say_more(page.has_more, page.data[-1].id)
+    _print_page(page, as_json, ("ID", "NAME", "MADE", "ARCHIVED"), rows)
 
 
 @organizations.command("rename", cls=PenstockCommand, short_help="Give an organisation another name.")
@@ -179,16 +174,11 @@ def list_workspaces(
         config,
         lambda directory: directory.workspaces(limit=limit, after=after, organization_id=organization),
     )
-    if as_json:
-        print_json(page)
-        return
     rows = [
         (row.id, row.name, row.organization_id, shown_time(row.created_at), shown_time(row.archived_at))
         for row in page.data
     ]
-    print_rows(("ID", "NAME", "ORGANIZATION", "MADE", "ARCHIVED"), rows)
-    if page.data:
-        say_more(page.has_more, page.data[-1].id)
+    _print_page(page, as_json, ("ID", "NAME", "ORGANIZATION", "MADE", "ARCHIVED"), rows)
 
 
 @workspaces.command("rename", cls=PenstockCommand, short_help="Give a workspace another name.")
@@ -224,16 +214,21 @@ def audit(target: str | None, limit: int, after: int | None, as_json: bool, conf
     page = in_directory(
         config, lambda directory: directory.audit(limit=limit, before_id=after, target=target)
     )
-    if as_json:
-        print_json(page)
-        return
     rows = [
         (str(entry.id), shown_time(entry.at), entry.actor, entry.action, entry.target, _summary(entry.after))
         for entry in page.data
     ]
-    print_rows(("N", "AT", "ACTOR", "ACTION", "TARGET", "AFTER"), rows)
-    if page.data:
-        say_more(page.has_more, str(page.data[-1].id))
+    _print_page(page, as_json, ("N", "AT", "ACTOR", "ACTION", "TARGET", "AFTER"), rows)
+
+
+def _print_page(page: Page[Any], as_json: bool, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a page as JSON, or as rows that begin with their ids."""
+    if as_json:
+        print_json(page)
+        return
+    print_rows(heads, rows)
+    if rows:
+        say_more(page.has_more, rows[-1][0])
 
 
 def _actor() -> Actor:
