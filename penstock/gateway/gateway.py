@@ -119,7 +119,7 @@ class Gateway:
         is a request that the gateway makes for an admitted one: neither limited nor guarded, but in the ledger."""
         work = self._authorize(request, is_internal=is_internal)
         with ExitStack() as way:
-            way.enter_context(self._holding_drain())
+            way.enter_context(self.holding_drain())
             work.admission = await self.accounts.admit(work.claim(), is_limited=not is_internal)
             try:
                 await self._guard(work)
@@ -265,7 +265,8 @@ class Gateway:
             self._forget(work)
 
     @contextmanager
-    def _holding_drain(self) -> Iterator[None]:
+    def holding_drain(self) -> Iterator[None]:
+        """Keep a drain waiting until the context ends."""
         hold = object()
         self._on_the_way.add(hold)
         self._nothing_live.clear()

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.core.errors import Overloaded, PenstockError
+from penstock.core.errors import Overloaded, PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.plan import TokenEvent
@@ -25,7 +25,7 @@ from penstock.gateway.embeddings.run import MAX_TEXTS_IN_FLIGHT
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
 from tests.api.conftest import Serve, Served, direct_client
-from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card
+from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, until
 
 SIZE = 8
 
@@ -241,6 +241,20 @@ async def test_a_large_request_goes_to_the_engine_bit_by_bit() -> None:
     assert most == MAX_TEXTS_IN_FLIGHT
     assert len(answer.vectors) == 200
     assert gateway.num_live == 0
+
+
+async def test_a_drain_waits_for_a_job_that_was_opened_before_it() -> None:
+    engine = FakeEngine(embed, engine_ready(model_card(embedding_size=SIZE)))
+    gateway = Gateway(engine, GatewayConfig())
+    embeddings = Embeddings(gateway)
+    job, abandoned = [await embeddings.open(EmbeddingRequest(inputs=(text,))) for text in ("a", "b")]
+    draining = asyncio.create_task(gateway.drain(60.0))
+    await until(lambda: gateway.is_draining)
+    with pytest.raises(ShuttingDown):
+        await embeddings.open(EmbeddingRequest(inputs=("late",)))
+    assert len((await job.run()).vectors) == 1
+    abandoned.cancel()
+    assert await draining
 
 
 async def test_a_drain_ends_what_is_left() -> None:

@@ -12,7 +12,8 @@ import asyncio
 import hashlib
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -172,15 +173,18 @@ class Embeddings:
             tier=granted_tier(signed),
             user=request.user,
         )
-        admission = await gateway.accounts.admit(claim)
-        try:
-            texts = await self._texts(request, model, pooling)
-            missing = [text for text in texts if text.known is None]
-            input_tokens = sum(text.num_tokens for text in missing)
-            account = await admission.open(msgspec.structs.replace(claim, input_tokens=input_tokens))
-        except BaseException as error:
-            admission.release(error.code if isinstance(error, PenstockError) else None)
-            raise
+        with ExitStack() as way:
+            way.enter_context(gateway.holding_drain())
+            admission = await gateway.accounts.admit(claim)
+            try:
+                texts = await self._texts(request, model, pooling)
+                missing = [text for text in texts if text.known is None]
+                input_tokens = sum(text.num_tokens for text in missing)
+                account = await admission.open(msgspec.structs.replace(claim, input_tokens=input_tokens))
+            except BaseException as error:
+                admission.release(error.code if isinstance(error, PenstockError) else None)
+                raise
+            on_over = way.pop_all().close
         requests = [
             Request(
                 id=f"{claim.request_id}-{index}",
@@ -197,7 +201,7 @@ class Embeddings:
         ]
         run = EmbeddingRun(gateway.engine, requests, _timeout_s(request, gateway))
         cache = self._cache if request.uses_cache else None
-        return EmbeddingJob(gateway, account, run, texts, cache, request.dimensions)
+        return EmbeddingJob(gateway, account, run, texts, cache, request.dimensions, on_over)
 
     async def _texts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[_Text]:
         generation = self._cache.begin(model.card.name, model)
@@ -232,6 +236,7 @@ class EmbeddingJob:
         texts: Sequence[_Text],
         cache: EmbeddingCache | None,
         dimensions: int | None,
+        on_over: Callable[[], None],  # called when the job is over, perhaps more than once
     ) -> None:
         self._gateway = gateway
         self._account = account
@@ -239,6 +244,7 @@ class EmbeddingJob:
         self._texts = texts
         self._cache = cache
         self._dimensions = dimensions
+        self._on_over = on_over
         self._started_at = gateway.clock.now()
 
     @property
@@ -246,6 +252,7 @@ class EmbeddingJob:
         return self._account.rate_limits
 
     def cancel(self) -> None:
+        self._on_over()
         self._run.cancel()
 
     async def run(self) -> EmbeddingAnswer:
@@ -258,6 +265,8 @@ class EmbeddingJob:
         except BaseException:
             self._settle("cancelled", self._usage_so_far())
             raise
+        finally:
+            self._on_over()
         self._take(vectors)
         self._gateway.metrics.of(self._account.claim.model).prompt_tokens += self._run.num_embedded_tokens
         usage = Usage(
