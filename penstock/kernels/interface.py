@@ -124,7 +124,7 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class KVRegion:
-    """A piece of memory with a part of every block: that of block i begins at address + i × block_bytes."""
+    """A piece of memory with a part of every block. The part of block i begins at address + i × block_bytes."""
 
     address: int
     block_bytes: int

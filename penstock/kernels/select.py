@@ -81,12 +81,12 @@ def capabilities() -> Capabilities:
 
 
 def preferred_cpu_dtype() -> torch.dtype:
-    """bfloat16 where tiles multiply it. Elsewhere float32, whose products with quantized weights are in bytes."""
+    """The type that `--dtype auto` computes in on this CPU: bfloat16 with AMX, float32 on all others."""
     return torch.bfloat16 if capabilities().isa == "amx" else torch.float32
 
 
 def set_num_threads(count: int) -> None:
-    """How many threads the CPU kernels use, the calling one included."""
+    """Set how many threads the CPU kernels use, the calling thread included."""
     torch.set_num_threads(count)
     native = library.load()
     if native is not None:

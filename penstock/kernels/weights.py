@@ -30,7 +30,7 @@ class GroupQuantWeight:
     Every GGUF block format, AWQ, GPTQ and round-to-nearest int8 decode to this form without loss. `bits` is 4 when
     all codes lie in 0..15, else 8.
 
-    With `input_order` the columns are not those of the weight: column j here belongs to input input_order[j]. (GPTQ
+    With `input_order` the columns are stored in another order: column j belongs to input input_order[j]. (GPTQ
     checkpoints made in the order of activations group inputs that are no neighbours.)
     """
 

@@ -103,7 +103,7 @@ PENSTOCK_API int64_t penstock_cache_block_bytes(int dtype, int rounded, int64_t 
 }
 
 // The half of a unit that begins at slot `from` to the half that begins at slot `to`, in every layer. Layer i's cache
-// begins `layer_bytes` after that of the one before.
+// begins `layer_bytes` after the cache of layer i - 1.
 PENSTOCK_API void penstock_copy_half(int dtype, int rounded, int64_t num_kv_heads, int64_t head_dim, void* caches,
                                      int64_t num_layers, int64_t layer_bytes, int64_t from, int64_t to) {
   const CacheLayout layout =

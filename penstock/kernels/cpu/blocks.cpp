@@ -1,4 +1,4 @@
-// Chains of operations whose intermediate results nobody else sees: one call from Python instead of several, and
+// Chains of operations whose intermediate results stay inside the library: one call from Python instead of several, and
 // buffers that are used again for every layer instead of fresh memory.
 #include "attention.h"
 #include "product.h"
@@ -101,7 +101,7 @@ PENSTOCK_API void penstock_attention_block(const Linear* qkv, const Linear* outp
                       {norm, norm_dtype}, eps, residual);
 }
 
-// Both blocks of every layer, one layer after the other. Layer i's cache begins `layer_bytes` after that of the one before.
+// Both blocks of every layer, one layer after the other. Layer i's cache begins `layer_bytes` after the cache of layer i - 1.
 PENSTOCK_API void penstock_decoder_layers(const DecoderLayer* layers, int64_t num_layers, const AttentionBatch* batch,
                                           int dtype, int activation, float eps, int rounded, int64_t block_size,
                                           void* caches, int64_t layer_bytes, void* residual) {

@@ -40,7 +40,7 @@ class Scratch {
 // Large, long-lived memory of its own: aligned to, and advised to use, huge pages. Zeroed lazily by the system. Null
 // when there is none.
 void* allocate_pages(size_t bytes);
-// Have the system clear them now, where it can: else whoever touches one first waits for that.
+// Have the system clear the pages now, where it can. Otherwise the first thread that uses a page waits for the clearing.
 void touch_pages(void* data, size_t bytes);
 void free_pages(void* data, size_t bytes);
 

@@ -67,7 +67,7 @@ static void add_rms_norm_as(const ElementwiseArgs& args, const void* x, void* re
   return add_rms_norm_as<bf16>(args, x, residual, y);
 }
 
-// Both are x times a logistic function, of this: (1 + tanh(z)) / 2 is that of 2z.
+// The argument of the logistic function by which both activations multiply x: (1 + tanh(z)) / 2 = logistic(2z).
 PENSTOCK_INLINE Floats logistic_argument(Activation activation, Floats x) {
   if (activation != Activation::gelu_tanh) return x;
   return broadcast(2 * 0.7978845608f) * multiply_add(broadcast(0.044715f), x * x * x, x);

@@ -23,7 +23,7 @@ constexpr int64_t kTerms = 2;        // rows of codes for each row of activation
 constexpr int64_t kRowsAtOnce = 32;  // rows of codes
 constexpr float kLargestCode = 127.0f;
 
-// 8-bit codes are stored with this added: the byte products of x86 take weights without a sign, those of ARM with one.
+// 8-bit codes are stored with this added: the byte products of x86 take weights without a sign, and the byte products of ARM take weights with a sign.
 #if defined(__x86_64__)
 constexpr int32_t kCodeBias = 128;
 #else
@@ -50,7 +50,7 @@ struct IntegerCall {
   Dtype y_dtype;
   bool adds;  // to y, after rounding
 
-  // `row` counts rows of codes: those of activation row r are r * kTerms and the next.
+  // `row` counts rows of codes: activation row r has the rows r * kTerms and r * kTerms + 1.
   int8_t* row_codes(int64_t row) const { return codes + row * num_tiles * kTileInputs; }
   RoundedGroup* row_groups(int64_t row) const { return groups + row * num_tiles; }
 };

@@ -10,8 +10,8 @@ namespace PENSTOCK_ISA {
 
 struct NeonEngine {
   static constexpr int kVectorOutputs = 4;
-  // The bits of kCodeRounder. Sums of a tile are below 2^22: counted from there, their bits are those of a float, and no
-  // conversion is needed, which takes as long as four products.
+  // The bits of kCodeRounder, 1.5 * 2^23. The sums of a tile are below 2^22. A sum that starts from these bits is the float
+  // kCodeRounder + sum, so a subtraction replaces the conversion, which takes as long as four products.
   static constexpr int32_t kZeroBits = 0x4b400000;
 
   template <CodeKind kKind, int kGroups>
@@ -29,7 +29,7 @@ struct NeonEngine {
     if (r < rows) block<kKind, kGroups, 1, 4>(call, part, tiles, codes, row + r, 0, sums + r * kPanelOutputs);
   }
 
-  static inline __attribute__((always_inline)) float32x4_t load_factor(const Part& part, const uint8_t* table, int64_t at) {
+  PENSTOCK_INLINE float32x4_t load_factor(const Part& part, const uint8_t* table, int64_t at) {
     return part.half_scales
                ? vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(table) + at)))
                : vld1q_f32(reinterpret_cast<const float*>(table) + at);
@@ -37,7 +37,7 @@ struct NeonEngine {
 
   // sum[r][v] += quad `kQuad` of 16 codes (4 outputs) × the same quad of a row.
   template <int kQuad, int kRows, int kVectors>
-  static inline __attribute__((always_inline)) void dot(int32x4_t (&sum)[kRows][kVectors], const int8x16_t (&weights)[kVectors],
+  PENSTOCK_INLINE void dot(int32x4_t (&sum)[kRows][kVectors], const int8x16_t (&weights)[kVectors],
                                          const int8x16_t (&x)[kRows]) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -49,7 +49,7 @@ struct NeonEngine {
   // Quad kQuad of one half of a tile. Nibbles are loaded once for each half: that is cheaper than keeping both halves of
   // all rows in registers.
   template <CodeKind kKind, int kHalf, int kQuad, int kRows, int kVectors>
-  static inline __attribute__((always_inline)) void dot_quad(const uint8_t* codes, const int8x16_t (&x)[kRows],
+  PENSTOCK_INLINE void dot_quad(const uint8_t* codes, const int8x16_t (&x)[kRows],
                                                              int32x4_t (&sum)[kRows][kVectors]) {
     constexpr int64_t quad = kKind == CodeKind::nibbles ? kQuad : kQuad + 4 * kHalf;
     int8x16_t weights[kVectors];
@@ -63,7 +63,7 @@ struct NeonEngine {
   }
 
   template <CodeKind kKind, int kHalf, int kRows, int kVectors>
-  static inline __attribute__((always_inline)) void dot_half(const uint8_t* codes, const int8_t* x_codes,
+  PENSTOCK_INLINE void dot_half(const uint8_t* codes, const int8_t* x_codes,
                                                              int64_t x_stride, int32x4_t (&sum)[kRows][kVectors]) {
     int8x16_t x[kRows];
 #pragma GCC unroll 4
@@ -75,7 +75,7 @@ struct NeonEngine {
   }
 
   template <int kRows, int kVectors>
-  static inline __attribute__((always_inline)) void clear(int32x4_t (&sum)[kRows][kVectors]) {
+  PENSTOCK_INLINE void clear(int32x4_t (&sum)[kRows][kVectors]) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -84,7 +84,7 @@ struct NeonEngine {
   }
 
   template <int kRows, int kVectors>
-  static inline __attribute__((always_inline)) void add_scaled(const Part& part, const uint8_t* tile, int64_t first_output,
+  PENSTOCK_INLINE void add_scaled(const Part& part, const uint8_t* tile, int64_t first_output,
                                                 const int32x4_t (&sum)[kRows][kVectors], const float (&scales)[kRows],
                                                 const float (&row_sums)[kRows], float32x4_t (&total)[kRows][kVectors]) {
 #pragma GCC unroll 4

@@ -9,67 +9,60 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+// The names of intrinsics and of types differ between the two sizes in their first letters only.
 #if PENSTOCK_REGISTER_BYTES == 64
-struct Vector {
-  typedef __m512i Bytes;
-  typedef __m512 Reals;
-  static constexpr int kOutputs = 16;
-  static constexpr int kRowsAtOnce = 8;
-  static inline __attribute__((always_inline)) Bytes load(const uint8_t* from) { return _mm512_loadu_si512(from); }
-  static inline __attribute__((always_inline)) Bytes broadcast(int32_t value) { return _mm512_set1_epi32(value); }
-  static inline __attribute__((always_inline)) Bytes lower(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
-  static inline __attribute__((always_inline)) Bytes upper(Bytes a) { return lower(_mm512_srli_epi16(a, 4)); }
-  static inline __attribute__((always_inline)) Bytes add(Bytes a, Bytes b) { return _mm512_add_epi32(a, b); }
-  static inline __attribute__((always_inline)) Bytes add_words(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
-  static inline __attribute__((always_inline)) Bytes pairs(Bytes a, Bytes b) { return _mm512_maddubs_epi16(a, b); }
-  static inline __attribute__((always_inline)) Bytes widen_pairs(Bytes a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
-  static inline __attribute__((always_inline)) Bytes times_16(Bytes a) { return _mm512_slli_epi32(a, 4); }
-#ifdef PENSTOCK_DOT_PRODUCTS
-  static inline __attribute__((always_inline)) Bytes dot(Bytes sum, Bytes a, Bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }
-#endif
-  static inline __attribute__((always_inline)) Reals zero() { return _mm512_setzero_ps(); }
-  static inline __attribute__((always_inline)) Reals broadcast(float value) { return _mm512_set1_ps(value); }
-  static inline __attribute__((always_inline)) Reals to_reals(Bytes a) { return _mm512_cvtepi32_ps(a); }
-  static inline __attribute__((always_inline)) Reals multiply(Reals a, Reals b) { return _mm512_mul_ps(a, b); }
-  static inline __attribute__((always_inline)) Reals multiply_add(Reals a, Reals b, Reals c) { return _mm512_fmadd_ps(a, b, c); }
-  static inline __attribute__((always_inline)) void store(float* to, Reals a) { _mm512_storeu_ps(to, a); }
-  static inline __attribute__((always_inline)) Reals load_factor(bool halves, const uint8_t* table, int64_t at) {
-    if (!halves) return _mm512_loadu_ps(reinterpret_cast<const float*>(table) + at);
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table + at * 2)));
-  }
-};
+#define PENSTOCK_SIZED(name) _mm512_##name
+#define PENSTOCK_DOT _mm512_dpbusd_epi32
+typedef __m512i VectorBytes;
+typedef __m512 VectorReals;
+typedef __m256i VectorHalves;
+constexpr int kVectorRows = 8;  // of codes, whose sums stay in registers together
 #else
-struct Vector {
-  typedef __m256i Bytes;
-  typedef __m256 Reals;
-  static constexpr int kOutputs = 8;
-  static constexpr int kRowsAtOnce = 2;
-  static inline __attribute__((always_inline)) Bytes load(const uint8_t* from) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  }
-  static inline __attribute__((always_inline)) Bytes broadcast(int32_t value) { return _mm256_set1_epi32(value); }
-  static inline __attribute__((always_inline)) Bytes lower(Bytes a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-  static inline __attribute__((always_inline)) Bytes upper(Bytes a) { return lower(_mm256_srli_epi16(a, 4)); }
-  static inline __attribute__((always_inline)) Bytes add(Bytes a, Bytes b) { return _mm256_add_epi32(a, b); }
-  static inline __attribute__((always_inline)) Bytes add_words(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
-  static inline __attribute__((always_inline)) Bytes pairs(Bytes a, Bytes b) { return _mm256_maddubs_epi16(a, b); }
-  static inline __attribute__((always_inline)) Bytes widen_pairs(Bytes a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
-  static inline __attribute__((always_inline)) Bytes times_16(Bytes a) { return _mm256_slli_epi32(a, 4); }
-#ifdef PENSTOCK_DOT_PRODUCTS
-  static inline __attribute__((always_inline)) Bytes dot(Bytes sum, Bytes a, Bytes b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
+#define PENSTOCK_SIZED(name) _mm256_##name
+#define PENSTOCK_DOT _mm256_dpbusd_avx_epi32
+typedef __m256i VectorBytes;
+typedef __m256 VectorReals;
+typedef __m128i VectorHalves;
+constexpr int kVectorRows = 2;
 #endif
-  static inline __attribute__((always_inline)) Reals zero() { return _mm256_setzero_ps(); }
-  static inline __attribute__((always_inline)) Reals broadcast(float value) { return _mm256_set1_ps(value); }
-  static inline __attribute__((always_inline)) Reals to_reals(Bytes a) { return _mm256_cvtepi32_ps(a); }
-  static inline __attribute__((always_inline)) Reals multiply(Reals a, Reals b) { return _mm256_mul_ps(a, b); }
-  static inline __attribute__((always_inline)) Reals multiply_add(Reals a, Reals b, Reals c) { return _mm256_fmadd_ps(a, b, c); }
-  static inline __attribute__((always_inline)) void store(float* to, Reals a) { _mm256_storeu_ps(to, a); }
-  static inline __attribute__((always_inline)) Reals load_factor(bool halves, const uint8_t* table, int64_t at) {
-    if (!halves) return _mm256_loadu_ps(reinterpret_cast<const float*>(table) + at);
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table + at * 2)));
+
+struct Vector {
+  typedef VectorBytes Bytes;
+  typedef VectorReals Reals;
+  static constexpr int kOutputs = PENSTOCK_REGISTER_BYTES / 4;
+  static constexpr int kRowsAtOnce = kVectorRows;
+
+  PENSTOCK_INLINE Bytes load(const uint8_t* from) {
+    Bytes out;
+    memcpy(&out, from, sizeof out);
+    return out;
+  }
+  PENSTOCK_INLINE Bytes broadcast(int32_t value) { return PENSTOCK_SIZED(set1_epi32)(value); }
+  PENSTOCK_INLINE Bytes lower(Bytes a) { return a & PENSTOCK_SIZED(set1_epi8)(15); }
+  PENSTOCK_INLINE Bytes upper(Bytes a) { return lower(PENSTOCK_SIZED(srli_epi16)(a, 4)); }
+  PENSTOCK_INLINE Bytes add(Bytes a, Bytes b) { return PENSTOCK_SIZED(add_epi32)(a, b); }
+  PENSTOCK_INLINE Bytes add_words(Bytes a, Bytes b) { return PENSTOCK_SIZED(add_epi16)(a, b); }
+  PENSTOCK_INLINE Bytes pairs(Bytes a, Bytes b) { return PENSTOCK_SIZED(maddubs_epi16)(a, b); }
+  PENSTOCK_INLINE Bytes widen_pairs(Bytes a) { return PENSTOCK_SIZED(madd_epi16)(a, PENSTOCK_SIZED(set1_epi16)(1)); }
+  PENSTOCK_INLINE Bytes times_16(Bytes a) { return PENSTOCK_SIZED(slli_epi32)(a, 4); }
+#ifdef PENSTOCK_DOT_PRODUCTS
+  PENSTOCK_INLINE Bytes dot(Bytes sum, Bytes a, Bytes b) { return PENSTOCK_DOT(sum, a, b); }
+#endif
+  PENSTOCK_INLINE Reals zero() { return PENSTOCK_SIZED(setzero_ps)(); }
+  PENSTOCK_INLINE Reals broadcast(float value) { return PENSTOCK_SIZED(set1_ps)(value); }
+  PENSTOCK_INLINE Reals to_reals(Bytes a) { return PENSTOCK_SIZED(cvtepi32_ps)(a); }
+  PENSTOCK_INLINE Reals multiply(Reals a, Reals b) { return PENSTOCK_SIZED(mul_ps)(a, b); }
+  PENSTOCK_INLINE Reals multiply_add(Reals a, Reals b, Reals c) { return PENSTOCK_SIZED(fmadd_ps)(a, b, c); }
+  PENSTOCK_INLINE void store(float* to, Reals a) { PENSTOCK_SIZED(storeu_ps)(to, a); }
+  PENSTOCK_INLINE Reals load_factor(bool halves, const uint8_t* table, int64_t at) {
+    if (!halves) return PENSTOCK_SIZED(loadu_ps)(reinterpret_cast<const float*>(table) + at);
+    VectorHalves narrow;
+    memcpy(&narrow, table + at * 2, sizeof narrow);
+    return PENSTOCK_SIZED(cvtph_ps)(narrow);
   }
 };
-#endif
+#undef PENSTOCK_SIZED
+#undef PENSTOCK_DOT
 
 // Sums of weight × activation in 32-bit lanes, one for each output.
 #ifdef PENSTOCK_DOT_PRODUCTS
@@ -79,7 +72,7 @@ struct Dots {
   Vector::Bytes sum[2];  // of the two halves of a tile, so that neither waits for the other
 
   inline __attribute__((always_inline)) void clear() { sum[0] = sum[1] = Vector::broadcast(0); }
-  static inline __attribute__((always_inline)) Weights prepare(Vector::Bytes weights) { return weights; }
+  PENSTOCK_INLINE Weights prepare(Vector::Bytes weights) { return weights; }
   inline __attribute__((always_inline)) void add(int half, Weights weights, Vector::Bytes x) {
     sum[half] = Vector::dot(sum[half], weights, x);
   }
@@ -96,7 +89,7 @@ struct Dots {
   Vector::Bytes lower, upper;
 
   inline __attribute__((always_inline)) void clear() { lower = upper = Vector::broadcast(0); }
-  static inline __attribute__((always_inline)) Weights prepare(Vector::Bytes weights) {
+  PENSTOCK_INLINE Weights prepare(Vector::Bytes weights) {
     if (kKind == CodeKind::bytes) return {Vector::lower(weights), Vector::upper(weights)};
     return {weights, weights};
   }
@@ -130,14 +123,14 @@ struct ByteEngine {
     for (; r < rows; ++r) block<kKind, kGroups, 1>(call, part, tiles, codes, row + r, sums + r * kPanelOutputs);
   }
 
-  static inline __attribute__((always_inline)) Vector::Bytes broadcast_quad(const int8_t* from) {
+  PENSTOCK_INLINE Vector::Bytes broadcast_quad(const int8_t* from) {
     int32_t quad;
     memcpy(&quad, from, sizeof quad);
     return Vector::broadcast(quad);
   }
 
   template <CodeKind kKind, int kGroups, int kRows>
-  static inline __attribute__((always_inline)) void add_quad(const Vector::Bytes (&loaded)[kVectors], int64_t quad, const int8_t* x,
+  PENSTOCK_INLINE void add_quad(const Vector::Bytes (&loaded)[kVectors], int64_t quad, const int8_t* x,
                                               int64_t x_stride, Dots<kKind> (&sum)[kGroups][kRows][kVectors]) {
     const int half = quad < kQuadsPerTile / 2 ? 0 : 1, group = kGroups == 1 ? 0 : half;
     typename Dots<kKind>::Weights weights[kVectors];
@@ -152,7 +145,7 @@ struct ByteEngine {
   }
 
   template <CodeKind kKind, int kGroups, int kRows>
-  static inline __attribute__((always_inline)) void add_tile(const uint8_t* codes, const int8_t* x, int64_t x_stride,
+  PENSTOCK_INLINE void add_tile(const uint8_t* codes, const int8_t* x, int64_t x_stride,
                                               Dots<kKind> (&sum)[kGroups][kRows][kVectors]) {
     constexpr int64_t vector_bytes = Vector::kOutputs * kQuadInputs;
 #pragma GCC unroll 4
@@ -229,14 +222,14 @@ struct ByteEngine {
 
   // The bias of 8-bit codes is taken away from the sum.
   template <CodeKind kKind, int kGroups>
-  static inline __attribute__((always_inline)) Vector::Bytes unbiased(Vector::Bytes sum, const RoundedGroup& group, int half) {
+  PENSTOCK_INLINE Vector::Bytes unbiased(Vector::Bytes sum, const RoundedGroup& group, int half) {
     if (kKind != CodeKind::bytes) return sum;
     int32_t code_sum = group.code_sum;
     if (kGroups == 2) code_sum = half == 0 ? group.first_code_sum : group.code_sum - group.first_code_sum;
     return Vector::add(sum, Vector::broadcast(-kCodeBias * code_sum));
   }
 
-  static inline __attribute__((always_inline)) void add_scaled(Vector::Bytes sum, Vector::Reals scale, float row_scale,
+  PENSTOCK_INLINE void add_scaled(Vector::Bytes sum, Vector::Reals scale, float row_scale,
                                                 Vector::Reals* total) {
     const Vector::Reals both = Vector::multiply(scale, Vector::broadcast(row_scale));
     *total = Vector::multiply_add(Vector::to_reals(sum), both, *total);

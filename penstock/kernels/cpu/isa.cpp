@@ -133,7 +133,7 @@ PENSTOCK_API int penstock_best_isa() { return static_cast<int>(best_isa()); }
 
 PENSTOCK_API int penstock_isa() { return static_cast<int>(current_isa()); }
 
-// Whether products in whole numbers are faster than those of the same weights unpacked to floating point.
+// Whether products in whole numbers are faster than products of the same weights unpacked to floating point.
 PENSTOCK_API int penstock_fast_integers() { return kernels().fast_integers; }
 
 // Use another set than the best. False when this machine has no such set. Not while work is under way.

@@ -1,4 +1,4 @@
-// ARMv8.2 with dot products of bytes. The vectors are those of the baseline.
+// ARMv8.2 with dot products of bytes. Vectors of floats are the same as in the baseline.
 #include "kernels.h"
 
 #if defined(__aarch64__)

@@ -63,7 +63,7 @@ struct Kernels {
   void (*attend_tiles)(const AttendCall&, const QueryTile*, int64_t num_tiles);
   void (*merge_tile)(const AttendCall&, const QueryTile&, const RowState* partials, int64_t count);
 
-  // The largest; NaN where there is one.
+  // The largest value, or NaN if a value is NaN.
   float (*find_maximum)(const float* values, int64_t count);
   // Largest logit of each kSampleBlock neighbours; false when there is a NaN.
   bool (*scan_logits)(const float* logits, int64_t vocabulary, float* block_maxima);

@@ -9,7 +9,7 @@ namespace penstock {
 namespace {
 
 // The value in the upper half, in an order that holds for whole numbers; in the lower half the output, the first being
-// the largest. So whoever comes when, the same one wins.
+// the largest. So the same output wins in every order of arrival.
 constexpr uint32_t kSign = 0x80000000u;
 constexpr uint64_t kNotANumber = ~uint64_t{0};
 

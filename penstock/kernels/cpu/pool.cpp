@@ -31,7 +31,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Whether to count on the workers. When the system gives a worker's core to somebody else in the middle of an item,
+// Whether to count on the workers. When the system gives a worker's core to another process in the middle of an item,
 // the caller can only wait, often for milliseconds; if that happens the caller goes on alone for a while, and for
 // longer if it happens again at once.
 class Patience {

@@ -2,7 +2,7 @@
 
 Of its own it reads all its files before it looks for a kernel, 400 MB, to hash them: half a second, and two on a
 machine that has just been switched on. The wheel that it was installed from lists the hashes of all of them, so one
-of that list says as much. What somebody edits in the installed package afterwards goes unnoticed.
+of that list says as much. Later edits in the installed package go unnoticed.
 """
 
 from __future__ import annotations

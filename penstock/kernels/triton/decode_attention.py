@@ -165,7 +165,8 @@ def decode_attention(
 def split_length(programs: int, span: int, processors: int) -> int:
     """Keys for one program: as many as leave enough programs to fill the chip evenly, whatever the contexts'
     lengths; `programs` is their number without splitting."""
-    # Where contexts may be long, most are likely short: nobody should wait for one program that walks for thousands.
+    # Where contexts may be long, most are likely short: no request should wait for one program that walks over
+    # thousands of keys.
     keys = LONGEST_SPLIT if span <= LONGEST_SPLIT else LONGEST_SPLIT // 4
     shortest = max(triton.next_power_of_2(span // FEW_SPLITS), SHORTEST_SPLIT)
     while keys > shortest and programs * -(-span // keys) < PROGRAMS_PER_PROCESSOR * processors:
