@@ -27,7 +27,7 @@ class PackedDelta:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """The rows of a batch that one adapter is for."""
+    """The rows of a batch that use one adapter."""
 
     deltas: Mapping[int, PackedDelta]  # by the index of the product
     rows: Tensor  # int64, on the backend's device

@@ -123,8 +123,8 @@ class ComposedOps:
 
 
 class DelegatingOps(ComposedOps):
-    """A backend in which some products differ from those of another backend: subclasses override these products, and
-    the composed operations use the overridden ones. All other primitive operations are those of the other backend."""
+    """A wrapper around a backend: subclasses override some products, and the composed operations use the overridden
+    products. All other primitive operations are the wrapped backend's."""
 
     def __init__(self, ops: Ops) -> None:
         self.name = ops.name

@@ -74,7 +74,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What distinguishes one attention layer from another. Made once per layer at load."""
+    """The settings of an attention layer. Made once per layer at load."""
 
     num_heads: int
     num_kv_heads: int
@@ -142,7 +142,7 @@ class KVStore(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, in all layers together."""
+        """The bytes of one block in all layers together."""
         ...
 
     def layer(self, index: int) -> Any: ...

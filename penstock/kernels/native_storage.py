@@ -33,7 +33,9 @@ class NativeLinear:
         self.in_features = in_features
         self.out_features = 0
         self.num_bytes = 0
-        self.input_order: Tensor | None = None  # which input each column of the matrix takes; None is its own
+        self.input_order: Tensor | None = (
+            None  # the input that each column of the matrix takes; None: column j takes input j
+        )
         self.handle = library.linear_create(in_features)
         self._library = library
         weakref.finalize(self, library.linear_free, self.handle)

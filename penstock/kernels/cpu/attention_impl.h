@@ -54,7 +54,7 @@ PENSTOCK_INLINE Sight sight_of(const AttendCall& call, const QueryTile& tile) {
           call.layer->window};
 }
 
-// The units of a row's scores, told by what the row sees of them. Column 0 is key `start`.
+// The units of a row's scores that the row sees. Column 0 is key `start`.
 struct RowUnits {
   int64_t first_seen;    // units before it are out of sight
   int64_t end_seen;      // as are this one and those after it
@@ -75,7 +75,7 @@ PENSTOCK_INLINE Floats weight_of(const bf16*, Floats x) { return rough_power_of_
 PENSTOCK_INLINE float weight_base(const float*) { return 1.0f; }
 PENSTOCK_INLINE float weight_base(const bf16*) { return kLog2OfE; }
 
-// The highest of a row's scores; NaN is none. By two units, neither of which waits for the other.
+// The highest of a row's scores; a NaN does not count. Two units at a time, so that neither waits for the other.
 PENSTOCK_INLINE float highest_score(const float* scores, int64_t unit, int64_t end_unit) {
   Floats highest = broadcast(-__builtin_inff()), of_odd = highest;
   for (; unit + 2 <= end_unit; unit += 2) {
@@ -130,7 +130,7 @@ static void soften_row(const AttentionLayer& layer, float* scores, Weight* weigh
   if (seen.cut_first) hide(seen.first_seen);
   if (seen.cut_last) hide(seen.end_seen - 1);
   const float top = highest_score(scores, seen.first_seen, seen.end_seen);
-  // Nothing in sight, or nothing but NaN, which the row's empty sum will show.
+  // The row sees no key, or only scores of NaN. Its sum of weights stays 0, and 0 / 0 is NaN in the output.
   const bool blind = top == -__builtin_inff();
   const int64_t first_unit = blind ? 0 : seen.first_seen, end_unit = blind ? 0 : seen.end_seen;
   const Floats steep = factor * broadcast(weight_base(weights)), shift = zeros() - broadcast(top) * steep;

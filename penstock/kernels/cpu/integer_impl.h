@@ -30,7 +30,7 @@ PENSTOCK_INLINE float largest_lane(Ints magnitudes) {
 // Added to a small number, it leaves the nearest integer in the lowest bits.
 constexpr float kCodeRounder = 12582912.0f;
 
-// Rounds 32 values, and leaves in them what rounding took away.
+// Rounds 32 values, and replaces the values by the remainders.
 PENSTOCK_INLINE void round_group(Floats (&halves)[2], int8_t* codes, RoundedGroup* group) {
   const float largest = largest_lane(larger_magnitudes(larger_magnitudes(broadcast_int(0), halves[0]), halves[1]));
   const Floats inverse = broadcast(largest > 0 ? kLargestCode / largest : 0.0f), rounder = broadcast(kCodeRounder);
@@ -195,7 +195,7 @@ PENSTOCK_INLINE Floats load_factors(const Part& part, const uint8_t* table, int6
                           : load(reinterpret_cast<const float*>(table) + group * kLanes);
 }
 
-// The definition, in plain C++: for machines without dot products of bytes, and for tests.
+// The definition in plain C++, for machines without dot products of bytes and for tests.
 struct PlainEngine {
   template <CodeKind kKind>
   static int32_t code_at(const uint8_t* codes, int64_t input, int64_t output) {

@@ -9,7 +9,7 @@ namespace penstock {
 using ItemFunction = void (*)(const void* context, int64_t item);
 
 // Runs function(context, i) for every i in [0, items), on the caller and whichever workers arrive in time.
-// Several threads may call at once: one gets the workers, the others do their items alone.
+// Several threads may call at once: one caller gets the workers, and the other callers run their items alone.
 //
 // Items may be parted into equal ranges. Each thread begins with one of them, the same in every call, and helps the
 // others when it is through: what it left in its own cache in one region it finds there in the next.

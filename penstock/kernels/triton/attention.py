@@ -25,7 +25,7 @@ def attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """[T, H, D] → [T, H × D], in `out` if that is given. The first `batch.num_decodes` requests have one query token
-    each. `flashinfer` does the prompts that it takes."""
+    each. `flashinfer` computes the prompts that it accepts."""
     out = torch.empty_like(q) if out is None else out
     if batch.num_decodes:
         decode_attention(q, cache, out, layer, batch)

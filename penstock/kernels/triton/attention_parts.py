@@ -16,7 +16,7 @@ MERGED_AT_ONCE = 8
 
 @triton.jit
 def _widened(cached, type: tl.constexpr):
-    """Keys or values as they are multiplied: float8 in float16, which the hardware widens it to."""
+    """Keys or values in the type in which they are multiplied: float8 is widened to float16 by the hardware."""
     if cached.dtype == tl.float8e4nv:
         wide = cached.to(tl.float16)
     else:

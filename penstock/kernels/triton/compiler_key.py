@@ -1,8 +1,8 @@
-"""By what Triton knows on disk which of its kernels it compiled itself.
+"""The key by which Triton finds the kernels that it compiled earlier on disk.
 
-Of its own it reads all its files before it looks for a kernel, 400 MB, to hash them: half a second, and two on a
-machine that has just been switched on. The wheel that it was installed from lists the hashes of all of them, so one
-of that list says as much. Later edits in the installed package go unnoticed.
+Triton hashes all its files, 400 MB, before it looks for a kernel: this takes half a second, and two seconds on a machine
+that has just been switched on. The wheel that Triton was installed from lists the hashes of all files, so a hash of that
+list says as much. Later edits in the installed package go unnoticed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import metadata
 
 @functools.cache
 def know_compiler_by_its_wheel() -> bool:
-    """False where Triton does not come from a wheel, or keeps its key elsewhere than it used to."""
+    """Set the key. Returns False if Triton was not installed from a wheel, or keeps its key in another place."""
     from triton.runtime import cache
 
     try:

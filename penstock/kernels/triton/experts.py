@@ -96,7 +96,7 @@ def _layout_kernel(counts, cursor, tile_expert, tile_pairs, tiles, EXPERTS: tl.c
 
 @triton.jit(do_not_specialize=["pairs"])
 def _scatter_kernel(chosen, cursor, order, pairs, TILE: tl.constexpr):
-    """Where a pair lands within its expert's share is left to chance: no result depends on it."""
+    """Place every pair in its expert's share. The place within the share is random, and no result depends on it."""
     pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
     present = pair < pairs
     wait_for_previous()

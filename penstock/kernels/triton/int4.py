@@ -108,7 +108,7 @@ def _unpack_kernel(codes, pairs, out, K, GROUP: tl.constexpr, GROUPS: tl.constex
 
 
 def unpack(weight: Int4Linear, dtype: torch.dtype) -> Tensor:
-    """[out, in], for products of many rows, which repay it."""
+    """The dense matrix [out, in]. Unpacking pays off for products of many rows."""
     outputs, width = weight.out_features, weight.in_features
     out = torch.empty(outputs, width, dtype=weight.factors.dtype, device=weight.codes.device)
     groups = max(1, min(16, triton.next_power_of_2(width // weight.group)))

@@ -4,7 +4,7 @@ A code becomes a float by its bits alone: 0x4300 + code is 128 + code in bfloat1
 the group's inputs, as the offset comes in.
 
 Codes are taken from words of 16 bits: two words side by side become four pairs of numbers in seven instructions. The
-input is put into the order in which they appear when its groups are summed up.
+input is put into the order of these numbers while the groups of the input are summed up.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _few_rows_kernel(
     codes_at = codes + own[:, None] * (K // PLANES) + columns[None, :]
     x_at = x + tl.where(present, rows, 0)[None, :] * K + columns[:, None]
     let_next_start()
-    # The compiler fetches what it multiplies ahead of time; what the products are scaled with is up to us.
+    # The compiler fetches what it multiplies ahead of time; the scales are loaded ahead of time here.
     type: tl.constexpr = x.dtype.element_ty
     next_scale, next_offset = load_factors(pairs, own * groups + first_group, type)
     wait_for_previous()

@@ -235,7 +235,7 @@ def few_rows(
 
 
 def unpack(weight: Int8Linear, dtype: torch.dtype) -> Tensor:
-    """[out, in], for products of many rows, which repay it."""
+    """The dense matrix [out, in]. Unpacking pays off for products of many rows."""
     outputs, width = weight.out_features, weight.in_features
     out = torch.empty(outputs, width, dtype=dtype, device=weight.codes.device)
     block = min(1024, triton.next_power_of_2(width))

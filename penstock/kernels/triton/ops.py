@@ -50,7 +50,7 @@ class TritonOps:
         *,
         flashinfer: FlashInferAttention | None = None,
     ) -> None:
-        """`flashinfer` does the attention of the prompts that it takes."""
+        """`flashinfer` computes attention over the prompts that it accepts."""
         know_compiler_by_its_wheel()
         self.flashinfer = flashinfer
         self.device = device

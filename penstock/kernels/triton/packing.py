@@ -125,7 +125,7 @@ def _pack_run(
 
 
 def _fitted(part: WeightData) -> WeightData:
-    """In groups that kernels take: powers of two, none so large that a tile of it would not fit."""
+    """The weight in groups that kernels take: powers of two, small enough that a tile of a group fits."""
     if not isinstance(part, GroupQuantWeight):
         return part
     group = min(part.group & -part.group, LARGEST_GROUP)

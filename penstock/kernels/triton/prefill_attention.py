@@ -162,7 +162,7 @@ def _prefill_kernel(
             scale, softcap, G, D, BLOCK_SIZE, HEADS, KEYS, True, HAS_CAP, HAS_SCALES,
         )  # fmt: skip
 
-    # Asked again, so that addresses are computed again: kept through the loop, they would crowd its registers.
+    # Loaded again, so that addresses are computed again: addresses kept through the loop would take its registers.
     q_start = tl.load(query_starts + request, volatile=True)
     row, is_row = _rows(tile_start, q_start, q_count, first_head, H, HEADS, ROWS)
     part = (row - first_row) * splits + split

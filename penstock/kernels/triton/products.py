@@ -98,7 +98,7 @@ def normed_gated(x: Tensor, norm: Tensor, eps: float, weight: Packed, activation
 
 
 def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowProduct], Tensor] | None:
-    """What multiplies so many rows with weights of this format and takes along the norm, the gate and the sum."""
+    """The kernel for so many rows and weights of this format, with the norm, the gate and the sum fused in."""
     match weight:
         case Float8Linear() if rows == 1:
             return float8.one_row

@@ -143,7 +143,7 @@ def chunk_statistics(logits: Tensor, temperature: Tensor) -> ChunkStatistics:
 
 
 def draw_from_whole_vocabulary(logits: Tensor, batch: SamplingBatch, statistics: ChunkStatistics) -> Tensor:
-    """float32 [S, V] → int64 [S], as if no row had limits; -1 for one that cannot be sampled."""
+    """float32 [S, V] → int64 [S], as if no row had limits; -1 for a row that cannot be sampled."""
     rows, vocabulary = logits.shape
     chunks = statistics.maxima.shape[1]
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -27,7 +27,7 @@ MAX_ROWS = 32
 
 @triton.jit
 def gate_with(gate, up, dtype: tl.constexpr, IS_SILU: tl.constexpr):
-    """Rounded where a product of its own would round, so that few and many rows agree."""
+    """Round at the same place where a separate product would round, so that few and many rows agree."""
     return activate(gate.to(dtype).to(tl.float32), IS_SILU) * up.to(dtype).to(tl.float32)
 
 
