@@ -131,11 +131,13 @@ def test_cutting_a_prompt_changes_no_bit(
             assert torch.equal(found, expected), f"chunks of {chunk}"
 
 
-@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(("window", "kv_dtype"), [(None, None), (700, None), (700, torch.int8)])
 def test_long_contexts_are_split_the_same_way_for_all(
-    native: NativeOps, library: Library, dtype: torch.dtype, window: int | None
+    library: Library, isa: str, dtype: torch.dtype, window: int | None, kv_dtype: torch.dtype | None
 ) -> None:
-    """Decoding alone shares splits between threads, decoding in a crowd does not, a prefill has many rows."""
+    """Decoding alone shares splits between threads, decoding in a crowd does not. In a prefill several tiles of rows go
+    through the splits together."""
+    native = NativeOps(library, dtype, kv_dtype)
     layer = make_layer(num_heads=3, num_kv_heads=1, head_dim=32, window=window)
     length = 1300
     lengths = [length] + [20] * 12
