@@ -135,8 +135,8 @@ def test_cutting_a_prompt_changes_no_bit(
 def test_long_contexts_are_split_the_same_way_for_all(
     library: Library, isa: str, dtype: torch.dtype, window: int | None, kv_dtype: torch.dtype | None
 ) -> None:
-    """Decoding alone shares splits between threads, decoding in a crowd does not. In a prefill several tiles of rows go
-    through the splits together."""
+    """Decoding alone shares splits between threads, decoding in a crowd does not. In a prefill several tiles of rows
+    go through the splits together."""
     native = NativeOps(library, dtype, kv_dtype)
     layer = make_layer(num_heads=3, num_kv_heads=1, head_dim=32, window=window)
     length = 1300

@@ -1,8 +1,8 @@
 """The key by which Triton finds the kernels that it compiled earlier on disk.
 
 Triton hashes all its files, 400 MB, before it looks for a kernel. This takes half a second, and two seconds on a
-machine that has just been switched on. The wheel that Triton was installed from lists the hashes of all files, so a hash
-of that list says as much. Later edits in the installed package go unnoticed.
+machine that has just been switched on. The wheel that Triton was installed from lists the hashes of all files, so a
+hash of that list says as much. Later edits in the installed package go unnoticed.
 """
 
 from __future__ import annotations
