@@ -27,7 +27,7 @@ from penstock.kernels.interface import AttentionBatch, KVStore, SamplingBatch
 from penstock.kernels.native import NativeOps
 from penstock.models.llama import Llama
 from penstock.simulator.replay import replay
-from tests.engine.tiny import request, run, tiny_engine, tokens, write_tiny_model
+from tests.engine.tiny import request, run, tiny_engine, tokens, unpacked, write_tiny_model
 
 Forward = Callable[..., Tensor]
 POISON = 299
@@ -65,12 +65,16 @@ def test_a_step_without_room_is_computed_in_pieces(
 ) -> None:
     requests = [request(f"{n}", prompt) for n, prompt in enumerate(prompts(150, 3, 90, 16))]
     requests.append(request("drawn", [5, 6, 7], temperature=1.0, seed=4, logprobs=2))
+    requests.append(request("scored", prompts(70)[0], prompt_logprobs=2))
     unhurt = run(tiny_engine(model, steps_in_flight=steps_in_flight), requests)
     memory["max_tokens"] = 40
     engine = tiny_engine(model, steps_in_flight=steps_in_flight)
-    assert {name: tokens(events) for name, events in run(engine, requests).items()} == {
+    in_pieces = run(engine, requests)
+    assert {name: tokens(events) for name, events in in_pieces.items()} == {
         name: tokens(events) for name, events in unhurt.items()
     }
+    values, _ = unpacked(in_pieces["scored"])
+    assert values == pytest.approx(unpacked(unhurt["scored"])[0], abs=1e-4)
     assert engine.loop.stats().num_out_of_memory == 0
 
 

@@ -103,6 +103,14 @@ def test_a_cached_prefix_is_computed_again_and_stays_for_others(model: Path) -> 
     assert again[0].prompt_logprobs is None
 
 
+def test_a_cache_of_eight_bits_and_no_prefix_cache(model: Path, oracle: Engine) -> None:
+    expected = unpacked(run(oracle, [request("scored", PROMPT, 1, prompt_logprobs=1)])["scored"])[0]
+    for settings in ({"kv_cache_dtype": "int8"}, {"enable_prefix_caching": False}):
+        engine = tiny_engine(model, max_num_batched_tokens=33, **settings)
+        values, _ = unpacked(run(engine, [request("scored", PROMPT, 1, prompt_logprobs=1)])["scored"])
+        assert values == pytest.approx(expected, abs=0.05)
+
+
 def test_a_prompt_alone(model: Path, tmp_path: Path) -> None:
     """As long as the whole context, and nothing is sampled."""
     engine = tiny_engine(model, max_num_batched_tokens=64, record_plans=str(tmp_path / "plans.jsonl"))
