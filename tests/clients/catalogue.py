@@ -13,6 +13,7 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).with_name("scripts")
 CAPABILITIES = ("chat", "stream", "tools", "structured", "files", "errors", "cancel")
+AGENT = "agent"  # a scripted engine behind the real gateway, for coding agents; see agent_server.py
 OTHER = "other"  # anything else that a client does; the note says what
 
 
@@ -79,6 +80,24 @@ CLIENTS: tuple[Client, ...] = (
         ("chat", "stream", "errors", "other"),
         "browsers",
         serve=("--allowed-origins", "https://app.example"),
+    ),
+    Client(
+        "claude-code",
+        "Claude Code",
+        "claude_code.sh",
+        ("chat", "stream", "tools", "errors"),
+        "claude-code",
+        npm=("@anthropic-ai/claude-code@^2",),
+        model=AGENT,
+    ),
+    Client(
+        "codex",
+        "Codex",
+        "codex_cli.sh",
+        ("chat", "stream", "tools", "errors"),
+        "codex",
+        npm=("@openai/codex@^0",),
+        model=AGENT,
     ),
     Client(
         "curl",
@@ -188,6 +207,15 @@ CLIENTS: tuple[Client, ...] = (
         ("chat", "stream", "tools", "structured", "files", "errors", "cancel"),
         "openai",
         npm=("openai@6", "zod@^4"),
+    ),
+    Client(
+        "opencode",
+        "opencode",
+        "opencode_cli.sh",
+        ("chat", "stream", "tools", "errors"),
+        "opencode",
+        npm=("opencode-ai@1.18.18",),
+        model=AGENT,
     ),
     Client(
         "outlines",

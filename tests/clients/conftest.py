@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.console import fetch_model
-from tests.clients.catalogue import CLIENTS, Client
+from tests.clients.agent_server import AgentServer
+from tests.clients.catalogue import AGENT, CLIENTS, Client
 from tests.clients.environments import INSTALL_TIMEOUT_S, CannotInstall, prepare
 from tests.clients.outcome import Outcome, read_outcome, write_table
 from tests.e2e.conftest import START_TIMEOUT_S, RunningServer, start_server, write_chat_model
@@ -41,11 +42,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def client_server(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[Client], RunningServer]]:
+) -> Iterator[Callable[[Client], RunningServer | AgentServer]]:
     """A server for a client, shared with the clients that want the same one."""
-    running: dict[tuple[str, ...], RunningServer] = {}
+    running: dict[tuple[str, ...], RunningServer | AgentServer] = {}
 
-    def serve(client: Client) -> RunningServer:
+    def serve(client: Client) -> RunningServer | AgentServer:
+        if client.model == AGENT:
+            if (AGENT,) not in running:
+                running[(AGENT,)] = AgentServer(API_KEY)
+            return running[(AGENT,)]
         arguments = [client.model, *client.serve, "--api-key", API_KEY]
         if client.model == "tiny":
             arguments[:1] = [str(tiny_model), "--served-model-name", "tiny", "--load-format", "random"]
@@ -64,7 +69,7 @@ def client_server(
 
 @pytest.fixture(scope="session")
 def outcome_of(
-    request: pytest.FixtureRequest, client_server: Callable[[Client], RunningServer]
+    request: pytest.FixtureRequest, client_server: Callable[[Client], RunningServer | AgentServer]
 ) -> Iterator[Callable[[Client], Outcome]]:
     """What came of a client's script, which runs once for all its capabilities."""
     outcomes: dict[str, Outcome | str] = {}
@@ -82,7 +87,11 @@ def outcome_of(
 
     def _run(client: Client) -> Outcome:
         environment = prepare(client)
-        variables = {"BASE_URL": client_server(client).url, "API_KEY": API_KEY, "MODEL": client.model}
+        variables = {
+            "BASE_URL": client_server(client).url,
+            "API_KEY": API_KEY,
+            "MODEL": "bytes" if client.model == AGENT else client.model,
+        }
         return read_outcome(client, environment.version, environment.run(client, variables))
 
     yield run_client
