@@ -55,6 +55,12 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
+@tool
+def clock() -> str:
+    """Tells the time."""
+    return "noon"
+
+
 for provider, model in models(MODEL, 20).items():
     with capability("chat"):
         answer = model.invoke(QUESTION)
@@ -76,6 +82,12 @@ for provider, model in models(MODEL, 150).items():
             continue
         call = model.bind_tools([weather], tool_choice="weather").invoke(QUESTION)
         assert call.tool_calls[0]["name"] == "weather", provider
+        demanded = model.bind_tools([weather, clock], tool_choice="any").invoke(QUESTION)
+        assert 1 <= len(demanded.tool_calls) < 16, provider
+        expected_names = {"weather": {"city"}, "clock": set()}
+        assert all(set(each["args"]) == expected_names[each["name"]] for each in demanded.tool_calls), (
+            demanded
+        )
         results = [ToolMessage("sunny", tool_call_id=each["id"]) for each in call.tool_calls]
         assert model.bind_tools([weather]).invoke([HumanMessage(QUESTION), call, *results])
 
