@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention.h"
-#include "register_tile.h"
 #include "vec_math.h"
 
 namespace penstock {
@@ -352,102 +351,6 @@ PENSTOCK_INLINE const Query* tile_queries(const AttendCall& call, const QueryTil
   const int64_t row =
       (tile.kv_head * call.batch->num_tokens + first_token) * call.heads_per_kv_head() + tile.first_row;
   return static_cast<const Query*>(call.queries) + row * call.layout.key_dim;
-}
-
-// The engine for plain vectors: products and sums in float32, in blocks of rows and of units or columns.
-template <typename CacheElement>
-struct VectorEngine {
-  using Element = CacheElement;
-  using Weight = float;
-  // Units whose keys, or values, are read again and again from the nearest cache while all rows of a tile use them.
-  static constexpr int64_t kUnitsAtOnce = 4;
-
-  static void begin(const AttendCall&, const QueryTile&) {}
-
-  template <int kRows, int kUnits>
-  static void score_units(const float* queries, int64_t key_dim, const uint8_t* const* keys, float* scores) {
-    const uint8_t* units[kUnits];
-#pragma GCC unroll 4
-    for (int i = 0; i < kUnits; ++i) units[i] = keys[i];
-    RegisterTile<Element, kRows, kUnits> tile;
-    tile.clear();
-    tile.add(queries, key_dim, units, kUnitTokens, key_dim);
-    tile.store(scores, kScoreStride);
-  }
-
-  template <int kRows>
-  static void score_rows(const float* queries, int64_t key_dim, const uint8_t* const* keys, int64_t num_units,
-                         float* scores) {
-    constexpr int most = groups_for(kRows);
-    int64_t unit = 0;
-    for (; unit + most <= num_units; unit += most) {
-      score_units<kRows, most>(queries, key_dim, keys + unit, scores + unit * kUnitTokens);
-    }
-    for (; unit < num_units; ++unit) {
-      score_units<kRows, 1>(queries, key_dim, keys + unit, scores + unit * kUnitTokens);
-    }
-  }
-
-  static void score(const AttendCall& call, const QueryTile& tile, const uint8_t* const* keys, int64_t num_units,
-                    float* scores) {
-    const int64_t key_dim = call.layout.key_dim;
-    const float* queries = tile_queries<float>(call, tile);
-    for (int64_t unit = 0; unit < num_units; unit += kUnitsAtOnce) {
-      const int64_t count = num_units - unit < kUnitsAtOnce ? num_units - unit : kUnitsAtOnce;
-      for_row_groups<kMostTileRows>(tile.num_rows, [&](auto rows, int64_t row) {
-        score_rows<decltype(rows)::value>(queries + row * key_dim, key_dim, keys + unit, count,
-                                          scores + row * kScoreStride + unit * kUnitTokens);
-      });
-    }
-  }
-
-  template <int kRows, int kGroups>
-  static void weigh_columns(const float* weights, const uint8_t* const* values, int64_t num_units, int64_t value_dim,
-                            int64_t column, bool is_first, float* output) {
-    RegisterTile<Element, kRows, kGroups> tile;
-    if (is_first) {
-      tile.clear();
-    } else {
-      tile.load(output + column, value_dim);
-    }
-    for (int64_t unit = 0; unit < num_units; ++unit) {
-      const uint8_t* groups[kGroups];
-#pragma GCC unroll 4
-      for (int i = 0; i < kGroups; ++i) groups[i] = values[unit] + (column + i * kLanes) * 4;
-      tile.add(weights + unit * kUnitTokens, kScoreStride, groups, value_dim, kUnitTokens);
-    }
-    tile.store(output + column, value_dim);
-  }
-
-  template <int kRows>
-  static void weigh_rows(const float* weights, const uint8_t* const* values, int64_t num_units, int64_t value_dim,
-                         bool is_first, float* output) {
-    constexpr int most = groups_for(kRows);
-    int64_t column = 0;
-    for (; column + most * kLanes <= value_dim; column += most * kLanes) {
-      weigh_columns<kRows, most>(weights, values, num_units, value_dim, column, is_first, output);
-    }
-    for (; column < value_dim; column += kLanes) {
-      weigh_columns<kRows, 1>(weights, values, num_units, value_dim, column, is_first, output);
-    }
-  }
-
-  static void weigh(const AttendCall& call, const QueryTile& tile, const float* weights,
-                    const uint8_t* const* values, int64_t num_units, float* output) {
-    const int64_t dim = call.layout.value_dim;
-    for (int64_t unit = 0; unit < num_units; unit += kUnitsAtOnce) {
-      const int64_t count = num_units - unit < kUnitsAtOnce ? num_units - unit : kUnitsAtOnce;
-      for_row_groups<kMostTileRows>(tile.num_rows, [&](auto rows, int64_t row) {
-        weigh_rows<decltype(rows)::value>(weights + row * kScoreStride + unit * kUnitTokens, values + unit, count, dim,
-                                          unit == 0, output + row * dim);
-      });
-    }
-  }
-};
-
-[[maybe_unused]] static void attend_tiles(const AttendCall& call, const QueryTile* tiles, int64_t num_tiles) {
-  if (call.dtype == Dtype::float32) return attend_tiles_with<VectorEngine<float>>(call, tiles, num_tiles);
-  return attend_tiles_with<VectorEngine<bf16>>(call, tiles, num_tiles);
 }
 
 }  // namespace PENSTOCK_ISA

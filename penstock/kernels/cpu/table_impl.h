@@ -1,7 +1,7 @@
 // Gathers everything compiled for one instruction set into its table.
 #pragma once
 
-#include "attention_impl.h"
+#include "attention_vector.h"
 #include "cache_impl.h"
 #include "elementwise_impl.h"
 #include "integer_impl.h"
