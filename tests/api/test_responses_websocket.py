@@ -102,6 +102,11 @@ def test_lanes_and_tools(serve: Serve) -> None:
         ({"type": "response.steer", "input": [], "previous_response_id": "x"}, "type"),
         ({}, None),
         ([], None),
+        ({"type": "response.create", "model": "bytes", "input": "x" * 90_000}, "input"),
+        (
+            {"type": "response.create", "model": "bytes", "input": "x", "max_output_tokens": 0},
+            "max_output_tokens",
+        ),
     ],
 )
 def test_messages_that_make_no_sense(serve: Serve, message: Any, param: str | None) -> None:

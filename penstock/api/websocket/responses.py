@@ -20,6 +20,7 @@ from starlette.requests import HTTPConnection
 from penstock.api.http.context import current_principal_of, principal_of, set_principal, set_request_id
 from penstock.api.http.errors import sentence
 from penstock.api.http.parsing import BodyDecoder
+from penstock.api.openai.responses_answers import PARAMS
 from penstock.api.openai.responses_endpoints import BegunResponse, ResponsesEndpoints
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.websocket.endpoint import (
@@ -197,6 +198,7 @@ def _messages(events: bytes, lane: str | None) -> Iterator[bytes]:
 
 
 def _error(error: PenstockError, lane: str | None) -> bytes:
-    detail = {"type": error.type, "code": error.code, "message": sentence(error), "param": error.param}
+    param = PARAMS.get(error.param or "", error.param)
+    detail = {"type": error.type, "code": error.code, "message": sentence(error), "param": param}
     message: dict[str, Any] = {"type": "error", "status": error.status, "error": detail}
     return _to_json(message if lane is None else message | {"stream_id": lane})
