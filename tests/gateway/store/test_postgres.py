@@ -6,17 +6,23 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, func, select, text
 
 from penstock.core.errors import AuthenticationFailed, NotFound, PenstockError, StoreUnavailable
 from penstock.core.identity import Scope
+from penstock.gateway.files import FileStore
+from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import keys, metadata, tenant_revision, workspaces
 from penstock.gateway.tenants.keyring import TRUST_S
 from penstock.gateway.tenants.records import KeyChanges, NewKey
+from penstock.gateway.uploads import UploadPlan, Uploads
+from tests.gateway.responses.test_objects import thing
+from tests.gateway.responses.test_store import response
 from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 from tests.gateway.store.test_migrations import differences
 from tests.gateway.tenants.conftest import ACTOR, Time, World
@@ -159,3 +165,36 @@ async def test_a_response_with_a_nul_in_its_id_does_not_exist(world: World) -> N
     assert await responses.find("default", "a\0") is None
     assert await responses.history("default", "a\0", keep_until=0.0) is None
     assert not await responses.delete("default", "a\0")
+
+
+def test_objects_events_and_uploads_on_postgresql(url: str, tmp_path: Path) -> None:
+    database = Database(url)
+
+    async def use() -> None:
+        responses = DatabaseResponses(database, now=lambda: 0.0)
+        await responses.add(response("a", num_event_bytes=0))
+        for first, events in ((0, b"one"), (5, b"two")):
+            await responses.add_events("w", "a", first, events)
+        assert await responses.events("w", "a", 6) == [(5, b"two")]
+        assert await responses.events("v", "a", 0) == []
+        assert await responses.delete("w", "a")
+        objects = ObjectStore(database, now=lambda: 0.0)
+        await objects.add([thing("c", metadata={"x": "1"}), thing("1", "c"), thing("2", "c")])
+        found = await objects.children("w", "item", "c", keep_until=9e9, param="x")
+        assert found is not None
+        assert [each.id for each in found] == ["1", "2"]
+        page = await objects.page("w", "conversation", limit=1, order="desc", metadata={"x": "1"})
+        assert [each.id for each in page.objects] == ["c"]
+        assert await objects.delete("w", "conversation", "c")
+        uploads = Uploads(FileStore(database, tmp_path))
+        upload = await uploads.create("w", "a.txt", UploadPlan(purpose="batch", num_bytes=3))
+        part = await uploads.files.upload("w", prefix="part_")
+        await part.write(b"abc")
+        kept = await uploads.add_part(upload, part)
+        _, file = await uploads.complete("w", upload.id, [kept.id])
+        assert (await uploads.files.get("w", file.id)).num_bytes == 3
+
+    try:
+        asyncio.run(use())
+    finally:
+        database.close()
