@@ -50,13 +50,13 @@ async def streamed(kind: type) -> int:
     return len([event async for event in result.stream_events()])
 
 
-def main() -> None:
+async def main() -> None:
     for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
         with capability("chat"):
-            assert Runner.run_sync(agent(kind), QUESTION).final_output
+            assert (await Runner.run(agent(kind), QUESTION)).final_output
 
         with capability("stream"):
-            assert asyncio.run(streamed(kind)) > 1
+            assert await streamed(kind) > 1
 
         with capability("tools"):
             CALLED.clear()
@@ -67,19 +67,19 @@ def main() -> None:
                 max_tokens=100,
                 tool_use_behavior="stop_on_first_tool",
             )
-            assert "sunny" in str(Runner.run_sync(helper, QUESTION).final_output)
+            assert "sunny" in str((await Runner.run(helper, QUESTION)).final_output)
             assert CALLED
 
         with capability("structured"):
-            result = Runner.run_sync(agent(kind, output_type=City, max_tokens=150), QUESTION)
+            result = await Runner.run(agent(kind, output_type=City, max_tokens=150), QUESTION)
             assert isinstance(result.final_output, City)
 
         with capability("errors"):
             try:
-                Runner.run_sync(agent(kind, model="no-such-model"), QUESTION)
+                await Runner.run(agent(kind, model="no-such-model"), QUESTION)
             except openai.NotFoundError:
                 continue
             raise AssertionError("no error")
 
 
-main()
+asyncio.run(main())

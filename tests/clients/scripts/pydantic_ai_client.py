@@ -6,11 +6,12 @@ import asyncio
 
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelSettings, NativeOutput
+from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-from report import API_KEY, BASE_URL, MODEL, capability, status_of
+from report import API_KEY, BASE_URL, MODEL, capability
 
 QUESTION = "What is the capital of France?"
 SHORT = ModelSettings(max_tokens=20, temperature=0)
@@ -34,21 +35,30 @@ async def streamed(model: object) -> str:
         return "".join([piece async for piece in result.stream_text(delta=True)])
 
 
-for kind, model in MODELS.items():
-    with capability("chat"):
-        assert Agent(model, model_settings=SHORT).run_sync(QUESTION).output, kind
+async def main() -> None:
+    for kind, model in MODELS.items():
+        with capability("chat"):
+            assert (await Agent(model, model_settings=SHORT).run(QUESTION)).output, kind
 
-    with capability("stream"):
-        assert asyncio.run(streamed(model)), kind
+        with capability("stream"):
+            assert await streamed(model), kind
 
-    with capability("tools"):  # the answer itself is a forced tool call
-        agent = Agent(model, output_type=City, model_settings=LONG)
-        assert isinstance(agent.run_sync(QUESTION).output, City), kind
+        with capability("tools"):  # the answer itself is a forced tool call
+            agent = Agent(model, output_type=City, model_settings=LONG)
+            assert isinstance((await agent.run(QUESTION)).output, City), kind
 
-with capability("structured"):
-    agent = Agent(MODELS["chat"], output_type=NativeOutput(City), model_settings=LONG)
-    assert isinstance(agent.run_sync(QUESTION).output, City)
+    with capability("structured"):
+        agent = Agent(MODELS["chat"], output_type=NativeOutput(City), model_settings=LONG)
+        assert isinstance((await agent.run(QUESTION)).output, City)
 
-with capability("errors"):
-    absent = Agent(OpenAIChatModel("no-such-model", provider=openai))
-    assert status_of(lambda: absent.run_sync(QUESTION)) == 404
+    with capability("errors"):
+        try:
+            await Agent(OpenAIChatModel("no-such-model", provider=openai)).run(QUESTION)
+        except ModelHTTPError as error:
+            if error.status_code != 404:
+                raise
+        else:
+            raise AssertionError("no error")
+
+
+asyncio.run(main())
