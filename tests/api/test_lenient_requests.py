@@ -26,6 +26,7 @@ BOMB = gzip.compress(b" " * (64 << 20))
         ("deflate", zlib.compress(BODY)),
         ("identity", BODY),
     ],
+    ids=["gzip", "GZIP", "x-gzip", "deflate", "identity"],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_compressed_bodies_are_read(path: str, encoding: str, body: bytes) -> None:
@@ -45,6 +46,16 @@ async def test_compressed_bodies_are_read(path: str, encoding: str, body: bytes)
         ("gzip", gzip.compress(BODY)[:-9], 400, "invalid_request_error"),
         ("gzip", gzip.compress(BODY) + b"more", 400, "invalid_request_error"),
         ("gzip", BOMB, 413, "request_too_large"),
+    ],
+    ids=[
+        "br",
+        "zstd",
+        "gzip twice",
+        "not compressed",
+        "empty",
+        "cut off",
+        "more behind the end",
+        "too large",
     ],
 )
 async def test_other_compressed_bodies_are_refused(
