@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 ARGS ?=
-# Tests mostly wait for processes, so a few more workers than two cores help. `make test WORKERS=0` runs in one process.
+# Tests mostly wait for processes, so a few more workers than two cores help. A worker takes whole files, so that the
+# fixtures of a module are built once. `make test WORKERS=0` runs in one process.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Servers of other projects, each in an environment of its own. Name others' paths to use those instead.
 PEER_LLAMA_SERVER ?= .peers/llama-server
 PEER_VLLM_PYTHON ?= .peers/vllm/bin/python

@@ -24,14 +24,10 @@ def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Parallel workers take whole files, so that a module's fixtures are built once. Files that share the session's
-    real server are one unit."""
+    """Give tests of the real server time on a slow machine."""
     for item in items:
         if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
-        fixtures = getattr(item, "fixturenames", ())
-        shares_server = "server" in fixtures and "e2e" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("server" if shares_server else str(item.path)))
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

@@ -110,7 +110,7 @@ async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_where_
     """KV of another replica comes without the logits of its tokens."""
     rig.join(("p", "prefill", "a"), ("d", "decode", "a"))
     assert rig.ask(prompt_logprobs=1) == ("d", None)
-    assert rig.ask() == ("d", KVSource("kv://p"))
+    assert rig.ask(PROMPT[::-1]) == ("d", KVSource("kv://p"))
 
 
 async def test_only_replicas_of_one_revision_are_paired(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""The real server with the default model on two ranks, one of which is killed in mid-stream."""
+"""The real server with a model on two ranks, one of which is killed in mid-stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 QUESTION = {
     "messages": [{"role": "user", "content": "Tell me about the sea."}],
     "temperature": 0,
-    "max_tokens": 60,
+    "max_tokens": 1000,
     "ignore_eos": True,
     "stream": True,
 }
@@ -28,9 +28,9 @@ def ranks(server: RunningServer) -> list[psutil.Process]:
     return [child for child in children if "penstock.engine.parallel.rank" in child.cmdline()]
 
 
-def ask(server: RunningServer, model: str, kill_after_chunks: int | None = None) -> str:
+def ask(server: RunningServer, kill_after_chunks: int | None = None) -> str:
     text, num_chunks = "", 0
-    body = {"model": model, **QUESTION}
+    body = {"model": "tiny", **QUESTION}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=120) as answer:
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
@@ -45,14 +45,15 @@ def ask(server: RunningServer, model: str, kill_after_chunks: int | None = None)
     return text
 
 
-def test_a_stream_survives_the_death_of_a_rank(default_model: str, tmp_path: Path) -> None:
-    server = start_server(tmp_path, default_model, "--tensor-parallel-size", "2", "--dtype", "float32")
+def test_a_stream_survives_the_death_of_a_rank(chat_model: Path, tmp_path: Path) -> None:
+    model = (str(chat_model), "--served-model-name", "tiny", "--load-format", "random", "--dtype", "float32")
+    server = start_server(tmp_path, *model, "--tensor-parallel-size", "2")
     try:
         (first_rank,) = ranks(server)
-        disturbed = ask(server, default_model, kill_after_chunks=10)
+        disturbed = ask(server, kill_after_chunks=10)
         assert not first_rank.is_running()
         assert re.search(r"Rank 1 of 2 .* ended by signal 9", server.log.read_text())
-        assert disturbed == ask(server, default_model)
+        assert disturbed == ask(server)
         left = ranks(server)
     finally:
         assert server.stop() == 0

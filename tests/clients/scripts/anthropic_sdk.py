@@ -38,8 +38,8 @@ with capability("tools"):
         messages=QUESTION,
         tools=[WEATHER],
         tool_choice={"type": "tool", "name": "weather"},
-        temperature=0,
         max_tokens=100,
+        extra_body={"temperature": 0},  # newer versions have no parameter for it
     )
     calls = [block for block in answer.content if block.type == "tool_use"]
     assert calls
