@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -145,14 +145,19 @@ class Pair:
     producers: tuple[str, ...]  # full names
 
 
+# Takes the weights that share an input, one below the other, and what was seen of that input.
+FactorSearch: TypeAlias = Callable[[Tensor, Inputs], Tensor]
+
+
 def search_scaling(
     source: WeightSource,
     checkpoint: Checkpoint,
     inventory: Inventory,
     inputs: dict[tuple[str, ...], Inputs],
-    group: int,
+    best_factors: FactorSearch,
     on_pair: Callable[[float], None],
 ) -> Scaling:
+    """Ask `best_factors` for the factors of each pair, and report the share of pairs done to `on_pair`."""
     scaling = Scaling()
     pairs = scalable_pairs(checkpoint, inventory)
     for index, pair in enumerate(pairs):
@@ -160,7 +165,7 @@ def search_scaling(
         if seen is not None and seen.count:
             names = [f"{consumer}.weight" for consumer in pair.consumers]
             weights = [dense_values(source.matrix(name, *inventory.matrices[name])) for name in names]
-            factors = _best_factors(torch.cat(weights), seen, group)
+            factors = best_factors(torch.cat(weights), seen)
             scaling.columns.update(dict.fromkeys(names, factors))
             scaling.rows.update(dict.fromkeys(pair.producers, factors))
         on_pair((index + 1) / len(pairs))
@@ -171,7 +176,8 @@ def dense_values(weight: WeightData) -> Tensor:
     return weight.values.float() if isinstance(weight, DenseWeight) else weight.dequantize()
 
 
-def _best_factors(weight: Tensor, seen: Inputs, group: int) -> Tensor:
+def factors_for_int4(weight: Tensor, seen: Inputs, *, group: int) -> Tensor:
+    """The factors of AWQ."""
     rows = torch.cat(seen.rows)
     size = seen.mean_size.clamp_min(1e-4 * float(seen.mean_size.max()) + 1e-12)
     best, least = torch.ones_like(size), float("inf")
@@ -217,28 +223,8 @@ _POWERS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 _SMALLEST = 1e-5
 
 
-def search_smoothing(
-    source: WeightSource,
-    checkpoint: Checkpoint,
-    inventory: Inventory,
-    inputs: dict[tuple[str, ...], Inputs],
-    on_pair: Callable[[float], None],
-) -> Scaling:
-    scaling = Scaling()
-    pairs = scalable_pairs(checkpoint, inventory)
-    for index, pair in enumerate(pairs):
-        seen = inputs.get(pair.consumers)
-        if seen is not None and seen.count:
-            names = [f"{consumer}.weight" for consumer in pair.consumers]
-            weights = [dense_values(source.matrix(name, *inventory.matrices[name])) for name in names]
-            factors = _best_smoothing(torch.cat(weights), seen)
-            scaling.columns.update(dict.fromkeys(names, factors))
-            scaling.rows.update(dict.fromkeys(pair.producers, factors))
-        on_pair((index + 1) / len(pairs))
-    return scaling
-
-
-def _best_smoothing(weight: Tensor, seen: Inputs) -> Tensor:
+def factors_for_int8(weight: Tensor, seen: Inputs) -> Tensor:
+    """The factors of SmoothQuant."""
     rows = torch.cat(seen.rows)
     wanted = rows @ weight.T
     input_sizes = seen.largest.clamp_min(_SMALLEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -127,10 +128,12 @@ def _scaled(
     def searching(done: float) -> None:
         on_stage("Searching for scales", done)
 
-    if job.method == "w8a8":
-        scaling = activations.search_smoothing(source, checkpoint, inventory, inputs, searching)
-    else:
-        scaling = activations.search_scaling(source, checkpoint, inventory, inputs, group, searching)
+    best_factors = (
+        activations.factors_for_int8
+        if job.method == "w8a8"
+        else partial(activations.factors_for_int4, group=group)
+    )
+    scaling = activations.search_scaling(source, checkpoint, inventory, inputs, best_factors, searching)
     return activations.ScaledSource(source, scaling, checkpoint.config.norm_offset)
 
 

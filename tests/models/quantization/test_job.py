@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,10 @@ def test_scaling_leaves_the_model_as_it_is(tmp_path: Path) -> None:
         inventory = load_listed(checkpoint, ops, 256).inventory
         inputs = activations.record_inputs(checkpoint, torch.float32, [PROMPT], 256, lambda: None)
         source = checkpoint.source()
-        scaling = activations.search_scaling(source, checkpoint, inventory, inputs, 16, lambda _: None)
+        best_factors = partial(activations.factors_for_int4, group=16)
+        scaling = activations.search_scaling(
+            source, checkpoint, inventory, inputs, best_factors, lambda _: None
+        )
         assert any((factors != 1).any() for factors in scaling.columns.values())
         scaled = activations.ScaledSource(source, scaling, checkpoint.config.norm_offset)
         model = checkpoint.architecture(checkpoint.config, WeightLoader(scaled, ops), 256)
@@ -170,7 +174,7 @@ def test_scales_favour_inputs_that_are_large() -> None:
     x[:, 3] *= 50
     weight = torch.randn(32, 64)
     seen = activations.Inputs(x.abs().sum(dim=0), x.abs().amax(dim=0), 256, [x])
-    factors = activations._best_factors(weight, seen, 32)
+    factors = activations.factors_for_int4(weight, seen, group=32)
     assert factors[3] > 2 * factors.median()
 
 
