@@ -120,6 +120,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int,
         Meta(description="Shortest prompt prefix that a cache breakpoint keeps; shorter ones are not.", ge=1),
     ] = 1024
+    max_draft_tokens: Annotated[
+        int,
+        Meta(
+            description="Most tokens that are drafted for a request in one step, where that is predicted to pay.",
+            ge=0,
+            le=64,
+        ),
+    ] = 12
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,6 +164,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoRAConfig = LoRAConfig()
     parallel: ParallelConfig = ParallelConfig()
+    speculate: Annotated[
+        str,
+        Meta(
+            description="Draft tokens and verify several in one step, which never changes an answer: auto (lookup), "
+            "off, lookup, draft=MODEL or heads=FOLDER."
+        ),
+    ] = "auto"
     num_threads: (
         Annotated[int, Meta(description="CPU threads for kernels. Default: every core.", ge=1)] | None
     ) = None

@@ -119,6 +119,14 @@ class RequestRejected(msgspec.Struct, frozen=True, tag="rejected"):
     retry_after_s: float | None = None
 
 
+class DrafterStats(msgspec.Struct, frozen=True, array_like=True):
+    """Counts of one drafter's tokens since the engine started, by their position in a draft."""
+
+    drafter: str
+    drafted: tuple[int, ...]  # verified by the model
+    accepted: tuple[int, ...]
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Gauges as they stand, and counters since the engine started."""
 
@@ -151,6 +159,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     kv_fetched_tokens: int = 0
     num_nan_logits: int = 0  # requests ended because the model produced no numbers for them
     num_out_of_memory: int = 0  # requests ended because a step had no memory for them
+    drafters: tuple[DrafterStats, ...] = ()  # in the order in which they first drafted
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):

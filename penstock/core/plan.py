@@ -6,6 +6,8 @@ the scheduler needs nothing from the executor but a `StepResult`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
@@ -23,6 +25,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     those from its own last output. `samples` asks for one sampled token from the chunk's last position.
     `scores_from` asks for the log-probability of each prompt token that follows a position of the chunk, from this
     position on.
+
+    `drafts` are guesses of the tokens that follow the known ones. They are the last tokens of the chunk and count in
+    `num_tokens`. The chunk then samples at the last known token and at each draft: every sample up to the first one
+    that differs from the draft behind it is part of the answer. No step that knows of more tokens of this request is
+    planned before the chunk is committed.
     """
 
     request_id: str
@@ -34,6 +41,19 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     in_flight: int = 0
     tail_offset: int = 0
     scores_from: int | None = None
+    drafts: tuple[int, ...] = ()
+
+
+class Draft(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that a drafter expects next. `grade` is a class of confidence that the drafter defines: drafts of one
+    drafter and one grade are accepted about equally often."""
+
+    token_ids: tuple[int, ...]
+    drafter: str
+    grade: int = 0
+
+
+NO_DRAFTS: Mapping[str, Draft] = MappingProxyType({})
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, tag="block"):
@@ -111,6 +131,9 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """What the executor sampled for one chunk with `samples`. `error` replaces the token when the position could
     not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR.
 
+    `accepted` are the tokens in front of `token_id`, for a chunk with drafts: the leading drafts that were sampled.
+    `accepted_logprobs` has an entry for each of them when the request asks for log-probabilities.
+
     Two outcomes belong to requests with a grammar. `is_postponed`: the tokens that may come next were not known in
     time, so there is no token, and the position is to be planned again. `completes`: the token ends the answer
     whatever else the request says, because the grammar allows no more."""
@@ -122,6 +145,8 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     is_postponed: bool = False
     completes: bool = False
     embedding: bytes | None = None  # in place of a token, for a request with pooling: float32, little-endian
+    accepted: tuple[int, ...] = ()
+    accepted_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import PenstockError, UsageError, error_from_code
-from penstock.core.plan import Chunk, StepPlan, StepResult
+from penstock.core.plan import Chunk, Draft, StepPlan, StepResult
 from penstock.core.request import Request
 
 T = TypeVar("T")
@@ -54,10 +54,11 @@ class FailCall(msgspec.Struct, frozen=True, tag_field="call", tag="fail"):
 
 
 class PlanCall(msgspec.Struct, frozen=True, tag_field="call", tag="plan"):
-    """A call of `plan`, with the scheduler's answer."""
+    """A call of `plan`, with the drafts that the scheduler was given, by request, and its answer."""
 
     now: float
     plan: StepPlan | None
+    drafts: dict[str, Draft] = {}
 
 
 class CommitCall(msgspec.Struct, frozen=True, tag_field="call", tag="commit"):
@@ -108,11 +109,17 @@ def encode_record(record: LogRecord) -> bytes:
 
 def _without_numbers(result: StepResult) -> StepResult:
     if not result.scored and all(
-        token.logprobs is None and token.embedding is None for token in result.sampled
+        token.logprobs is None and token.embedding is None and not token.accepted_logprobs
+        for token in result.sampled
     ):
         return result
     sampled = (
-        msgspec.structs.replace(token, logprobs=None, embedding=None if token.embedding is None else b"")
+        msgspec.structs.replace(
+            token,
+            logprobs=None,
+            embedding=None if token.embedding is None else b"",
+            accepted_logprobs=(),
+        )
         for token in result.sampled
     )
     failed = tuple(chunk for chunk in result.scored if chunk.error is not None)

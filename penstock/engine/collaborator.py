@@ -9,14 +9,14 @@ adapter is loaded or its grammar is compiled. Requests pass the collaborators in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats, RequestRejected
-from penstock.core.plan import Chunk, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import Chunk, Draft, StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class Collaborator:
     def aborting(self, request_id: str, now: float) -> None:
         """The scheduler is about to be told that a request is aborted."""
 
-    def planned(self, plan: StepPlan | None, now: float) -> None:
-        """The scheduler has answered a call of `plan`."""
+    def planned(self, plan: StepPlan | None, drafts: Mapping[str, Draft], now: float) -> None:
+        """The scheduler has answered a call of `plan`, with these drafts."""
 
     def executing(self, plan: StepPlan) -> None:
         """The executor is about to run a plan."""

@@ -19,9 +19,10 @@ from penstock.core.clock import Clock
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats, RequestRejected
-from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, Chunk, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import NO_DRAFTS, NOT_A_NUMBER, OUT_OF_MEMORY, Chunk, StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
 from penstock.engine.collaborator import Arrival, Collaborator
+from penstock.engine.drafters.interface import Drafter
 from penstock.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class EngineLoop:
         vocab_size: int,
         depth: int = 1,
         collaborators: Sequence[Collaborator] = (),
+        drafter: Drafter | None = None,
     ) -> None:
         """Requests pass the waiting lists of `collaborators` in their order, before they reach the scheduler."""
         self.scheduler = scheduler
@@ -87,6 +89,7 @@ class EngineLoop:
         self._vocab_size = vocab_size
         self._depth = depth
         self._collaborators = list(collaborators)
+        self._drafter = drafter
         self._rejections: list[RequestRejected] = []
         self._in_flight: deque[StepPlan] = deque()
         self._is_stuck = False
@@ -127,7 +130,7 @@ class EngineLoop:
         for collaborator in self._collaborators:
             collaborator.aborting(request_id, now)
         self.scheduler.abort(request_id, now)
-        self._executor.remove(request_id)
+        self._remove(request_id)
 
     def take_rejections(self) -> list[RequestRejected]:
         """Return the requests that `add` accepted, and that were refused later. Call this after `step`."""
@@ -200,12 +203,17 @@ class EngineLoop:
         for collaborator in self._collaborators:
             collaborator.added(arrival.request, now)
         self._executor.add(arrival.request, arrival.grammar)
+        if self._drafter is not None:
+            self._drafter.add(arrival.request)
 
     def _plan(self) -> StepPlan | None:
+        drafts = NO_DRAFTS
+        if self._drafter is not None and (wanted := self.scheduler.wants_drafts()):
+            drafts = self._drafter.propose(wanted)
         now = self._clock.now()
-        plan = self.scheduler.plan(now)
+        plan = self.scheduler.plan(now, drafts)
         for collaborator in self._collaborators:
-            collaborator.planned(plan, now)
+            collaborator.planned(plan, drafts, now)
         return plan
 
     def _execute(self, plan: StepPlan) -> float:
@@ -246,8 +254,10 @@ class EngineLoop:
     def _deliver(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Tell the executor about committed tokens and ended requests. Returns the events for clients."""
         for event in events:
+            if event.token_ids and self._drafter is not None:
+                self._drafter.append(event.request_id, event.token_ids)
             if event.finish_reason is not None:
-                self._executor.remove(event.request_id)
+                self._remove(event.request_id)
             elif event.token_ids:
                 self._executor.append(event.request_id, event.token_ids)
         for_clients = events
@@ -258,6 +268,11 @@ class EngineLoop:
                 for collaborator in self._collaborators:
                     collaborator.forget(event.request_id)
         return for_clients
+
+    def _remove(self, request_id: str) -> None:
+        self._executor.remove(request_id)
+        if self._drafter is not None:
+            self._drafter.remove(request_id)
 
     def _reject(self, request_id: str, error: PenstockError) -> None:
         for collaborator in self._collaborators:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
-from penstock.core.plan import Chunk, StepPlan, StepResult
+from penstock.core.plan import Chunk, Draft, StepPlan, StepResult
 from penstock.core.plan_log import (
     AbortCall,
     AddCall,
@@ -43,8 +44,8 @@ class PlanRecorder(Collaborator):
     def failing(self, chunk: Chunk, error: str, now: float) -> None:
         self._file.write(encode_record(FailCall(now, chunk, error)))
 
-    def planned(self, plan: StepPlan | None, now: float) -> None:
-        self._file.write(encode_record(PlanCall(now, plan)))
+    def planned(self, plan: StepPlan | None, drafts: Mapping[str, Draft], now: float) -> None:
+        self._file.write(encode_record(PlanCall(now, plan, dict(drafts))))
 
     def committed(self, result: StepResult, now: float) -> None:
         self._file.write(encode_record(CommitCall(now, result)))

@@ -13,12 +13,22 @@ owner is planned later, hence writes later, and reads only what was written for 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.messages import EngineStats, KVEvent
-from penstock.core.plan import Chunk, SampledToken, ScoredChunk, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import (
+    NO_DRAFTS,
+    Chunk,
+    Draft,
+    SampledToken,
+    ScoredChunk,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request
@@ -150,8 +160,13 @@ class Scheduler:
                 event = last_event(sequence, FinishReason.ERROR, error)
                 self._events.append(self._end_with(event, sequence, now))
 
-    def plan(self, now: float) -> StepPlan | None:
-        """Return the next step; None when there is nothing to compute before a commit or an arrival."""
+    def wants_drafts(self) -> dict[str, int]:
+        """Return the requests for which the next call of `plan` could use drafts, with the most tokens for each."""
+        return {}
+
+    def plan(self, now: float, drafts: Mapping[str, Draft] = NO_DRAFTS) -> StepPlan | None:
+        """Return the next step; None when there is nothing to compute before a commit or an arrival. `drafts` are
+        guesses of the next tokens of requests that `wants_drafts` has named."""
         self._cache.retention.expire(now)
         self._end_overdue(now)
         self._queue.promote(now)
