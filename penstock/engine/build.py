@@ -18,6 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
 from penstock.engine.collaborator import Collaborator, StepWatch, refuse_adapters, refuse_grammars
+from penstock.engine.drafters.interface import Drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.head_start import keep_bytecode, open_gpu_ahead, read_compiler_ahead
 from penstock.engine.loaded import Loaded, Progress
@@ -98,8 +99,12 @@ def build_engine(
         halves_blocks=loaded.halves_blocks,
     )
     eos_token_ids = frozenset(card.eos_token_ids)
+    drafter: Drafter | None = None
+    scheduler_config = config.scheduler
+    if drafter is None:
+        scheduler_config = msgspec.structs.replace(scheduler_config, max_draft_tokens=0)
     scheduler = Scheduler(
-        config.scheduler,
+        scheduler_config,
         cache,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
@@ -109,7 +114,7 @@ def build_engine(
     recorder = None
     if config.record_plans is not None:
         header = LogHeader(
-            config=config.scheduler,
+            config=scheduler_config,
             num_blocks=loaded.num_kv_blocks,
             block_size=config.cache.block_size,
             enable_prefix_caching=reuses_prefixes,
@@ -138,6 +143,7 @@ def build_engine(
         vocab_size=card.vocab_size,
         depth=depth,
         collaborators=_collaborators(loaded, ranks, recorder),
+        drafter=drafter,
     )
     return Engine(loop, ready, recorder, ranks, loaded.shared_kv)
 

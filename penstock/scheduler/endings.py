@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.core.plan import SampledToken, TokenEvent
+from penstock.core.plan import SampledToken, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason
 from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.prefix import Breakpoints
 from penstock.scheduler.sequence import Sequence
+from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT
 
 
 def finish_reason_of(sequence: Sequence, token_id: int, now: float) -> FinishReason | None:
@@ -27,13 +28,39 @@ def finish_reason_of(sequence: Sequence, token_id: int, now: float) -> FinishRea
     return None
 
 
+def take_tokens(sequence: Sequence, sampled: SampledToken, now: float) -> tuple[int, FinishReason | None]:
+    """Take the tokens of a sample up to the first one that ends the answer. Returns their number, and the reason of
+    the end."""
+    finish_reason = None
+    num_taken = 0
+    for token_id in (*sampled.accepted, sampled.token_id) if sampled.accepted else (sampled.token_id,):
+        sequence.output_token_ids.append(token_id)
+        sequence.num_known += 1
+        sequence.account.service += OUTPUT_TOKEN_WEIGHT
+        num_taken += 1
+        finish_reason = finish_reason_of(sequence, token_id, now)
+        if finish_reason is not None:
+            break
+    if sampled.completes and num_taken == 1 + len(sampled.accepted):
+        finish_reason = FinishReason.STOP
+    return num_taken, finish_reason
+
+
 def token_event(
-    sequence: Sequence, sampled: SampledToken, reason: FinishReason | None, breakpoints: Breakpoints
+    sequence: Sequence,
+    sampled: SampledToken,
+    num_taken: int,
+    reason: FinishReason | None,
+    breakpoints: Breakpoints,
 ) -> TokenEvent:
-    """Return the event of a committed token. The first event of a request also tells of its cache and its wait."""
-    token_ids = (sampled.token_id,)
-    logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-    if sequence.num_sampled > 1:
+    """Return the event of committed tokens: the first `num_taken` of a sample. The first event of a request also
+    tells of its cache and its wait."""
+    token_ids: tuple[int, ...] = (sampled.token_id,)
+    logprobs: tuple[TokenLogprobs, ...] = () if sampled.logprobs is None else (sampled.logprobs,)
+    if sampled.accepted:
+        token_ids = (*sampled.accepted, sampled.token_id)[:num_taken]
+        logprobs = (*sampled.accepted_logprobs, *logprobs)[:num_taken]
+    if sequence.num_sampled > num_taken:
         return TokenEvent(sequence.request_id, token_ids, logprobs, reason)
     return TokenEvent(
         sequence.request_id,

@@ -62,6 +62,10 @@ class RunningSet:
         return self._sequences.values()
 
     @property
+    def has_decodes(self) -> bool:
+        return any(not sequence.is_prefilling for sequence in self._sequences.values())
+
+    @property
     def fragmentation(self) -> float:
         return self._slots.fragmentation
 
@@ -93,7 +97,7 @@ class RunningSet:
         for sequence in self._sequences.values():
             if sequence.is_prefilling:
                 prefills.append(sequence)
-            elif sequence.is_constrained and sequence.num_in_flight:
+            elif (sequence.is_constrained and sequence.num_in_flight) or sequence.num_drafted:
                 continue
             elif sequence.num_expected < sequence.length_limit:  # else its last token is in flight
                 decodes.append(sequence)
@@ -121,13 +125,26 @@ class RunningSet:
         return moved
 
     def decoded(self, num_tokens: int) -> None:
-        """Count the slots that a plan fills: one for each of so many requests."""
+        """Count the slots that decodes of a plan fill."""
         self._slots.num_filled += num_tokens
 
-    def take_back(self, sequence: Sequence) -> None:
-        """Compute the newest position of a request again."""
-        sequence.num_computed -= 1
-        self._slots.num_filled -= 1
+    def take_back(self, sequence: Sequence, num_tokens: int = 1) -> None:
+        """Compute the newest positions of a request again."""
+        sequence.num_computed -= num_tokens
+        self._slots.num_filled -= num_tokens
+
+    def fit_drafts(self, sequence: Sequence, num_drafts: int, growing: list[Sequence]) -> int:
+        """Return how many of so many drafts a request has slots for, beside its next token. The request joins
+        `growing` if it needs more slots for them and the cache has blocks to spare."""
+        num_left = sequence.blocks.num_slots - sequence.num_computed
+        if not num_left:  # it is among `growing`, for its next token
+            num_left = self._cache.tail_slots
+        elif num_left <= num_drafts and (
+            self.num_blocks_to_grow((*growing, sequence)) < self._cache.num_available
+        ):
+            growing.append(sequence)
+            num_left += self._cache.tail_slots
+        return min(num_drafts, num_left - 1)
 
     def take_released(self) -> tuple[str, ...]:
         """Return the ids of the requests that stopped since the last call."""

@@ -32,16 +32,16 @@ from penstock.core.plan import (
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request
-from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, token_event
+from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, take_tokens, token_event
 from penstock.scheduler.exchange import BlockExchange
 from penstock.scheduler.preemption import Preemption, Swapping
 from penstock.scheduler.prefix import Breakpoints, PrefixSharing
 from penstock.scheduler.queue import WaitingQueue
 from penstock.scheduler.running import RunningSet, check_records
 from penstock.scheduler.sequence import BATCH_RANK, Sequence, State
+from penstock.scheduler.speculation import Speculation
 from penstock.scheduler.step_builder import StepBuilder, StepLoad, StepTimePredictor, share_of_room
 from penstock.scheduler.tenants import (
-    OUTPUT_TOKEN_WEIGHT,
     PROMPT_TOKEN_WEIGHT,
     OutputLengthEstimator,
     TenantAccounts,
@@ -95,6 +95,7 @@ class Scheduler:
         # Until it ends, a request is in `_sequences`, and either in `_running` or a member of `_queue`.
         self._sequences: dict[str, Sequence] = {}
         self._running = RunningSet(cache, self._lengths, headroom)
+        self._speculation = Speculation(config, self._predictor, self._running)
         self._queue = WaitingQueue(config)
         self._preemption = Preemption(
             cache, self._running, self._admission, config.max_num_seqs, self._preempt
@@ -162,7 +163,7 @@ class Scheduler:
 
     def wants_drafts(self) -> dict[str, int]:
         """Return the requests for which the next call of `plan` could use drafts, with the most tokens for each."""
-        return {}
+        return {} if self._steps else self._speculation.wanted()
 
     def plan(self, now: float, drafts: Mapping[str, Draft] = NO_DRAFTS) -> StepPlan | None:
         """Return the next step; None when there is nothing to compute before a commit or an arrival. `drafts` are
@@ -170,6 +171,8 @@ class Scheduler:
         self._cache.retention.expire(now)
         self._end_overdue(now)
         self._queue.promote(now)
+        if self._steps and self._speculation.waits_for_commits and self._running.has_decodes:
+            return None
 
         max_tokens = self._config.max_num_batched_tokens
         # Preemption comes before any chunk: other requests may already share a planned chunk, so it stays planned.
@@ -181,9 +184,16 @@ class Scheduler:
         elif self._preemption.for_urgency(self._queue.first(), now):
             work = self._running.find_work(max_tokens)
 
-        step = StepBuilder(max_tokens, self._predictor, self._itl_target_s, self._tile_tokens)
-        step.add_decodes(work.decodes, self._running.grow(work.growing))
-        self._running.decoded(len(work.decodes))
+        step = StepBuilder(
+            max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self._cache.block_size
+        )
+        drafted = self._speculation.choose(work, NO_DRAFTS if lacks_blocks else drafts)
+        decodes = [each for each in work.decodes if each.number not in drafted] if drafted else work.decodes
+        step.add_decodes(decodes, self._running.grow(work.growing))
+        for sequence in drafted.values():
+            assert sequence.draft is not None
+            step.add_drafted(sequence, sequence.draft.token_ids[: sequence.num_drafted])
+        self._running.decoded(step.load.decode_sequences + step.load.draft_tokens)
         # After a preemption no request is admitted: the victims would come straight back.
         self._add_prefills(step, work.prefills, now, may_admit=not lacks_blocks)
         if not step.chunks:
@@ -212,6 +222,8 @@ class Scheduler:
             sequence = step.sampling[sampled.request_id]
             if sequence.state is State.ENDED:  # while this step was in flight
                 continue
+            if sequence.num_drafted:
+                self._speculation.settle(sequence, sampled)
             if sampled.is_postponed:
                 self._postpone(sequence)
             else:
@@ -265,6 +277,7 @@ class Scheduler:
             num_kept_blocks_lost=cache.retention.num_lost,
             cache_read_tokens=self._breakpoints.read_tokens,
             cache_write_tokens=self._breakpoints.written_tokens,
+            drafters=self._speculation.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -353,24 +366,19 @@ class Scheduler:
             )
         if not sequence.request.sampling.max_tokens:
             return self._end_with(last_event(sequence, FinishReason.LENGTH, None), sequence, now)
-        token_id = sampled.token_id
-        sequence.output_token_ids.append(token_id)
-        sequence.num_known += 1
-        sequence.account.service += OUTPUT_TOKEN_WEIGHT
+        num_taken, finish_reason = take_tokens(sequence, sampled, now)
         publish_at = sequence.publish_at
         if publish_at is not None and sequence.num_computed >= publish_at <= sequence.num_known:
             self._publish(sequence, now)
 
-        num_output = sequence.num_known - sequence.num_prompt
-        finish_reason = FinishReason.STOP if sampled.completes else finish_reason_of(sequence, token_id, now)
         if finish_reason is not None:
             if finish_reason in _NATURAL_ENDS:
-                self._lengths.observe(sequence.request.tenant, num_output)
+                self._lengths.observe(sequence.request.tenant, sequence.num_known - sequence.num_prompt)
             self._end(sequence, now)
         elif sequence.state is State.SETTLING and sequence.num_known == sequence.num_expected:
             self._requeue(sequence)
 
-        return token_event(sequence, sampled, finish_reason, self._breakpoints)
+        return token_event(sequence, sampled, num_taken, finish_reason, self._breakpoints)
 
     def _take_scores(self, sequence: Sequence, scored: ScoredChunk, now: float) -> TokenEvent:
         if scored.error is not None:

@@ -9,8 +9,10 @@ import enum
 from collections.abc import Sequence as TokenIds
 
 from penstock.core.hashing import BlockHash, chain_hashes, root_hash
+from penstock.core.plan import Draft
 from penstock.core.request import CacheBreakpoint, Request, Tier
 from penstock.kvcache.table import BlockTable
+from penstock.scheduler.acceptance import Drafting
 from penstock.scheduler.tenants import OutputLengthEstimator, TenantAccount
 
 TIER_RANK: dict[Tier, int] = {Tier.PRIORITY: 0, Tier.DEFAULT: 1, Tier.BATCH: 2}
@@ -55,7 +57,7 @@ class Sequence:
     num_expected.
 
     num_known     tokens whose ids are known: the prompt and every committed sample
-    num_expected  num_known plus the samples that are still in flight
+    num_expected  num_known plus the samples that are still in flight, as if every draft were accepted
     num_computed  tokens whose KV is written once all steps planned so far have run
     """
 
@@ -63,6 +65,8 @@ class Sequence:
         "account",
         "admitted_s",
         "arrival_s",
+        "draft",
+        "drafting",
         "first_planned_s",
         "followers",
         "frontier",
@@ -76,6 +80,7 @@ class Sequence:
         "min_tokens",
         "num_cached_tokens",
         "num_computed",
+        "num_drafted",
         "num_expected",
         "num_known",
         "num_prompt",
@@ -133,6 +138,10 @@ class Sequence:
         self.num_computed = 0
         self.is_prefilling = False  # running, and tokens known at admission are not all computed
         self.num_cached_tokens: int | None = None  # found in the cache at first admission
+
+        self.draft: Draft | None = None  # of which `num_drafted` tokens are in flight
+        self.num_drafted = 0
+        self.drafting = Drafting()
 
         self.table: BlockTable | None = None  # set exactly while running
         self.growth_blocks = 0  # predicted, beyond the table, while running; written by Headroom

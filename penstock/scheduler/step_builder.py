@@ -29,7 +29,7 @@ _USUAL_ERROR_DECAY = 0.9
 _NO_LIMIT_TOKENS = 1 << 30
 
 # Seconds per unit before any observation: between a CPU and a fast GPU. The spread covers both.
-_PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8)
+_PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8, 1e-4)
 _PRIOR_SPREAD = 30.0
 
 
@@ -41,6 +41,7 @@ class StepLoad:
     decode_sequences: int = 0
     decode_context_tokens: int = 0  # KV entries that decodes read
     prefill_pairs: int = 0  # of query and key, in the attention of prefills
+    draft_tokens: int = 0  # of decodes, beside one token for each
 
     def add_prefill(self, start: int, num_tokens: int) -> None:
         self.prefill_tokens += num_tokens
@@ -56,14 +57,20 @@ class StepTimePredictor:
 
     def predict(self, load: StepLoad) -> float:
         """Predict the seconds that a step takes."""
-        base, per_prefill, per_decode, per_context, per_pair = self._weights
+        base, per_prefill, per_decode, per_context, per_pair, per_draft = self._weights
         return (
             base
             + per_prefill * load.prefill_tokens
             + per_decode * load.decode_sequences
             + per_context * load.decode_context_tokens
             + per_pair * load.prefill_pairs
+            + per_draft * load.draft_tokens
         )
+
+    @property
+    def draft_token_s(self) -> float:
+        """Return the predicted seconds of one drafted token in a step."""
+        return self._weights[5]
 
     def prefill_tokens_within(self, target_s: float, load: StepLoad, start: int) -> int:
         """Return how many tokens of a prompt, from `start` on, fit on top of `load` in a step of `target_s`."""
@@ -89,6 +96,7 @@ class StepTimePredictor:
             load.decode_sequences * scale,
             load.decode_context_tokens * scale,
             load.prefill_pairs * scale,
+            load.draft_tokens * scale,
         )
         weights, variances = self._weights, self._variances
         spread = [variance * feature for variance, feature in zip(variances, features, strict=True)]
@@ -114,6 +122,7 @@ WORTHWHILE_TILES = 4  # with fewer tiles, leaving tokens out to fill the last ti
 
 class StepBuilder:
     __slots__ = (
+        "_block_size",
         "_predictor",
         "_target_s",
         "_tile_tokens",
@@ -125,8 +134,14 @@ class StepBuilder:
     )
 
     def __init__(
-        self, num_tokens: int, predictor: StepTimePredictor, target_s: float | None, tile_tokens: int
+        self,
+        num_tokens: int,
+        predictor: StepTimePredictor,
+        target_s: float | None,
+        tile_tokens: int,
+        block_size: int,
     ) -> None:
+        self._block_size = block_size
         self._predictor = predictor
         self._target_s = target_s
         self._tile_tokens = tile_tokens
@@ -160,6 +175,29 @@ class StepBuilder:
         self.load.decode_sequences = len(sequences)
         self.load.decode_context_tokens = context_tokens + len(sequences)
 
+    def add_drafted(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """Add the newest token of a request, which is known, and drafts of the tokens that follow."""
+        start, num_tokens = sequence.num_computed, 1 + len(drafts)
+        table = sequence.blocks
+        self.chunks.append(
+            Chunk(
+                sequence.request_id,
+                start,
+                num_tokens,
+                True,
+                tuple(table.block_ids[start // self._block_size :]),
+                tail_offset=table.half_offset or 0,
+                drafts=drafts,
+            )
+        )
+        self.sampling[sequence.request_id] = sequence
+        sequence.num_computed = start + num_tokens
+        sequence.num_expected += num_tokens
+        self.num_tokens_left -= num_tokens
+        self.load.decode_sequences += 1
+        self.load.decode_context_tokens += start + 1
+        self.load.draft_tokens += len(drafts)
+
     def prefill_room(self, start: int) -> int:
         """Return how many tokens of a prompt, from `start` on, this step can still take; 0 when a chunk is not worth
         it."""
@@ -173,7 +211,7 @@ class StepBuilder:
 
     def _in_whole_tiles(self, num_tokens: int) -> int:
         """Return at most `num_tokens`, such that the step fills its tiles."""
-        filled = self.load.decode_sequences + self.load.prefill_tokens
+        filled = self.load.decode_sequences + self.load.draft_tokens + self.load.prefill_tokens
         tiles = (filled + num_tokens) // self._tile_tokens
         if tiles < WORTHWHILE_TILES:
             return num_tokens

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 from msgspec.structs import replace
 
 from penstock.core.messages import EngineStats
-from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import NO_DRAFTS, Chunk, Draft, SampledToken, StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
 from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.kvcache import KVCache
@@ -22,6 +23,8 @@ from penstock.router import Replica, ReplicaState
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.cost import LinearCost, StepWork
 from penstock.simulator.workload import Arrival
+
+_WRONG_TOKEN_ID = -1  # no answer has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,26 @@ class _Step:
 
 class SimulatedReplica:
     """A simulated replica. `depth` is the number of steps that may be planned and not committed: 2 plans one step
-    ahead, as an engine with an asynchronous executor does. Steps run one after the other."""
+    ahead, as an engine with an asynchronous executor does. Steps run one after the other. Its drafter guesses each
+    token rightly with the chance `acceptance`; None drafts nothing."""
 
-    def __init__(self, scheduler: Scheduler, cache: KVCache, cost: LinearCost, *, depth: int = 1) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: KVCache,
+        cost: LinearCost,
+        *,
+        depth: int = 1,
+        acceptance: float | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.cache = cache
         self._cost = cost
         self._depth = depth
+        self._acceptance = acceptance
+        self._rng = Random(0)
         self._arrivals: dict[str, Arrival] = {}
+        self._num_output_tokens: dict[str, int] = {}
         self._in_flight: deque[_Step] = deque()
         self._executor_free_s = 0.0
         self.num_steps = 0
@@ -63,6 +78,7 @@ class SimulatedReplica:
         a refused request leaves no trace."""
         self.scheduler.add(request, now)
         self._arrivals[arrival.request.id] = arrival
+        self._num_output_tokens[arrival.request.id] = len(request.output_token_ids)
 
     def abort(self, request_id: str, now: float) -> None:
         self.scheduler.abort(request_id, now)
@@ -72,7 +88,7 @@ class SimulatedReplica:
         """Plan as far ahead as `depth` allows. Returns when each new step will be done, in order."""
         done_s = []
         while len(self._in_flight) < self._depth:
-            plan = self.scheduler.plan(now)
+            plan = self.scheduler.plan(now, NO_DRAFTS if self._acceptance is None else self._drafts())
             if plan is None:
                 break
             result = self._execute(plan)
@@ -98,19 +114,46 @@ class SimulatedReplica:
         sampled = []
         for chunk in plan.chunks:
             if chunk.samples:
-                arrival = self._arrivals[chunk.request_id]
-                index = chunk.start + chunk.num_tokens - len(arrival.request.prompt_token_ids)
-                sampled.append(SampledToken(chunk.request_id, arrival.output_token(index)))
+                sampled.append(self._sample(chunk))
         return StepResult(plan.step_id, tuple(sampled), self.slowdown * self._cost.step_s(StepWork.of(plan)))
+
+    def _sample(self, chunk: Chunk) -> SampledToken:
+        arrival = self._arrivals[chunk.request_id]
+        num_known = chunk.num_tokens - len(chunk.drafts)
+        index = chunk.start + num_known - len(arrival.request.prompt_token_ids)
+        num_accepted = 0
+        for draft in chunk.drafts:
+            if arrival.output_token(index + num_accepted) != draft:
+                break
+            num_accepted += 1
+        token_id = arrival.output_token(index + num_accepted)
+        return SampledToken(chunk.request_id, token_id, accepted=chunk.drafts[:num_accepted])
+
+    def _drafts(self) -> dict[str, Draft]:
+        drafts = {}
+        for request_id, most in self.scheduler.wants_drafts().items():
+            arrival = self._arrivals[request_id]
+            begin = self._num_output_tokens[request_id]
+            tokens = (
+                arrival.output_token(index)
+                if self._rng.random() < (self._acceptance or 0.0)
+                else _WRONG_TOKEN_ID
+                for index in range(begin, begin + most)
+            )
+            drafts[request_id] = Draft(tuple(tokens), "simulated")
+        return drafts
 
     def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:
             if event.finish_reason is not None:
                 self._forget(event.request_id)
+            else:
+                self._num_output_tokens[event.request_id] += len(event.token_ids)
         return events
 
     def _forget(self, request_id: str) -> None:
         self._arrivals.pop(request_id, None)
+        self._num_output_tokens.pop(request_id, None)
 
 
 MODEL = "model"

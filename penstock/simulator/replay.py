@@ -87,7 +87,7 @@ def replay_calls(scheduler: Scheduler, calls: Iterable[SchedulerCall]) -> Replay
             case FailCall():
                 scheduler.fail(call.chunk, call.error, call.now)
             case PlanCall():
-                plan = scheduler.plan(call.now)
+                plan = scheduler.plan(call.now, call.drafts)
                 if plan != call.plan:
                     return Replay(num_calls, num_plans, Mismatch(call.now, call.plan, plan))
                 if plan is not None:

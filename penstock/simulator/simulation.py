@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
+
 from penstock.control.autoscaler import Autoscaler, AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
 from penstock.dispatch import DispatchConfig, Dispatcher
@@ -31,6 +33,7 @@ class ReplicaConfig:
     cost: LinearCost = LLAMA_8B_ON_H200
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    draft_acceptance: float | None = None  # the chance of each drafted token; None: no speculation
 
     def build(self) -> SimulatedReplica:
         cache = KVCache(
@@ -39,10 +42,15 @@ class ReplicaConfig:
             enable_prefix_caching=self.cache.enable_prefix_caching,
             max_pinned_fraction=self.cache.max_pinned_fraction,
         )
+        config = self.scheduler
+        if self.draft_acceptance is None:
+            config = msgspec.structs.replace(config, max_draft_tokens=0)
         scheduler = Scheduler(
-            self.scheduler, cache, max_model_len=self.max_model_len, eos_token_ids=frozenset({END_TOKEN_ID})
+            config, cache, max_model_len=self.max_model_len, eos_token_ids=frozenset({END_TOKEN_ID})
         )
-        return SimulatedReplica(scheduler, cache, self.cost, depth=self.depth)
+        return SimulatedReplica(
+            scheduler, cache, self.cost, depth=self.depth, acceptance=self.draft_acceptance
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from penstock.core.engine_config import SchedulerConfig
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.plan import (
     Chunk,
+    Draft,
     HalfCopy,
     KVCopy,
     PromptLogprobs,
@@ -164,16 +165,27 @@ class StrictExecutor:
         is_constrained = request_id in self.faults.constrained
         assert not (chunk.in_flight and is_constrained), "planned ahead of its own sample"
         if is_constrained and self.faults.happens(self.faults.late_share):
-            row.num_computed -= 1
-            row.digests.pop()
+            self._take_back(row, row.num_computed - 1 - len(chunk.drafts))
             row.last_sample = None
             return SampledToken(request_id, 0, is_postponed=True)
+        accepted: list[int] = []
+        for draft in chunk.drafts:
+            if sample(row.digests[chunk.start + len(accepted)]) != draft:
+                break
+            accepted.append(draft)
+        self._take_back(row, chunk.start + chunk.num_tokens - len(chunk.drafts) + len(accepted))
         token_id = sample(row.digests[-1])
         row.last_sample = (row.num_computed, token_id)
         if self.faults.happens(self.faults.error_share):
             return SampledToken(request_id, 0, error="not a number")
         completes = is_constrained and self.faults.happens(self.faults.end_share)
-        return SampledToken(request_id, token_id, completes=completes)
+        return SampledToken(request_id, token_id, completes=completes, accepted=tuple(accepted))
+
+    @staticmethod
+    def _take_back(row: Row, num_computed: int) -> None:
+        """What was computed beyond this position does not count."""
+        del row.digests[num_computed:]
+        row.num_computed = num_computed
 
     def contents_of(self, request: Request, num_blocks: int) -> list[list[int]]:
         """What the first blocks of a request hold once they are computed."""
@@ -216,7 +228,12 @@ class StrictExecutor:
         assert chunk.num_tokens >= 1
         assert chunk.start == row.num_computed
         assert chunk.start + chunk.num_tokens <= len(row.table) * self._block_size - row.tail_offset
-        if chunk.in_flight:
+        if chunk.drafts:
+            num_drafts = len(chunk.drafts)
+            assert (chunk.in_flight, chunk.num_tokens, chunk.samples) == (0, 1 + num_drafts, True)
+            assert num_drafts <= self._config.max_draft_tokens
+            assert chunk.start + 1 == len(row.tokens), "drafts follow the newest known token"
+        elif chunk.in_flight:
             assert (chunk.in_flight, chunk.num_tokens, chunk.samples) == (1, 1, True)
             assert row.last_sample is not None
             assert row.last_sample[0] == chunk.start, "the token in flight belongs elsewhere"
@@ -233,7 +250,6 @@ class StrictExecutor:
         if isinstance(copy, HalfCopy):
             half = self._block_size // 2
             contents = self._kv[copy.block_id][copy.offset :][:half]
-            assert None not in contents, "half a block is copied before it is full"
             self._kv[copy.to_block_id][:half] = contents
             self.num_halves_copied += 1
         elif copy.to_host:
@@ -254,6 +270,8 @@ class StrictExecutor:
                 if chunk.in_flight:
                     assert row.last_sample is not None
                     token_id = row.last_sample[1]
+                elif position >= len(row.tokens):
+                    token_id = chunk.drafts[position - len(row.tokens)]
                 else:
                     token_id = row.tokens[position]
                 previous = row.digests[-1] if row.digests else row.root_digest
@@ -298,9 +316,18 @@ class Driver:
         num_host_blocks: int = 0,
         block_copy_s: float | None = None,
         halves_blocks: bool = False,
+        draft_share: float = 0.0,
+        spoiled_share: float = 0.0,
         **config: object,
     ) -> None:
-        settings: dict[str, object] = {"itl_target_ms": None, "min_cacheable_tokens": 1, **config}
+        self.draft_share = draft_share  # of the drafts that the scheduler could use
+        self.spoiled_share = spoiled_share  # of drafted tokens
+        settings: dict[str, object] = {
+            "itl_target_ms": None,
+            "min_cacheable_tokens": 1,
+            "max_draft_tokens": 0,
+            **config,
+        }
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
         self.cache = KVCache(
             num_blocks,
@@ -409,7 +436,7 @@ class Driver:
 
     def plan(self) -> StepPlan | None:
         """Ask for one more plan and execute it; its result waits for `commit`."""
-        plan = self.scheduler.plan(self.now)
+        plan = self.scheduler.plan(self.now, self._drafts())
         self.scheduler.check_integrity()
         self._take(self.scheduler.take_events())
         if plan is not None:
@@ -425,6 +452,19 @@ class Driver:
             tenants = {request_id: self.requests[request_id].tenant for request_id in tokens}
             self._in_flight.append((plan, self.executor.execute(plan, tokens, tenants)))
         return plan
+
+    def _drafts(self) -> dict[str, Draft]:
+        """Draft the right tokens, each spoiled by chance, and one too many, for some of the requests that could use
+        drafts."""
+        rng, drafts = self.executor.faults.rng, {}
+        for request_id, most in self.scheduler.wants_drafts().items():
+            assert most > 0
+            if rng.random() < self.draft_share:
+                request, answer = self.requests[request_id], self.answers[request_id]
+                right = expected_answer(request, len(answer) + most + 1)[len(answer) :]
+                tokens = tuple((token + (rng.random() < self.spoiled_share)) % VOCABULARY for token in right)
+                drafts[request_id] = Draft(tokens, "test", rng.randrange(2))
+        return drafts
 
     def commit(self) -> list[TokenEvent]:
         plan, result = self._in_flight.popleft()

@@ -31,6 +31,9 @@ def random_driver(rng: random.Random) -> Driver:
         num_host_blocks=rng.choice([0, 2, num_blocks, 3 * num_blocks]),
         block_copy_s=rng.choice([None, 0.0, 1e-4]),
         halves_blocks=rng.random() < 0.7,
+        max_draft_tokens=rng.choice([0, 2, 12]),
+        draft_share=rng.choice([0.3, 1.0]),
+        spoiled_share=rng.choice([0.0, 0.2]),
     )
     driver.executor.faults = Faults(
         rng,

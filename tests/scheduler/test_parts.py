@@ -133,7 +133,7 @@ def test_a_step_that_time_cuts_short_ends_with_a_whole_tile(num_decodes: int, ta
     for _ in range(200):
         predictor.observe(StepLoad(decode_sequences=1), 0.005)
         predictor.observe(StepLoad(prefill_tokens=1000, decode_sequences=1), 0.105)
-    draft = StepBuilder(8192, predictor, target_s, tile_tokens=128)
+    draft = StepBuilder(8192, predictor, target_s, tile_tokens=128, block_size=16)
     draft.load.decode_sequences = num_decodes
     draft.num_tokens_left -= num_decodes
     in_time = predictor.prefill_tokens_within(target_s, draft.load, 0)

@@ -38,6 +38,9 @@ def test_late_masks_preemption_and_aborts_lose_and_repeat_nothing(
         num_blocks=num_blocks,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=5,
+        max_draft_tokens=rng.choice([0, 4]),
+        draft_share=0.7,
+        spoiled_share=0.2,
     )
     driver.expect_short_answers()
     shared = tuple(rng.randrange(20) for _ in range(24))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
 from random import Random
 
@@ -8,7 +9,7 @@ import pytest
 
 from penstock.core.config import RoutingPolicy
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
-from penstock.core.plan import StepPlan, StepResult, TokenEvent
+from penstock.core.plan import NO_DRAFTS, Draft, StepPlan, StepResult, TokenEvent
 from penstock.core.request import FinishReason, Tier
 from penstock.kvcache import KVCache
 from penstock.scheduler.scheduler import Scheduler
@@ -223,9 +224,9 @@ class RecordingScheduler(Scheduler):
         self.times_s = []
         self.num_ahead = self.max_ahead = 0
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float, drafts: Mapping[str, Draft] = NO_DRAFTS) -> StepPlan | None:
         self.times_s.append(now)
-        plan = super().plan(now)
+        plan = super().plan(now, drafts)
         if plan is not None:
             self.num_ahead += 1
             self.max_ahead = max(self.max_ahead, self.num_ahead)

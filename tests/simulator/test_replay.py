@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
@@ -8,7 +9,7 @@ import pytest
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import UsageError
-from penstock.core.plan import SampledToken, StepPlan, StepResult, TokenEvent, TokenLogprobs
+from penstock.core.plan import NO_DRAFTS, Draft, SampledToken, StepPlan, StepResult, TokenEvent, TokenLogprobs
 from penstock.core.plan_log import (
     AbortCall,
     AddCall,
@@ -71,9 +72,9 @@ class LoggedScheduler(Scheduler):
         super().abort(request_id, now)
         self.log.append(AbortCall(now, request_id))
 
-    def plan(self, now: float) -> StepPlan | None:
-        plan = super().plan(now)
-        self.log.append(PlanCall(now, plan))
+    def plan(self, now: float, drafts: Mapping[str, Draft] = NO_DRAFTS) -> StepPlan | None:
+        plan = super().plan(now, drafts)
+        self.log.append(PlanCall(now, plan, dict(drafts)))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
@@ -87,10 +88,16 @@ def record(depth: int) -> list[LogRecord]:
     log: list[LogRecord] = [HEADER]
     cache = KVCache(HEADER.num_blocks)
     scheduler = LoggedScheduler(cache, log)
-    driver, _ = make_driver(lambda: SimulatedReplica(scheduler, cache, COST, depth=depth))
+    driver, _ = make_driver(lambda: SimulatedReplica(scheduler, cache, COST, depth=depth, acceptance=0.2))
     driver.run(generate(WORKLOAD, Random(5)))
     assert scheduler.stats().num_preemptions > 0
     assert any(isinstance(call, AbortCall) for call in log)
+    assert any(
+        chunk.drafts
+        for call in log
+        if isinstance(call, PlanCall) and call.plan is not None
+        for chunk in call.plan.chunks
+    )
     return log
 
 
@@ -120,7 +127,7 @@ def test_a_different_plan_is_found_where_it_happened() -> None:
     assert isinstance(call, PlanCall)
     assert call.plan is not None
     other = StepPlan(call.plan.step_id, call.plan.chunks[:-1])
-    log[position] = PlanCall(call.now, other)
+    log[position] = PlanCall(call.now, other, call.drafts)
     result = replay(encode(log))
     assert result.mismatch is not None
     assert (result.mismatch.recorded, result.mismatch.replayed) == (other, call.plan)

@@ -8,7 +8,7 @@ import pytest
 from penstock.core.figures import percentile
 from penstock.core.request import Tier
 from penstock.simulator import Fixed, LogNormal, ReplicaConfig, SimulationConfig, Tenant, Workload, simulate
-from penstock.simulator.report import Summary
+from penstock.simulator.report import Report, Summary
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 WORKLOAD = Workload(
@@ -68,3 +68,23 @@ def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), {})
     assert "output tokens/s" in capsys.readouterr().out
+
+
+def test_drafts_save_steps_and_change_no_answer() -> None:
+    workload = Workload(
+        num_requests=40,
+        requests_per_s=1.0,
+        prompt_tokens=Fixed(100),
+        output_tokens=Fixed(100),
+        max_tokens=200,
+    )
+
+    def run(acceptance: float | None) -> Report:
+        replica = ReplicaConfig(depth=1, draft_acceptance=acceptance)
+        return simulate(SimulationConfig(workload=workload, replica=replica))
+
+    plain, drafted, wrong = run(None), run(0.8), run(0.0)
+    assert plain.output_tokens == drafted.output_tokens == wrong.output_tokens
+    assert drafted.replicas[0].num_steps < 0.6 * plain.replicas[0].num_steps
+    assert drafted.latency.e2e_s.p50 < 0.6 * plain.latency.e2e_s.p50
+    assert wrong.latency.e2e_s.p50 < 1.02 * plain.latency.e2e_s.p50

@@ -1,0 +1,65 @@
+"""Counts how often drafted tokens were accepted, by their position in a draft. Knows no scheduler."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+Kind: TypeAlias = tuple[str, int]  # a drafter, and one of its grades
+
+_DECAY = 0.9  # of counts of one request, per draft
+_PRIOR_WEIGHT = 3.0  # as many tries as the engine's estimate counts for
+_LONGEST_PAUSE = 16  # tokens
+
+
+class Tally:
+    """Counts, by position in a draft, how often a token was tried, all tokens in front of it being accepted, and how
+    often it was accepted. Old counts fade."""
+
+    __slots__ = ("_accepted", "_decay", "_prior_weight", "_tried")
+
+    def __init__(self, decay: float, prior_weight: float) -> None:
+        self._decay = decay
+        self._prior_weight = prior_weight
+        self._tried: list[float] = []
+        self._accepted: list[float] = []
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        num_tried = min(num_accepted + 1, num_drafted)
+        missing = num_tried - len(self._tried)
+        if missing > 0:
+            self._tried += [0.0] * missing
+            self._accepted += [0.0] * missing
+        for position in range(num_tried):
+            self._tried[position] = self._decay * self._tried[position] + 1.0
+            self._accepted[position] = self._decay * self._accepted[position] + (position < num_accepted)
+
+    def chance(self, position: int, prior: float) -> float:
+        """Estimate the chance of a token, all tokens in front of it being accepted."""
+        if position >= len(self._tried):
+            return prior
+        weight = self._prior_weight
+        return (self._accepted[position] + weight * prior) / (self._tried[position] + weight)
+
+
+class Drafting:
+    """Holds what one request's drafts have taught. Kept by Speculation."""
+
+    __slots__ = ("_pause", "paused_until", "tallies")
+
+    def __init__(self) -> None:
+        self.tallies: dict[Kind, Tally] = {}
+        self.paused_until = 0  # tokens that must be known
+        self._pause = 0
+
+    def observe(self, kind: Kind, num_drafted: int, num_accepted: int) -> None:
+        tally = self.tallies.get(kind)
+        if tally is None:
+            tally = self.tallies[kind] = Tally(_DECAY, _PRIOR_WEIGHT)
+        tally.observe(num_drafted, num_accepted)
+        if num_accepted:
+            self._pause = 0
+
+    def pause(self, num_known: int) -> None:
+        """Leave the request out for a while, longer each time."""
+        self._pause = min(_LONGEST_PAUSE, 2 * self._pause or 1)
+        self.paused_until = num_known + self._pause

@@ -1,0 +1,174 @@
+"""Drafts change how many steps an answer takes, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.engine_config import SchedulerConfig
+from penstock.core.plan import Draft, SampledToken, StepResult
+from penstock.core.request import FinishReason
+from penstock.kvcache.cache import KVCache
+from penstock.scheduler import Scheduler
+from penstock.scheduler.acceptance import Drafting, Tally
+from penstock.scheduler.step_builder import StepLoad
+from tests.scheduler.strict import Driver, expected_answer, make_request
+
+
+def drafting_driver(**settings: object) -> Driver:
+    chosen = {"max_draft_tokens": 4, "draft_share": 1.0, **settings}
+    return Driver(**chosen)  # type: ignore[arg-type]
+
+
+def teach_row_cost(driver: Driver, base_s: float, per_decode_s: float, per_draft_s: float) -> None:
+    """Let the predictor know what steps cost on this machine."""
+    for count in range(400):
+        decodes, drafts = 1 + count % 7, count % 5
+        load = StepLoad(decode_sequences=decodes, draft_tokens=drafts)
+        driver.scheduler._predictor.observe(load, base_s + per_decode_s * decodes + per_draft_s * drafts)
+
+
+@pytest.mark.parametrize("halves_blocks", [False, True])
+def test_right_drafts_save_steps(halves_blocks: bool) -> None:
+    driver = drafting_driver(halves_blocks=halves_blocks, block_size=16)
+    driver.add(make_request("r", 5, 60))
+    driver.run()
+    assert driver.answers["r"] == expected_answer(driver.requests["r"], 60)
+    assert len(driver.plans) < 30
+    (stats,) = driver.scheduler.stats().drafters
+    assert (stats.drafter, stats.accepted[0]) == ("test", stats.drafted[0])
+
+
+def test_wrong_drafts_cost_no_token() -> None:
+    driver = drafting_driver(spoiled_share=1.0)
+    driver.add(make_request("r", 5, 60))
+    driver.run()
+    assert driver.answers["r"] == expected_answer(driver.requests["r"], 60)
+    (stats,) = driver.scheduler.stats().drafters
+    assert sum(stats.accepted) == 0 < sum(stats.drafted)
+
+
+def test_drafts_that_are_always_wrong_are_soon_left_out() -> None:
+    driver = drafting_driver(spoiled_share=1.0, max_model_len=2000, num_blocks=500)
+    teach_row_cost(driver, 0.005, 0.001, 0.001)
+    driver.add(make_request("r", 5, 600))
+    for _ in range(300):
+        driver.step()
+    drafted = sum(driver.scheduler.stats().drafters[0].drafted)
+    for _ in range(250):
+        driver.step()
+    # A trial now and then, each with two tokens.
+    assert 0 < sum(driver.scheduler.stats().drafters[0].drafted) - drafted <= 10
+
+
+def test_no_draft_is_taken_where_a_row_costs_as_much_as_a_step() -> None:
+    driver = drafting_driver(max_model_len=1000, num_blocks=300)
+    teach_row_cost(driver, 0.0, 0.01, 0.01)
+    for number in range(4):
+        driver.add(make_request(f"r{number}", 5, 60))
+    driver.step()
+    for _ in range(40):
+        plan = driver.step()
+        assert plan is not None
+        assert not any(chunk.drafts for chunk in plan.chunks)
+
+
+def test_longer_drafts_where_rows_are_cheap() -> None:
+    lengths = {}
+    for per_draft_s in (0.0001, 0.004):
+        driver = drafting_driver(
+            max_draft_tokens=12, spoiled_share=0.2, max_model_len=1000, num_blocks=100, block_size=16
+        )
+        driver.executor.faults.step_s = (  # type: ignore[method-assign]
+            lambda num_tokens, cost=per_draft_s: 0.01 + cost * num_tokens  # type: ignore[misc]
+        )
+        driver.add(make_request("r", 5, 400))
+        driver.run()
+        drafted = [len(chunk.drafts) for plan in driver.plans for chunk in plan.chunks if chunk.drafts]
+        lengths[per_draft_s] = sum(drafted) / len(drafted)
+    assert lengths[0.0001] > 1.5 * lengths[0.004]
+
+
+def test_an_answer_ends_at_the_first_stop_token_among_accepted_ones() -> None:
+    answer = expected_answer(make_request("r", 5, 60), 60)
+    stop = next(token for token in answer[6:] if token not in answer[:6])
+    driver = drafting_driver(max_draft_tokens=12)
+    driver.add(make_request("r", 5, 60, stop_token_ids=(stop,)))
+    driver.run()
+    assert driver.answers["r"] == answer[: answer.index(stop) + 1]
+    assert driver.finished["r"].finish_reason is FinishReason.STOP
+
+
+@settings(max_examples=40, deadline=None)
+@given(max_tokens=st.integers(1, 20), max_draft_tokens=st.integers(1, 12), room=st.integers(0, 20))
+def test_drafts_never_pass_a_limit(max_tokens: int, max_draft_tokens: int, room: int) -> None:
+    driver = drafting_driver(max_draft_tokens=max_draft_tokens, max_model_len=6 + room)
+    driver.add(make_request("r", 5, max_tokens))
+    driver.run()
+    assert len(driver.answers["r"]) == driver.length_of(driver.requests["r"])
+
+
+def test_drafts_preempt_nobody() -> None:
+    """Both requests fit the cache to the last block: drafts take only what is spare."""
+    driver = drafting_driver(num_blocks=10, max_draft_tokens=8, prefix_caching=False)
+    for number in range(2):
+        driver.add(make_request(f"r{number}", 4, 16))
+    driver.run()
+    assert not driver.scheduler.stats().num_preemptions
+
+
+def test_a_step_waits_for_the_tokens_that_its_drafts_follow() -> None:
+    driver = drafting_driver(depth=2)
+    driver.add(make_request("r", 5, 60))
+    driver.run()
+    assert all(not chunk.in_flight for plan in driver.plans for chunk in plan.chunks)
+    assert len(driver.plans) < 30
+
+
+def test_steps_are_planned_ahead_again_when_nothing_is_drafted() -> None:
+    driver = drafting_driver(depth=2, draft_share=0.0)
+    driver.add(make_request("r", 5, 60))
+    driver.run()
+    ahead = [any(chunk.in_flight for chunk in plan.chunks) for plan in driver.plans]
+    assert not any(ahead[:8])
+    assert sum(ahead) > 40
+
+
+def test_more_tokens_than_were_drafted_are_refused() -> None:
+    cache = KVCache(16, block_size=4, enable_prefix_caching=True)
+    config = SchedulerConfig(max_draft_tokens=2)
+    scheduler = Scheduler(config, cache, max_model_len=64, eos_token_ids=frozenset())
+    scheduler.add(make_request("r", 5, 10), 0.0)
+    first = scheduler.plan(0.0)
+    assert first is not None
+    scheduler.commit(first, StepResult(first.step_id, (SampledToken("r", 1),), 0.01), 0.0)
+    assert scheduler.wants_drafts() == {"r": 2}
+    plan = scheduler.plan(0.0, {"r": Draft((1, 2, 3), "test")})
+    assert plan is not None
+    assert plan.chunks[0].drafts == (1, 2)
+    sampled = SampledToken("r", 4, accepted=(1, 2, 3))
+    with pytest.raises(ValueError, match="3 of 2 drafts"):
+        scheduler.commit(plan, StepResult(plan.step_id, (sampled,), 0.01), 0.0)
+
+
+def test_a_tally_starts_from_what_is_known_of_others() -> None:
+    tally = Tally(decay=0.9, prior_weight=2.0)
+    assert tally.chance(0, 0.7) == 0.7
+    for _ in range(50):
+        tally.observe(3, 1)
+    assert tally.chance(0, 0.1) > 0.8
+    assert tally.chance(1, 0.9) < 0.2
+    assert tally.chance(2, 0.3) == 0.3, "never tried: the token in front of it was never accepted"
+
+
+def test_a_request_without_luck_pauses_longer_each_time() -> None:
+    drafting = Drafting()
+    pauses = []
+    for _ in range(6):
+        drafting.pause(100)
+        pauses.append(drafting.paused_until - 100)
+    assert pauses == [1, 2, 4, 8, 16, 16]
+    drafting.observe(("test", 0), 2, 1)
+    drafting.pause(100)
+    assert drafting.paused_until == 101
