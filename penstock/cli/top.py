@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from penstock.core.cluster_view import ClusterView, PoolView, ReleaseView
+    from penstock.core.cluster_view import ClusterView, PoolView, ReleaseView, ReplicaView
 
 SCRIPT_WIDTH = 240
 _STYLES = {"ready": "green", "draining": "yellow", "unhealthy": "red", "starting": "cyan", "warming": "cyan"}
@@ -38,7 +38,9 @@ def top(interval: float, once: bool, as_json: bool, url: str, api_key: str | Non
     """Watch a running server: its replicas with their queues, KV caches and latencies, how requests were routed,
     what the autoscaler did last, and releases.
 
-    Times are medians and 95th percentiles of the last minute, as the gateways saw them. Ctrl-C ends it.
+    Times are medians and 95th percentiles of the last minute, as the gateways saw them. SPEC is the share of drafted
+    tokens that were accepted, and the tokens per step of requests with drafts, since the replica started. Ctrl-C ends
+    it.
     """
     from penstock.cli.clients import AdminClient
     from penstock.cli.console import stdout_console
@@ -81,7 +83,7 @@ def _replicas(view: ClusterView) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for head in ("REPLICA", "MODEL", "REVISION", "STATE"):
         table.add_column(head, no_wrap=True)
-    for head in ("RUN", "WAIT", "QUEUED", "KV", "CACHED", "TTFT ms", "ITL ms"):
+    for head in ("RUN", "WAIT", "QUEUED", "KV", "CACHED", "SPEC", "TTFT ms", "ITL ms"):
         table.add_column(head, justify="right", no_wrap=True)
     for replica in view.replicas:
         state = replica.state if replica.role == "both" else f"{replica.state} {replica.role}"
@@ -95,10 +97,18 @@ def _replicas(view: ClusterView) -> Table:
             f"{replica.num_waiting_tokens:,}",
             f"{replica.kv_usage:.0%}",
             "–" if replica.cached_share is None else f"{replica.cached_share:.0%}",
+            _speculation(replica),
             _range(replica.ttft_p50_s, replica.ttft_p95_s),
             _range(replica.itl_p50_s, replica.itl_p95_s),
         )
     return table
+
+
+def _speculation(replica: ReplicaView) -> str:
+    """Format the accepted share of drafted tokens, and the tokens per step of requests with drafts."""
+    if replica.accepted_share is None:
+        return "–"
+    return f"{replica.accepted_share:.0%}/{replica.tokens_per_draft or 1.0:.1f}"
 
 
 def _routing(view: ClusterView) -> str:

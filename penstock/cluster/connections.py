@@ -7,19 +7,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, zip_longest
 from typing import Protocol
 
 import zmq
 
 from penstock.cluster.replica import Connector, Member, ReplicaClient
 from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.messages import EngineReady, EngineStats, KVEvent
+from penstock.core.messages import DrafterStats, EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.router import ReplicaState
 
 _LOST = (ReplicaState.UNHEALTHY, ReplicaState.GONE)
-# Figures of the latest step: the slowest replica's counts. All other figures but fragmentation are added up.
+# Figures of the latest step: the slowest replica's counts. All other figures but fragmentation are added up, and
+# drafters by name and position.
 _LATEST = frozenset({"step_s", "plan_s"})
 # Figures that rise and fall, as opposed to counters: a replica that goes takes its part with it.
 _GAUGES = frozenset(
@@ -38,7 +40,9 @@ _GAUGES = frozenset(
     }
 )
 _SUMMED = tuple(
-    name for name in EngineStats.__struct_fields__ if name not in _LATEST and name != "kv_fragmentation"
+    name
+    for name in EngineStats.__struct_fields__
+    if name not in _LATEST and name not in ("kv_fragmentation", "drafters")
 )
 _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES)
 
@@ -214,7 +218,18 @@ def added_up(stats: Sequence[EngineStats]) -> EngineStats:
     if used:
         wasted = sum(each.kv_fragmentation * each.num_kv_blocks_used for each in stats)
         figures["kv_fragmentation"] = wasted / used
-    return EngineStats(**figures)
+    return EngineStats(**figures, drafters=_drafters([each.drafters for each in stats]))
+
+
+def _drafters(stats: Sequence[tuple[DrafterStats, ...]]) -> tuple[DrafterStats, ...]:
+    """Add up the counts of each drafter by position. Engines may have drafts of different lengths."""
+    found: dict[str, DrafterStats] = {}
+    for each in chain.from_iterable(stats):
+        known = found.get(each.drafter, DrafterStats(each.drafter, (), ()))
+        drafted = tuple(map(sum, zip_longest(known.drafted, each.drafted, fillvalue=0)))
+        accepted = tuple(map(sum, zip_longest(known.accepted, each.accepted, fillvalue=0)))
+        found[each.drafter] = DrafterStats(each.drafter, drafted, accepted)
+    return tuple(found.values())
 
 
 def counters_of(stats: EngineStats) -> EngineStats:

@@ -177,6 +177,8 @@ class ControlPlane:
             num_waiting_tokens=stats.num_waiting_tokens,
             kv_usage=stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0,
             cached_share=stats.prefix_cache_hits / queries if queries else None,
+            accepted_share=stats.num_accepted_tokens / stats.num_draft_tokens if stats.num_drafts else None,
+            tokens_per_draft=1 + stats.num_accepted_tokens / stats.num_drafts if stats.num_drafts else None,
             ttft_p50_s=times.ttfts_s.percentile(50, now),
             ttft_p95_s=times.ttfts_s.percentile(95, now),
             itl_p50_s=times.itls_s.percentile(50, now),

@@ -123,8 +123,12 @@ class DrafterStats(msgspec.Struct, frozen=True, array_like=True):
     """Counts of one drafter's tokens since the engine started, by their position in a draft."""
 
     drafter: str
-    drafted: tuple[int, ...]  # verified by the model
+    drafted: tuple[int, ...]  # verified by the model; the first entry is the number of drafts
     accepted: tuple[int, ...]
+
+    @property
+    def num_drafts(self) -> int:
+        return self.drafted[0] if self.drafted else 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -160,6 +164,18 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_nan_logits: int = 0  # requests ended because the model produced no numbers for them
     num_out_of_memory: int = 0  # requests ended because a step had no memory for them
     drafters: tuple[DrafterStats, ...] = ()  # in the order in which they first drafted
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(each.num_drafts for each in self.drafters)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(sum(each.drafted) for each in self.drafters)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(sum(each.accepted) for each in self.drafters)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):

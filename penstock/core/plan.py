@@ -167,11 +167,20 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
     written_tokens: tuple[int, ...]
 
 
-class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """News about one request after a commit: a token, its end, or both; before them, log-probabilities of the prompt.
+class DraftUse(msgspec.Struct, frozen=True, array_like=True):
+    """The drafted tokens of one request that one step verified, and how many of them became part of the answer."""
 
-    `num_cached_tokens` is set on the first event with a token or an end only: how many prompt tokens were reused.
-    `cache_use` comes with it when the request has breakpoints.
+    drafter: str
+    num_drafted: int
+    num_accepted: int
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """News about one request after a commit: tokens, its end, or both; before them, log-probabilities of the prompt.
+
+    A step that verified drafts brings several tokens at once, and no token behind the end of the answer. `logprobs`
+    has an entry for each token, or none at all. `num_cached_tokens` is set on the first event with a token or an end
+    only: how many prompt tokens were reused. `cache_use` comes with it when the request has breakpoints.
     """
 
     request_id: str
@@ -184,3 +193,4 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     cache_use: CacheUse | None = None
     embedding: bytes | None = None  # the whole answer to a request with pooling
     prompt_logprobs: PromptLogprobs | None = None  # of one chunk, in the order of the prompt
+    draft_use: DraftUse | None = None  # of a step that verified drafts

@@ -9,10 +9,6 @@ A drafted token counts only if all tokens in front of it are accepted. Its chanc
 each position, from decayed counts: of the drafter and grade in this engine, and of the same in this request, where
 the first is what the second starts from.
 
-A draft follows from the newest token, so a step with drafts cannot be planned ahead of the step before it, and the
-executor idles while the host commits and plans. Where steps can be planned ahead, drafts must make up for that too.
-
-
 An estimate that is never tried is never corrected. So now and then a step takes one short draft that does not seem to
 pay.
 """
@@ -35,7 +31,6 @@ _FIRST_CHANCE = 0.5  # before anything was tried
 _DECAY = 0.99  # of counts in the engine, per draft
 _PRIOR_WEIGHT = 2.0  # as many tries as the estimate of the position in front counts for
 _MARGIN = 1.1  # a drafted token must be worth so many times its cost, because both are estimates
-_HOST_TIME_GAIN = 0.1  # of the newest step
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again
 _PLANS_BETWEEN_TRIALS = 64
 _TRIAL_TOKENS = 2
@@ -68,13 +63,11 @@ class Speculation:
         self._tallies: dict[Kind, Tally] = {}
         self._counts: dict[str, _Counts] = {}
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
-        self._host_s = 0.0  # host's time per step, while the executor idles
-        self._plans_ahead = False  # the driver asks for plans ahead of commits
 
+    @property
     def waits_for_commits(self) -> bool:
-        """Say whether the next step, which could be planned ahead, is better planned with the newest tokens known:
-        drafts have been paying, or a trial is due."""
-        self._plans_ahead = True
+        """Say whether the next step is better planned with the newest tokens known than ahead of them: drafts have
+        been paying, or a trial is due."""
         return self._max_draft_tokens > 0 and (self._num_plans_without < _PATIENCE or self._is_trial_due)
 
     def wanted(self) -> dict[str, int]:
@@ -115,11 +108,6 @@ class Speculation:
             else:
                 sequence.drafting.pause(sequence.num_known)
         return drafted
-
-    def observe_step(self, planned_s: float, committed_s: float, elapsed_s: float) -> None:
-        """Learn the host's time from a step that was not planned ahead."""
-        idle_s = max(0.0, committed_s - planned_s - elapsed_s)
-        self._host_s += _HOST_TIME_GAIN * (idle_s - self._host_s)
 
     def settle(self, sequence: Sequence, sampled: SampledToken) -> None:
         """Count the drafts of a request that were in flight, and take back those that were not accepted."""
@@ -176,8 +164,7 @@ class Speculation:
         self, offers: list[tuple[Sequence, Draft]], load: StepLoad, max_tokens: int
     ) -> list[int]:
         row_s = self._predictor.draft_token_s * _MARGIN
-        plain_s = self._predictor.predict(load)
-        step_s = plain_s + self._host_s
+        step_s = self._predictor.predict(load)
         num_tokens = float(load.decode_sequences)
         rows = [
             (chance, index)
@@ -193,8 +180,6 @@ class Speculation:
             lengths[index] += 1
             num_tokens += chance
             step_s += row_s
-        if self._plans_ahead and num_tokens * plain_s <= load.decode_sequences * step_s:
-            return [0] * len(offers)
         return lengths
 
     def _chances(self, sequence: Sequence, draft: Draft) -> list[float]:

@@ -58,6 +58,7 @@ def test_top_once_shows_everything(server: Played) -> None:
         "replica-1",
         "starting",
         "12/–",
+        "62%/2.4",
         "4 requests by 2 gateways: prefix 75%, load 25%; 60% of prompt tokens",
         "m: 3 of 1–4 replicas, 3,000 prefill tokens queued (3.0 s)",
         "start 1: queued prefill tokens, 10 s ago",

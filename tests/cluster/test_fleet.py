@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from penstock.cluster.fleet import Fleet
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
-from penstock.core.messages import EngineStats, KVCleared, KVStored
+from penstock.core.messages import DrafterStats, EngineStats, KVCleared, KVStored
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch import Attempt, DispatchConfig, WaitingConfig
@@ -317,7 +317,10 @@ async def test_a_replica_much_slower_than_its_peers_is_left_out() -> None:
 
 async def test_counters_never_fall_when_a_replica_goes(harness: Harness) -> None:
     for fake in harness.fakes.by_id.values():
-        fake.stats = EngineStats(num_running=2, num_steps=10, tokens_computed=100, num_kv_blocks=50)
+        drafters = (DrafterStats("lookup", (4, 3), (3, 1)),)
+        fake.stats = EngineStats(
+            num_running=2, num_steps=10, tokens_computed=100, num_kv_blocks=50, drafters=drafters
+        )
         fake.tell_stats(fake.stats)
     assert harness.fleet.stats.num_running == 4
     assert harness.fleet.stats is harness.fleet.stats, "the same object until there is news"
@@ -325,6 +328,23 @@ async def test_counters_never_fall_when_a_replica_goes(harness: Harness) -> None
     assert harness.fleet.stats.num_running == 2
     assert harness.fleet.stats.num_kv_blocks == 50
     assert harness.fleet.stats.tokens_computed == harness.fleet.stats_of(MODEL).tokens_computed == 200
+    assert harness.fleet.stats.drafters == (DrafterStats("lookup", (8, 6), (6, 2)),)
+
+
+async def test_drafters_are_added_up_by_name_and_position(harness: Harness) -> None:
+    one, two = harness.fakes.by_id.values()
+    one.stats = EngineStats(
+        drafters=(DrafterStats("heads", (5, 5), (4, 2)), DrafterStats("lookup", (2,), (1,)))
+    )
+    two.stats = EngineStats(drafters=(DrafterStats("lookup", (3, 2, 1), (2, 1, 0)),))
+    for fake in (one, two):
+        fake.tell_stats(fake.stats)
+    stats = harness.fleet.stats
+    assert stats.drafters == (
+        DrafterStats("heads", (5, 5), (4, 2)),
+        DrafterStats("lookup", (5, 2, 1), (3, 1, 0)),
+    )
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (10, 18, 10)
 
 
 class Notes:

@@ -42,7 +42,16 @@ RELEASE = ReleaseView(
 )
 VIEW = ClusterView(
     replicas=(
-        ReplicaView(id="replica-1", model="m", revision="v1", state="ready", num_running=3, ttft_p50_s=0.012),
+        ReplicaView(
+            id="replica-1",
+            model="m",
+            revision="v1",
+            state="ready",
+            num_running=3,
+            accepted_share=0.62,
+            tokens_per_draft=2.44,
+            ttft_p50_s=0.012,
+        ),
         ReplicaView(id="replica-2", model="m", revision="v2", state="starting"),
     ),
     pools=(POOL,),

@@ -17,10 +17,9 @@ from penstock.api.openai.messages import Message
 from penstock.api.openai.responses_requests import check_metadata
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.identity import Principal
-from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.choice import Delta, merged
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.responses.objects import ObjectStore, StoredObject
-from penstock.gateway.reuse.replay import merged
 
 KIND = "chat_completion"
 DEFAULT_PAGE, MAX_PAGE = 20, 100

@@ -10,7 +10,7 @@ on how the text was cut: the stop string that is complete first wins, and of two
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -147,15 +147,25 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
     )
 
 
+def merged(batches: Iterable[Sequence[Delta]]) -> list[Delta]:
+    """Return one delta for each answer, in order, as `collect` gives them."""
+    by_index: dict[int, list[Delta]] = {}
+    for deltas in batches:
+        for delta in deltas:
+            by_index.setdefault(delta.index, []).append(delta)
+    return [merge_deltas(by_index[index]) for index in sorted(by_index)]
+
+
 class ParsedAnswer:
     """Takes what a parser found (`tools.parser.AnswerSink`) and keeps what is new until the reader comes."""
 
-    __slots__ = ("_calls", "_form", "_num_calls", "_reasoning", "_text", "is_over")
+    __slots__ = ("_calls", "_earlier", "_form", "_num_calls", "_reasoning", "_text", "is_over")
 
     def __init__(self, text: list[str], form: AnswerForm) -> None:
         self._text = text  # the choice's own
         self._reasoning: list[str] = []
         self._calls: list[tuple[ToolCallDelta, list[str]]] = []
+        self._earlier: list[tuple[str, str, tuple[ToolCallDelta, ...]]] = []  # reasoning, text and calls
         self._num_calls = 0
         self._form = form
         self.is_over = False  # what has begun does not belong to the answer any more: nothing more is taken
@@ -170,8 +180,12 @@ class ParsedAnswer:
     def add_text(self, text: str) -> None:
         """Text behind calls ends an answer that must consist of calls: the model has no more of them."""
         self.is_over = self.is_over or (self._form.stops_at_text and bool(self._num_calls))
-        if not self.is_over:
-            self._text.append(text)
+        if self.is_over:
+            return
+        if self._calls:  # in a delta, text comes before calls
+            self._earlier.append((self.take_reasoning(), "".join(self._text), self.take_calls()))
+            self._text.clear()
+        self._text.append(text)
 
     def begin_call(self, name: str) -> None:
         self.is_over = self.is_over or (bool(self._num_calls) and not self._form.parallel)
@@ -188,6 +202,11 @@ class ParsedAnswer:
             self._calls.append((ToolCallDelta(self._num_calls - 1), []))
         self._calls[-1][1].append(text)
 
+    def take_earlier(self, index: int) -> list[Delta]:
+        """Return everything new in front of the last text behind tool calls."""
+        parts, self._earlier = self._earlier, []
+        return [Delta(index, text, reasoning=reasoning, tool_calls=calls) for reasoning, text, calls in parts]
+
     def take_reasoning(self) -> str:
         reasoning = "".join(self._reasoning)
         self._reasoning.clear()
@@ -201,6 +220,7 @@ class ParsedAnswer:
         return calls
 
     def clear(self) -> None:
+        self._earlier.clear()
         self._reasoning.clear()
         self._calls.clear()
 
@@ -281,20 +301,18 @@ class Choice:
         """Take in one event. Sets `finish_reason` when the answer is over, which a stop string may decide here."""
         token_ids = event.token_ids
         reason = event.finish_reason
-        if self._parser is not None and self._parser.is_reasoning:
-            self.num_reasoning_tokens += len(token_ids)
         ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_ids
         shown_ids = token_ids[:-1] if ends_by_token else token_ids
-        # What may end the answer between two tokens of an event must see them one by one.
-        if self._matcher is None and not self._wants_details and (reason is None or self._parser is None):
+        if self._matcher is None and self._parser is None and not self._wants_details:
             self.num_tokens += len(shown_ids)
             self._release(self._detokenizer.push(shown_ids))
-        else:
+        else:  # each token may end the answer or its reasoning, and then the tokens behind it do not count
             for position, token_id in enumerate(shown_ids):
                 self._push_token(token_id, event.logprobs[position] if event.logprobs else None)
                 if self.finish_reason is not None:
                     return
-        self.num_tokens += len(token_ids) - len(shown_ids)
+        if ends_by_token:
+            self._count_token()
         if reason is not None:
             self._finish(reason)
 
@@ -311,8 +329,8 @@ class Choice:
             or (self._parsed is not None and self._parsed.has_news)
         )
 
-    def take(self) -> Delta:
-        """Everything new, as one delta; the buffer is empty afterwards."""
+    def take(self) -> list[Delta]:
+        """Everything new; the buffer is empty afterwards. There is one delta more for each text behind tool calls."""
         prompt = None
         if self.prompt_scores is not None and not self._is_announced:
             prompt = self.prompt_scores.scored()
@@ -322,9 +340,9 @@ class Choice:
         self.buffered_bytes = 0
         details = self._take_details()
         if self._parsed is None and self.finish_reason is None:
-            return Delta(self.index, text, details, prompt=prompt)
+            return [Delta(self.index, text, details, prompt=prompt)]
         parsed = self._parsed
-        return Delta(
+        last = Delta(
             self.index,
             text,
             details,
@@ -334,6 +352,7 @@ class Choice:
             None if self._matcher is None else self._matcher.matched,
             prompt,
         )
+        return [last] if parsed is None else [*parsed.take_earlier(self.index), last]
 
     def drop_buffer(self) -> None:
         self._parts.clear()
@@ -346,8 +365,13 @@ class Choice:
     def _is_stopped(self) -> bool:
         return self._matcher is not None and self._matcher.matched is not None
 
-    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _count_token(self) -> None:
         self.num_tokens += 1
+        if self._parser is not None and self._parser.is_reasoning:
+            self.num_reasoning_tokens += 1
+
+    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        self._count_token()
         if logprobs is not None:
             self._details.append(self._detail(token_id, logprobs))
             self.buffered_bytes += LOGPROB_BYTES * (1 + len(logprobs.top_token_ids))

@@ -66,10 +66,12 @@ class Generation(MeteredAnswer[Choice]):
         if event.finish_reason is not None and (error := self._early_end(event, choice)):
             self.fail(error)
             return
-        is_prompt_alone = event.finish_reason is FinishReason.LENGTH and choice.first_token_at is None
-        if event.token_ids or is_prompt_alone:
-            self._time_tokens(choice, event)
+        num_tokens_before = choice.num_tokens
         choice.push(event)
+        num_tokens = choice.num_tokens - num_tokens_before
+        is_prompt_alone = event.finish_reason is FinishReason.LENGTH and choice.first_token_at is None
+        if num_tokens or is_prompt_alone:
+            self._time_tokens(choice, event, num_tokens)
         if (
             choice.prompt_scores is not None
             and not choice.prompt_scores.is_over
@@ -93,10 +95,10 @@ class Generation(MeteredAnswer[Choice]):
             if choice.has_news:
                 self._tell(choice)
 
-    def _time_tokens(self, choice: Choice, event: TokenEvent) -> None:
+    def _time_tokens(self, choice: Choice, event: TokenEvent, num_tokens: int) -> None:
+        """Note when tokens came. Tokens that came together share the time since the tokens before them."""
         now = self._context.clock.now()
         metrics = self._metrics
-        num_tokens = len(event.token_ids)
         metrics.generation_tokens += num_tokens
         if choice.first_token_at is None:
             choice.first_token_at = now
@@ -109,7 +111,7 @@ class Generation(MeteredAnswer[Choice]):
                 metrics.queue_s.observe(event.queue_s)
                 metrics.prefill_s.observe(max(0.0, waited_s - event.queue_s))
         else:
-            metrics.inter_token_s.observe((now - choice.last_token_at) / num_tokens)
+            metrics.inter_token_s.observe((now - choice.last_token_at) / num_tokens, num_tokens)
         choice.last_token_at = now
 
     def _early_end(self, event: TokenEvent, choice: Choice) -> PenstockError | None:

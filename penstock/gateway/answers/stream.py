@@ -17,7 +17,7 @@ from penstock.core.clock import Clock
 from penstock.core.errors import Overloaded, PenstockError
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
-from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.choice import Delta, merged
 from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.prompts import RequestWarning, Usage
 
@@ -99,7 +99,7 @@ class AnyChoice(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
-    def take(self) -> Delta: ...
+    def take(self) -> list[Delta]: ...
     def drop_buffer(self) -> None: ...
 
 
@@ -188,7 +188,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         deltas = await anext(self)
         if self._error is not None:
             raise self._error
-        return sorted(deltas, key=lambda delta: delta.index)
+        return merged([deltas])
 
     def cancel(self) -> None:
         """The reader has gone: free what is held for it, at once."""
@@ -260,10 +260,10 @@ class MeteredAnswer(Generic[ChoiceT]):
 
     def _take(self) -> list[Delta]:
         dirty, self._dirty = self._dirty, []
-        deltas = []
+        deltas: list[Delta] = []
         for choice in dirty:
             choice.is_dirty = False
-            deltas.append(choice.take())
+            deltas += choice.take()
         return deltas
 
     def _wake(self) -> None:

@@ -95,8 +95,8 @@ class ExternalChoice:
                 return True
         return False
 
-    def take(self) -> Delta:
-        """Take everything new as one delta."""
+    def take(self) -> list[Delta]:
+        """Take everything new."""
         delta = Delta(
             self.index,
             "".join(self._text),
@@ -107,7 +107,7 @@ class ExternalChoice:
             None if self.finish_reason is None else self._stop_sequence,
         )
         self.drop_buffer()
-        return delta
+        return [delta]
 
     def drop_buffer(self) -> None:
         for buffer in (self._text, self._reasoning, self._details):

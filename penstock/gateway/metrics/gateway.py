@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -90,8 +91,14 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         stats_of = {name: self.of(name).stats for name in self._engine_models}
         for declared in ENGINE_METRICS:
-            values = {model: _engine_value(declared.name, stats) for model, stats in stats_of.items()}
-            yield from _families(declared, values)
+            yield from _families(
+                declared,
+                {
+                    (model, *labels): value
+                    for model, stats in stats_of.items()
+                    for labels, value in _engine_values(declared.name, stats)
+                },
+            )
         for declared in MODEL_METRICS:
             attribute = _ATTRIBUTES.get(declared.name, declared.name)
             if declared.name == "request_success":
@@ -99,8 +106,9 @@ class GatewayMetrics(Collector):
             elif declared.kind == "histogram":
                 yield from self._histograms(declared, attribute)
             else:
-                values = {name: getattr(model, attribute) for name, model in self._models.items()}
-                yield from _families(declared, values)
+                yield from _families(
+                    declared, {(name,): getattr(model, attribute) for name, model in self._models.items()}
+                )
 
     def _successes(self, declared: Declared) -> Iterator[Metric]:
         for prefix in declared.prefixes:
@@ -119,20 +127,29 @@ class GatewayMetrics(Collector):
             yield family
 
 
-def _engine_value(name: str, stats: EngineStats) -> float:
+def _engine_values(name: str, stats: EngineStats) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield the values of a metric, each with the labels that follow the model's name."""
     if name == "kv_cache_usage_perc":
-        return stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
-    if name.startswith("spec_decode_"):  # engines do not speculate yet, and dashboards expect the metrics
-        return 0.0
-    value: float = getattr(stats, _ATTRIBUTES.get(name, name))
-    return value
+        yield (), stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
+    elif name == "spec_decode_num_accepted_tokens_per_pos":
+        counts = zip_longest(*(drafter.accepted for drafter in stats.drafters), fillvalue=0)
+        for position, at_position in enumerate(counts):
+            yield (str(position),), sum(at_position)
+    elif name in ("drafter_draft_tokens", "drafter_accepted_tokens"):
+        for drafter in stats.drafters:
+            by_position = drafter.drafted if name == "drafter_draft_tokens" else drafter.accepted
+            for position, count in enumerate(by_position):
+                yield (drafter.drafter, str(position)), count
+    else:
+        attribute = _ATTRIBUTES.get(name, name).removeprefix("spec_decode_")
+        yield (), getattr(stats, attribute)
 
 
-def _families(declared: Declared, values: Mapping[str, float]) -> Iterator[Metric]:
+def _families(declared: Declared, values: Mapping[tuple[str, ...], float]) -> Iterator[Metric]:
     for prefix in declared.prefixes:
         family = declared.family(prefix)
-        for model_name, value in values.items():
-            add(family, (model_name,), value)
+        for labels, value in values.items():
+            add(family, labels, value)
         yield family
 
 
@@ -161,9 +178,10 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value, `count` times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
     @property
     def mean(self) -> float:
@@ -205,8 +223,7 @@ class ModelMetrics:
         num_steps = stats.num_steps - before.num_steps
         if num_steps > 0:
             mean_tokens = (stats.tokens_computed - before.tokens_computed) / num_steps
-            self.step_tokens.counts[bisect_left(self.step_tokens.bounds, mean_tokens)] += num_steps
-            self.step_tokens.total += mean_tokens * num_steps
+            self.step_tokens.observe(mean_tokens, num_steps)
 
 
 class PoolMetrics(Collector):
@@ -274,6 +291,9 @@ _REPLICA_NAMES = (
     "replica_kv_cache_usage_perc",
     "replica_prefix_cache_queries",
     "replica_prefix_cache_hits",
+    "replica_drafts",
+    "replica_draft_tokens",
+    "replica_accepted_tokens",
     "replica_requests",
     "replica_failures",
     "replica_kv_event_resyncs",
@@ -290,6 +310,9 @@ def _replica_values(record: ReplicaRecord, stats: EngineStats) -> dict[str, floa
         else 0.0,
         "replica_prefix_cache_queries": stats.prefix_cache_queries,
         "replica_prefix_cache_hits": stats.prefix_cache_hits,
+        "replica_drafts": stats.num_drafts,
+        "replica_draft_tokens": stats.num_draft_tokens,
+        "replica_accepted_tokens": stats.num_accepted_tokens,
         "replica_requests": record.num_sent,
         "replica_failures": record.num_failed,
         "replica_kv_event_resyncs": record.num_resyncs,

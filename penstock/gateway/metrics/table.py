@@ -75,9 +75,16 @@ _ENGINES = [
         ("num_swapped", "Preempted requests whose KV may go to host memory."),
         ("nan_logits", "Requests ended because the model produced no numbers."),
         ("out_of_memory", "Requests ended because a step had no memory for them."),
-        ("spec_decode_num_draft_tokens", "Tokens drafted by speculation."),
+        ("spec_decode_num_drafts", "Drafts that were verified, one per request and step."),
+        ("spec_decode_num_draft_tokens", "Tokens of these drafts."),
         ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
     ), _MODEL, once=True, vllm=True),
+    Declared("spec_decode_num_accepted_tokens_per_pos", "counter",
+             "Accepted tokens by their position in a draft; the first is 0.", (_MODEL, "position"), True, True),
+    *_each("counter", (
+        ("drafter_draft_tokens", "Verified tokens of a drafter by their position in a draft."),
+        ("drafter_accepted_tokens", "Accepted tokens of a drafter by their position in a draft."),
+    ), _MODEL, "drafter", "position", once=True),
     *_each("gauge", (
         ("kv_fragmentation", "Share of running requests' KV slots that hold nothing."),
         ("kv_pinned_blocks", "KV blocks held for cache breakpoints."),
@@ -104,7 +111,8 @@ _REQUESTS = [
     Declared("request_success", "counter", "Finished requests by reason.", (_MODEL, "finished_reason"), vllm=True),
     *_each("histogram", (
         ("time_to_first_token_seconds", "From arrival to the first token."),
-        ("inter_token_latency_seconds", "Between tokens of one answer."),
+        ("inter_token_latency_seconds",
+         "Between tokens of one answer; tokens that come together share the time since the last ones."),
         ("e2e_request_latency_seconds", "From arrival to the last token."),
         ("request_queue_time_seconds", "From arrival to the first computation."),
         ("request_prefill_time_seconds", "From first computation to first token."),
@@ -154,6 +162,9 @@ _FLEET = [
     *_each("counter", (
         ("replica_prefix_cache_queries", "Prompt tokens that a replica looked up."),
         ("replica_prefix_cache_hits", "Prompt tokens that a replica had cached."),
+        ("replica_drafts", "Drafts that a replica verified."),
+        ("replica_draft_tokens", "Tokens of these drafts."),
+        ("replica_accepted_tokens", "Drafted tokens that a replica accepted."),
     ), *_REPLICA, once=True),
     *_each("counter", (
         ("replica_requests", "Requests sent to a replica, retries included."),

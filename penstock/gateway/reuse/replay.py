@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
-from penstock.gateway.answers.choice import Delta, merge_deltas
+from penstock.gateway.answers.choice import Delta, merged
 from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
 from penstock.gateway.prompts import RequestWarning, Usage
 
@@ -55,15 +55,6 @@ def is_repeatable(batches: Iterable[Sequence[Delta]]) -> bool:
         for delta in deltas
         if delta.finish_reason is not None
     )
-
-
-def merged(batches: Iterable[Sequence[Delta]]) -> list[Delta]:
-    """One delta per answer, as `collect` gives them."""
-    by_index: dict[int, list[Delta]] = {}
-    for deltas in batches:
-        for delta in deltas:
-            by_index.setdefault(delta.index, []).append(delta)
-    return [merge_deltas(by_index[index]) for index in sorted(by_index)]
 
 
 class ReplayedAnswer:

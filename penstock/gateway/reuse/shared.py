@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
-from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.choice import Delta, merged
 from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
-from penstock.gateway.reuse.replay import encode_answer, is_repeatable, merged
+from penstock.gateway.reuse.replay import encode_answer, is_repeatable
 
 logger = logging.getLogger(__name__)
 

@@ -32,12 +32,12 @@ def test_text_and_its_end() -> None:
     choice = fed(
         chunk({"role": "assistant", "content": ""}), chunk({"content": "Hel"}), chunk({"content": "lo"})
     )
-    assert choice.take() == Delta(0, "Hello")
+    assert choice.take()[0] == Delta(0, "Hello")
     assert not choice.push(chunk({"role": "assistant", "content": None}))
     choice.push(chunk(finish_reason="stop", stop_reason="\n"))
     assert choice.ending is FinishReason.STOP
     choice.finish_reason = choice.ending
-    assert choice.take() == Delta(0, "", finish_reason=FinishReason.STOP, stop_sequence="\n")
+    assert choice.take()[0] == Delta(0, "", finish_reason=FinishReason.STOP, stop_sequence="\n")
 
 
 def test_reasons_for_an_end() -> None:
@@ -53,7 +53,7 @@ def test_reasons_for_an_end() -> None:
 
 def test_reasoning_by_either_name() -> None:
     choice = fed(chunk({"reasoning_content": "Hm"}), chunk({"reasoning": "m."}), chunk({"content": "Yes"}))
-    assert choice.take() == Delta(0, "Yes", reasoning="Hmm.")
+    assert choice.take()[0] == Delta(0, "Yes", reasoning="Hmm.")
     assert choice.num_reasoning_tokens == 2
 
 
@@ -62,11 +62,11 @@ def test_tool_calls_grow_and_have_ids() -> None:
         chunk({"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": ""}}]}),
         chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]}),
     )
-    (first,) = choice.take().tool_calls
+    (first,) = choice.take()[0].tool_calls
     assert (first.id, first.name, first.arguments) == ("c1", "f", '{"a"')
     choice.push(chunk({"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}))
     choice.push(chunk({"tool_calls": [{"index": 1, "function": {"name": "g", "arguments": "{}"}}]}))
-    rest, second = choice.take().tool_calls
+    rest, second = choice.take()[0].tool_calls
     assert (rest.id, rest.name, rest.arguments) == (None, None, ": 1}")
     assert second.name == "g"
     assert second.id
@@ -83,7 +83,7 @@ def test_log_probabilities_of_a_chat() -> None:
         chunk({"content": "é"}, logprobs={"content": [token]}),
         chunk({"content": "x"}, logprobs={"content": [{"token": "x", "logprob": -0.1}]}),
     )
-    first, second = choice.take().details
+    first, second = choice.take()[0].details
     assert (first.data, first.logprob, first.text_offset) == ("é".encode(), -0.5, 0)
     assert first.alternatives == (TokenAlternative(b"e", -1.0),)
     assert (second.data, second.text_offset, second.alternatives) == (b"x", 1, ())
@@ -92,7 +92,7 @@ def test_log_probabilities_of_a_chat() -> None:
 def test_log_probabilities_of_a_completion() -> None:
     logprobs = {"tokens": ["a", "b"], "token_logprobs": [None, -1.0], "top_logprobs": [None, {"c": -2.0}]}
     choice = fed(msgspec.convert({"choices": [{"text": "ab", "logprobs": logprobs}]}, StreamChunk))
-    delta = choice.take()
+    delta = choice.take()[0]
     assert delta.text == "ab"
     (detail,) = delta.details
     assert (detail.data, detail.text_offset, detail.alternatives) == (

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.clock import VirtualClock
 from penstock.core.gateway_config import GatewayConfig
-from penstock.core.messages import EngineStats
+from penstock.core.messages import DrafterStats, EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason
 from penstock.gateway.gateway import Gateway
@@ -32,6 +32,7 @@ COUNTERS = {
     "prompt_tokens",
     "generation_tokens",
     "request_success",
+    "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens",
 }
@@ -82,8 +83,8 @@ async def test_a_request_is_counted() -> None:
     assert found["vllm:generation_tokens_total"] == 4
     assert found["vllm:request_success_total/length"] == 1
     assert found["vllm:time_to_first_token_seconds_sum"] == 0.5
-    assert found["vllm:inter_token_latency_seconds_sum"] == 0.5, "0.25 s, then 0.5 s for two tokens"
-    assert found["vllm:inter_token_latency_seconds_count"] == 2
+    assert found["vllm:inter_token_latency_seconds_sum"] == 0.75, "0.25 s, then 0.25 s for each of two tokens"
+    assert found["vllm:inter_token_latency_seconds_count"] == 3
     assert found["vllm:e2e_request_latency_seconds_sum"] == 1.25
     assert found["vllm:request_queue_time_seconds_sum"] == 0.125
     assert found["vllm:request_prefill_time_seconds_sum"] == 0.375
@@ -118,6 +119,28 @@ def test_the_engines_figures_are_shown() -> None:
     assert found["vllm:iteration_tokens_total_sum"] == 400
     assert found["penstock_kv_fragmentation"] == 0.02
     assert samples(gateway) == found, "a second look counts nothing twice"
+
+
+def test_speculation_is_counted_by_drafter_and_position() -> None:
+    engine = FakeEngine()
+    gateway = Gateway(engine, GatewayConfig())
+    engine.stats = EngineStats(
+        drafters=(DrafterStats("lookup", (10, 8, 5), (7, 4, 1)), DrafterStats("heads", (3, 2), (2, 2)))
+    )
+    page = gateway.render_own_metrics().decode()
+    for name, labels, value in (
+        ("vllm:spec_decode_num_drafts", "", 13),
+        ("vllm:spec_decode_num_draft_tokens", "", 28),
+        ("vllm:spec_decode_num_accepted_tokens", "", 16),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", ',position="0"', 9),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", ',position="1"', 6),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", ',position="2"', 1),
+        ("penstock_spec_decode_num_drafts", "", 13),
+        ("penstock_drafter_draft_tokens", ',drafter="lookup",position="2"', 5),
+        ("penstock_drafter_accepted_tokens", ',drafter="heads",position="1"', 2),
+    ):
+        labels = ",".join(sorted(f'model_name="bytes"{labels}'.split(",")))
+        assert f"{name}_total{{{labels}}} {float(value)}\n" in page, (name, labels)
 
 
 def test_histogram_buckets_are_cumulative_and_inclusive() -> None:

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.cluster.fleet import Fleet
 from penstock.core.errors import EngineUnavailable
-from penstock.core.messages import EngineStats
+from penstock.core.messages import DrafterStats, EngineStats
 from penstock.gateway.metrics.gateway import ReplicaMetrics
 from penstock.gateway.metrics.table import merge
 from tests.cluster.engines import send
@@ -17,7 +17,13 @@ async def page() -> bytes:
     fakes = FakeReplicas()
     fleet = Fleet(seed=0, connect=fakes.connect)
     fleet.update([member("one"), member("two")])
-    stats = EngineStats(num_running=3, num_kv_blocks=10, num_kv_blocks_used=4, prefix_cache_hits=7)
+    stats = EngineStats(
+        num_running=3,
+        num_kv_blocks=10,
+        num_kv_blocks_used=4,
+        prefix_cache_hits=7,
+        drafters=(DrafterStats("lookup", (3, 2), (2, 1)),),
+    )
     fakes["one"].stats = stats
     fakes["one"].tell_stats(stats)
     send(fleet, make_request("a"))
@@ -45,6 +51,9 @@ async def test_each_replica_has_figures_of_its_own() -> None:
     assert value(metrics, "penstock_replica_ready", 'replica="one"') == 1
     assert value(metrics, "penstock_replica_requests_running", 'replica="one"') == 3
     assert value(metrics, "penstock_replica_kv_cache_usage_perc", 'replica="one"') == 0.4
+    assert value(metrics, "penstock_replica_drafts_total", 'replica="one"') == 3
+    assert value(metrics, "penstock_replica_draft_tokens_total", 'replica="one"') == 5
+    assert value(metrics, "penstock_replica_accepted_tokens_total", 'replica="one"') == 3
     sent = [value(metrics, "penstock_replica_requests_total", f'replica="{name}"') for name in ("one", "two")]
     assert sent == [1, 1]
     assert value(metrics, "penstock_failed_attempts_total", 'verdict="restart"') == 1
