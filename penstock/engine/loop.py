@@ -84,12 +84,12 @@ class EngineLoop:
     ) -> None:
         """Requests pass the waiting lists of `collaborators` in their order, before they reach the scheduler."""
         self.scheduler = scheduler
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
         self._vocab_size = vocab_size
         self._depth = depth
         self._collaborators = list(collaborators)
-        self._drafter = drafter
+        self.drafter = drafter
         self._rejections: list[RequestRejected] = []
         self._in_flight: deque[StepPlan] = deque()
         self._is_stuck = False
@@ -106,7 +106,7 @@ class EngineLoop:
         planning_s = self._clock.now() - began_s - executing_s
         self._is_stuck = self._lacks_only_peers()
         if self._in_flight:
-            result = self._executor.collect()
+            result = self.executor.collect()
             events += self._commit(self._in_flight.popleft(), result, planning_s)
         return self._deliver(events)
 
@@ -202,14 +202,14 @@ class EngineLoop:
         self.scheduler.add(arrival.request, now)
         for collaborator in self._collaborators:
             collaborator.added(arrival.request, now)
-        self._executor.add(arrival.request, arrival.grammar)
-        if self._drafter is not None:
-            self._drafter.add(arrival.request)
+        self.executor.add(arrival.request, arrival.grammar)
+        if self.drafter is not None:
+            self.drafter.add(arrival.request)
 
     def _plan(self) -> StepPlan | None:
         drafts = NO_DRAFTS
-        if self._drafter is not None and (wanted := self.scheduler.wants_drafts()):
-            drafts = self._drafter.propose(wanted)
+        if self.drafter is not None and (wanted := self.scheduler.wants_drafts()):
+            drafts = self.drafter.propose(wanted)
         now = self._clock.now()
         plan = self.scheduler.plan(now, drafts)
         for collaborator in self._collaborators:
@@ -221,7 +221,7 @@ class EngineLoop:
         began_s = self._clock.now()
         for collaborator in self._collaborators:
             collaborator.executing(plan)
-        missing = self._executor.submit(plan)
+        missing = self.executor.submit(plan)
         for collaborator in self._collaborators:
             collaborator.executed(missing)
         self._in_flight.append(plan)
@@ -254,12 +254,12 @@ class EngineLoop:
     def _deliver(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Tell the executor about committed tokens and ended requests. Returns the events for clients."""
         for event in events:
-            if event.token_ids and self._drafter is not None:
-                self._drafter.append(event.request_id, event.token_ids)
+            if event.token_ids and self.drafter is not None:
+                self.drafter.append(event.request_id, event.token_ids)
             if event.finish_reason is not None:
                 self._remove(event.request_id)
             elif event.token_ids:
-                self._executor.append(event.request_id, event.token_ids)
+                self.executor.append(event.request_id, event.token_ids)
         for_clients = events
         for collaborator in self._collaborators:
             for_clients = collaborator.for_clients(for_clients)
@@ -270,9 +270,9 @@ class EngineLoop:
         return for_clients
 
     def _remove(self, request_id: str) -> None:
-        self._executor.remove(request_id)
-        if self._drafter is not None:
-            self._drafter.remove(request_id)
+        self.executor.remove(request_id)
+        if self.drafter is not None:
+            self.drafter.remove(request_id)
 
     def _reject(self, request_id: str, error: PenstockError) -> None:
         for collaborator in self._collaborators:

@@ -113,13 +113,13 @@ def test_a_step_that_is_done_in_parts_tells_only_what_is_certain(model: Path) ->
     engine, port = exporting_engine(model)
     (transfers,) = (each for each in engine.loop._collaborators if isinstance(each, KVTransfers))
     port.pending.append(asked_for(100))
-    forward = engine.loop._executor.submit
+    forward = engine.loop.executor.submit
 
     def in_two_parts(plan: object) -> object:
         transfers.exports.layer_begins(0)  # a first attempt, which ends for want of memory
         return forward(plan)  # type: ignore[arg-type]
 
-    engine.loop._executor.submit = in_two_parts  # type: ignore[method-assign, assignment]
+    engine.loop.executor.submit = in_two_parts  # type: ignore[method-assign, assignment]
     engine.loop.step()
     assert progress(port.orders) == [(6, 6, 0)]
 
