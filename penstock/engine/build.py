@@ -17,7 +17,9 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
+from penstock.core.speculate import parse_speculate
 from penstock.engine.collaborator import Collaborator, StepWatch, refuse_adapters, refuse_grammars
+from penstock.engine.drafters.combination import check_speculate
 from penstock.engine.drafters.interface import Drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.head_start import keep_bytecode, open_gpu_ahead, read_compiler_ahead
@@ -75,6 +77,7 @@ def build_engine(
     clock: Clock | None = None,
 ) -> Engine:
     clock = clock or SystemClock()
+    check_speculate(parse_speculate(config.speculate))
     ranks = None
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.messages import ModelCard
+from penstock.engine.drafters.interface import Drafter
 from penstock.engine.loop import Executor
 
 if TYPE_CHECKING:
@@ -33,3 +34,4 @@ class Loaded:
     grammars: GrammarQueue | None = None
     adapters: AdapterQueue[LoRAWeights] | None = None
     shared_kv: SharedKV | None = None
+    drafters: tuple[Drafter, ...] = ()  # that come with the model

@@ -36,6 +36,7 @@ from penstock.core.gateway_config import (
     TelemetryConfig,
     TenantsConfig,
 )
+from penstock.core.speculate import parse_speculate
 from penstock.serve.setting import Section, Setting, did_you_mean, unwrapped
 from penstock.serve.tables import (
     DescribedModel,
@@ -140,6 +141,7 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
 
 def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
     tables = _by_table(values)
+    parse_speculate(tables["engine"].get("speculate", EngineConfig().speculate))
     return EngineConfig(
         model=ModelConfig(**tables["model"]),
         cache=CacheConfig(**tables["cache"]),

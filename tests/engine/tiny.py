@@ -45,7 +45,7 @@ def tiny_engine(model: Path, *, num_kv_blocks: int | None = 256, **settings: Any
     """`settings` go to the scheduler, except those of the engine, the cache and the model themselves."""
     engine = {
         name: settings.pop(name)
-        for name in ("steps_in_flight", "record_plans", "parallel", "kv_transfer")
+        for name in ("steps_in_flight", "record_plans", "parallel", "kv_transfer", "speculate")
         if name in settings
     }
     cache = {

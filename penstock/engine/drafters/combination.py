@@ -1,0 +1,80 @@
+"""Builds the drafters of an engine, and lets several of them draft together. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.core.errors import ConfigError
+from penstock.core.plan import Draft
+from penstock.core.request import Request
+from penstock.core.speculate import Speculate
+from penstock.engine.drafters.interface import Drafter
+from penstock.engine.drafters.lookup import LookupDrafter
+
+logger = logging.getLogger(__name__)
+
+
+def check_speculate(speculate: Speculate) -> None:
+    """Raise ConfigError for drafters that this version does not have, before a model is loaded."""
+    if speculate.kind == "draft":
+        raise ConfigError(
+            "--speculate draft=MODEL is not there yet: a model cannot draft for another one.",
+            hint="Use --speculate auto or lookup.",
+        )
+    if speculate.kind == "heads":
+        raise ConfigError(
+            "--speculate heads=FOLDER is not there yet: heads cannot draft.",
+            hint="Use --speculate auto or lookup.",
+        )
+
+
+def build_drafter(speculate: Speculate, from_model: Sequence[Drafter] = ()) -> Drafter | None:
+    """Return the drafter that the setting asks for; None to draft nothing. `from_model` are drafters that come with
+    the model, and draft first."""
+    check_speculate(speculate)
+    if speculate.kind == "off":
+        return None
+    return Drafters([*(from_model if speculate.kind == "auto" else ()), LookupDrafter()])
+
+
+class Drafters:
+    """Asks drafters in their order, and takes the first draft for each request. A drafter that raises an error is
+    switched off, with a warning in the log; the others go on."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self._drafters = list(drafters)
+
+    def add(self, request: Request) -> None:
+        for drafter in tuple(self._drafters):
+            self._call(drafter, lambda each: each.add(request))
+
+    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+        for drafter in tuple(self._drafters):
+            self._call(drafter, lambda each: each.append(request_id, token_ids))
+
+    def remove(self, request_id: str) -> None:
+        for drafter in tuple(self._drafters):
+            self._call(drafter, lambda each: each.remove(request_id))
+
+    def propose(self, wanted: Mapping[str, int]) -> dict[str, Draft]:
+        drafts: dict[str, Draft] = {}
+        for drafter in tuple(self._drafters):
+            found: dict[str, Draft] = {}
+            missing = (
+                {each: most for each, most in wanted.items() if each not in drafts} if drafts else wanted
+            )
+            if not missing:
+                break
+            self._call(drafter, lambda each: found.update(each.propose(missing)))  # noqa: B023
+            drafts = found | drafts
+        return drafts
+
+    def _call(self, drafter: Drafter, action: Callable[[Drafter], None]) -> None:
+        try:
+            action(drafter)
+        except Exception:
+            self._drafters.remove(drafter)
+            logger.warning(
+                "%s has failed and drafts no more; answers go on", type(drafter).__name__, exc_info=True
+            )
