@@ -107,7 +107,14 @@ CLIENTS: tuple[Client, ...] = (
         "curl",
         commands=("curl", "gzip"),
     ),
-    Client("dspy", "dspy", "dspy_client.py", ("chat", "structured", "errors"), "dspy", pip=("dspy>=3,<4",)),
+    Client(
+        "dspy",
+        "DSPy",
+        "dspy_client.py",
+        ("chat", "stream", "tools", "structured", "errors"),
+        "dspy",
+        pip=("dspy>=3,<4",),
+    ),
     Client(
         "guidellm",
         "GuideLLM",
@@ -140,6 +147,20 @@ CLIENTS: tuple[Client, ...] = (
         ("chat", "stream", "tools", "structured", "errors", "other"),
         "langchain",
         pip=("langchain-openai>=1,<2", "langchain-anthropic>=1,<2", "langchain-ollama>=1,<2"),
+    ),
+    Client(
+        "langchain-tests",
+        "LangChain's standard tests",
+        "langchain_standard.py",
+        ("chat", "stream", "tools", "structured", "other"),
+        "langchain",
+        pip=(
+            "langchain-tests>=1,<2",
+            "langchain-openai>=1,<2",
+            "langchain-anthropic>=1,<2",
+            "pytest-asyncio<2",
+        ),
+        timeout_s=1800.0,
     ),
     Client(
         "litellm",
@@ -182,6 +203,15 @@ CLIENTS: tuple[Client, ...] = (
         "ollama",
         pip=("ollama>=0.6,<1",),
         quick=True,
+    ),
+    Client(
+        "open-webui",
+        "Open WebUI",
+        "open_webui.py",
+        ("chat", "stream", "errors", "other"),
+        "open-webui",
+        pip=("open-webui>=0.6,<1",),
+        timeout_s=900.0,
     ),
     Client(
         "openai",

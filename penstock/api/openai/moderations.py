@@ -1,7 +1,8 @@
 """/v1/moderations: what the caller's safety policy finds in texts. A model is asked only where a rule of the policy
 asks one.
 
-The categories are the rules of the policy, not OpenAI's: only what was looked for can be told.
+The categories are the rules of the policy. OpenAI's own categories are there as well, because its clients require
+them: not flagged, and applied to no type of input, which says that nothing looked for them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from penstock.gateway.guards.settings import Action
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 
 MAX_INPUTS = 1024
+OPENAI_CATEGORIES = (
+    *("harassment", "harassment/threatening", "hate", "hate/threatening", "illicit", "illicit/violent"),
+    *("self-harm", "self-harm/instructions", "self-harm/intent", "sexual", "sexual/minors"),
+    *("violence", "violence/graphic"),
+)
 
 
 class ModeratedPart(msgspec.Struct):
@@ -102,9 +108,10 @@ class ModerationEndpoints:
                     is_refused = False
                 except ContentRefused:
                     is_refused = True
-                found = {rule.name: rule.name in case.found_by for rule in policy.input.rules}
+                rules = {rule.name: rule.name in case.found_by for rule in policy.input.rules}
+                found = dict.fromkeys(OPENAI_CATEGORIES, False) | rules
                 scores = {name: float(is_found) for name, is_found in found.items()}
-                types = {name: ["text"] for name in found}
+                types = {name: ["text"] if name in rules else [] for name in found}
                 results.append(Moderation(is_refused or any(found.values()), found, scores, types))
         body = ModerationList(f"modr-{request_id_of(request)}", policy.name, results)
         return Response(msgspec.json.encode(body), media_type="application/json")

@@ -7,7 +7,7 @@ does not stream ignores the events.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -41,7 +41,7 @@ from penstock.api.openai.responses_tools import (
 )
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PenstockError, RateLimited
 from penstock.core.request import FinishReason
-from penstock.gateway.answers.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.choice import Delta, TokenDetail, ToolCallDelta
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import RequestWarning, Usage
 
@@ -181,6 +181,9 @@ class ResponseEvents:
         self._open_kind: CallKind = "function"  # what the open call is to the client
         self._pieces: list[str] = []  # of the open item's text or arguments
         self._delta_start = b""  # all of a delta event up to its number
+        self._held: list[
+            TokenDetail
+        ] = []  # of tokens that are text if text comes next, and else part of a call
 
     @property
     def response_id(self) -> str:
@@ -207,8 +210,10 @@ class ResponseEvents:
         events = b""
         if delta.reasoning:
             events += self._add_reasoning(delta.reasoning)
-        if delta.text or delta.details:
-            events += self._add_text(delta)
+        elif self._wants_logprobs and (self._open is None or isinstance(self._open, OutputMessage)):
+            self._held += delta.details
+        if delta.text or (self._held and delta.finish_reason is not None and not delta.tool_calls):
+            events += self._add_text(delta.text, delta.details)
         for call in delta.tool_calls:
             events += self._add_call(call)
         if delta.finish_reason is not None:
@@ -258,17 +263,18 @@ class ResponseEvents:
         self._pieces.append(text)
         return events + self._delta(text, b"")
 
-    def _add_text(self, delta: Delta) -> bytes:
+    def _add_text(self, text: str, details: Sequence[TokenDetail]) -> bytes:
         events = b""
         if not isinstance(self._open, OutputMessage):
             events = self._begin(OutputMessage(self._item_id("msg"), [], "in_progress"))
         assert isinstance(self._open, OutputMessage)
-        self._pieces.append(delta.text)
+        self._pieces.append(text)
         if not self._wants_logprobs:
-            return events + self._delta(delta.text, b',"logprobs":[]')
-        logprobs = chat_logprobs(delta.details).content
+            return events + self._delta(text, b',"logprobs":[]')
+        logprobs = chat_logprobs(self._held or details).content
+        self._held.clear()
         self._open.content[0].logprobs.extend(logprobs)
-        return events + self._delta(delta.text, b',"logprobs":' + _to_json(logprobs))
+        return events + self._delta(text, b',"logprobs":' + _to_json(logprobs))
 
     def _add_call(self, call: ToolCallDelta) -> bytes:
         events = b""
@@ -291,6 +297,8 @@ class ResponseEvents:
 
     def _begin(self, item: OutputItem, call_kind: CallKind = "function") -> bytes:
         events = self._close()
+        if not isinstance(item, OutputMessage):
+            self._held.clear()
         index = len(self.body.output)
         self.body.output.append(item)
         self._open, self._open_kind = item, call_kind

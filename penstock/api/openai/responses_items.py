@@ -224,12 +224,12 @@ def _full(item: InputItem, name: str) -> InputItem:
     kind = item.type or "message"
     item_id = item.id or f"{_ID_PREFIXES.get(kind, 'item')}_{name}"
     full = msgspec.structs.replace(item, type=kind, id=item_id)
-    if kind == "message":
+    if kind.endswith(("message", "_call", "_output")):  # other items have no status, or may be without one
         full.status = item.status or "completed"
-        if isinstance(item.content, str):
-            part_type = "output_text" if item.role == "assistant" else "input_text"
-            annotations: list[Any] | None = [] if item.role == "assistant" else None
-            full.content = [ContentPart(part_type, item.content, annotations=annotations)]
+    if kind == "message" and isinstance(item.content, str):
+        part_type = "output_text" if item.role == "assistant" else "input_text"
+        annotations: list[Any] | None = [] if item.role == "assistant" else None
+        full.content = [ContentPart(part_type, item.content, annotations=annotations)]
     return full
 
 

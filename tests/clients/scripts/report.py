@@ -35,5 +35,5 @@ def status_of(call: Callable[[], object]) -> int | None:
     try:
         call()
     except Exception as error:
-        return getattr(error, "status_code", None)
+        return getattr(error, "status_code", None) or getattr(error, "status", None)
     return None
