@@ -21,11 +21,22 @@ Details = dict[Literal["invoke", "stream"], list[str]]
 LONG_TEXT = "The sun is a star at the center of the solar system, and the planets move around it. " * 200
 
 
+# What a model of 135 million parameters does not do. Each of these tests passes with qwen2.5-coder-1.5b.
+SMALL_MODEL = "smollm2-135m"
+CANNOT = {
+    "test_agent_loop": "does not call a tool unless it must",
+    "test_json_mode": "invents keys of its own where no schema binds it",
+    "test_unicode_tool_call_integration": "translates Japanese names",
+}
+
+
 class Standard(ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        base_url = BASE_URL if self.chat_model_class is ChatAnthropic else f"{BASE_URL}/v1"
-        return {"model": MODEL, "base_url": base_url, "api_key": API_KEY, "max_tokens": 300, "timeout": 240}
+        settings = {"model": MODEL, "api_key": API_KEY, "temperature": 0, "max_tokens": 300, "timeout": 240}
+        if self.chat_model_class is ChatAnthropic:
+            return {**settings, "base_url": BASE_URL}
+        return {**settings, "base_url": f"{BASE_URL}/v1", "stream_usage": True}
 
     @property
     def supports_model_override(self) -> bool:
@@ -46,7 +57,7 @@ class TestChatCompletions(Standard):
         return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        return _second_answer(ChatOpenAI(**self.chat_model_params, stream_usage=True), LONG_TEXT, stream)
+        return _second_answer(ChatOpenAI(**self.chat_model_params), LONG_TEXT, stream)
 
 
 class TestResponses(TestChatCompletions):
@@ -86,57 +97,50 @@ def _second_answer(model: BaseChatModel, prompt: Any, stream: bool) -> AIMessage
 
 
 def capability_of(test: str) -> str:
-    kinds = {
-        "tool": "tools",
-        "agent": "tools",
-        "structured": "structured",
-        "json": "structured",
-        "stream": "stream",
-    }
-    return next((name for word, name in kinds.items() if word in test), "chat")
+    kinds = {"tool": "tools", "agent": "tools", "structured": "structured", "json": "structured"}
+    return next((name for word, name in {**kinds, "stream": "stream"}.items() if word in test), "chat")
 
 
 class Results:
-    """Counts results of tests, and reports each capability when all tests are over."""
+    """Counts the results of tests for each API, and reports each capability when all tests are over."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, Counter[str]] = {}
         self.failed: dict[str, list[str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if MODEL == SMALL_MODEL and (reason := CANNOT.get(item.originalname)):  # type: ignore[attr-defined]
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
             return
-        name = report.nodeid.partition("::")[2]
-        kind = "expected failures" if hasattr(report, "wasxfail") else report.outcome
-        self.counts[kind] += 1
+        _, api, name = report.nodeid.split("::")
+        is_expected = hasattr(report, "wasxfail") and report.outcome == "skipped"
+        counts = self.counts.setdefault(api.removeprefix("Test"), Counter())
+        counts["beyond the model" if is_expected else report.outcome] += 1
         failed = self.failed.setdefault(capability_of(name), [])
         if report.outcome == "failed":
-            failed.append(name)
+            failed.append(f"{api}.{name}")
 
     def report(self) -> None:
         print(flush=True)  # pytest's last line may not have ended
         for capability, failed in self.failed.items():
             report(capability, not failed, ", ".join(failed))
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
-        report("other", not self.counts["failed"], counts)
+        counts = "; ".join(
+            f"{api}: {', '.join(f'{count} {kind}' for kind, count in sorted(each.items()))}"
+            for api, each in self.counts.items()
+        )
+        report("other", not any(self.failed.values()), counts)
 
 
 if __name__ == "__main__":
-    options = [
-        "-o",
-        "asyncio_mode=auto",
-        "-p",
-        "no:cacheprovider",
-        "--noconftest",
-        "-c",
-        "/dev/null",
-        "--rootdir",
-        ".",
-        "-q",
-        "--tb=short",
-        "-rfEx",
-        *sys.argv[1:],
-    ]
+    # LangChain keeps its connections for all tests, so the tests share one event loop.
+    options = (
+        "-o asyncio_mode=auto -o asyncio_default_test_loop_scope=session -p no:cacheprovider -q --tb=short"
+    )
+    options += " --noconftest -c /dev/null --rootdir ."
     results = Results()
-    pytest.main([*options, __file__], plugins=[results])
+    pytest.main([*options.split(), *sys.argv[1:], __file__], plugins=[results])
     results.report()

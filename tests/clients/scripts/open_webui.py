@@ -1,5 +1,5 @@
-"""Open WebUI in front of the server, through Open WebUI's own API: models, chats and streams of both connections, the one
-to OpenAI's API and the one to Ollama's; an error; and a title that Open WebUI asks the model for."""
+"""Open WebUI in front of the server, through Open WebUI's own API: models, chats and streams of both connections (to
+OpenAI's API and to Ollama's), an error, and a title that Open WebUI asks the model for."""
 
 from __future__ import annotations
 
