@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import anthropic.types
 import openai.types.chat as oc
 import pytest
 
 from penstock.api.openapi import OPERATIONS
+from penstock.core.errors import EngineUnavailable, PenstockError
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request
 from tests.api.conftest import Serve
 from tests.api.scripted import THINKING_TEMPLATE, TOOL_TEMPLATE, scripted
 from tests.api.stored_work import serving_work
@@ -28,9 +32,11 @@ from tests.api.wire_models import (
     UPLOAD,
     WITHOUT_MODEL,
     CheckedClient,
+    OpenAIError,
     check,
     refuse_nulls,
 )
+from tests.gateway.fake_engine import FakeEngine
 
 KINDS = ("text", "call", "thought", "custom")
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -293,3 +299,20 @@ def test_errors(path: str, url_for: Callable[[str], str]) -> None:
     ours.error("POST", CHAT, {"messages": 5})
     ours.error("POST", "/v1/responses", {"model": "other", "input": "Hi"})
     theirs.error("POST", "/v1/messages", {})
+
+
+def test_errors_inside_streams(serve: Serve) -> None:
+    def break_off(request: Request) -> list[TokenEvent | PenstockError]:
+        begun = TokenEvent(request.id, (ord("H"),), num_cached_tokens=0, queue_s=0.0)
+        return [begun, EngineUnavailable("The engine has gone.")]
+
+    url = serve(FakeEngine(break_off)).url
+    body = {**BYTES, "max_tokens": 9, "stream": True}
+    *chunks, error = openai_client(url)(f"POST {CHAT}", body | {"messages": [USER]}, _ends_with=OpenAIError)
+    assert chunks
+    assert error["error"]["message"] == "The engine has gone."
+    (*_, failed) = openai_client(url)("POST /v1/responses", {**BYTES, "input": "Hi", "stream": True})
+    assert failed["type"] == "response.failed"
+    asked = body | {"messages": [USER]}
+    (*_, error) = anthropic_client(url)("POST /v1/messages", asked, _ends_with=anthropic.types.ErrorResponse)
+    assert error["error"]["type"] == "api_error"

@@ -242,8 +242,8 @@ class CheckedClient:
 
     def __call__(self, route: str, body: dict[str, Any] | None = None, **ids: Any) -> Any:
         """The parsed answer. `ids` fill the places of the path; `_upload` is the file of a form, with `body` as the
-        other fields."""
-        upload = ids.pop("_upload", None)
+        other fields; `_ends_with` is the model of a stream's last event, where the stream breaks off."""
+        upload, last_model = ids.pop("_upload", None), ids.pop("_ends_with", None)
         method, path = route.split(" ")
         content: dict[str, Any] = (
             {"data": body, "files": upload} if upload else {} if body is None else {"json": body}
@@ -253,7 +253,9 @@ class CheckedClient:
         kind = answer.headers["content-type"].partition(";")[0]
         if kind == "text/event-stream":
             events = list(events_of(answer))
-            for event in events:
+            if last_model is not None:
+                self._check(last_model, events[-1])
+            for event in events[: -1 if last_model else None]:
                 if event.get("type") != "ping":  # which the SDK drops unread
                     self._check(STREAMS[route], event)
             return events
