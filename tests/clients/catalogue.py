@@ -14,6 +14,7 @@ from pathlib import Path
 SCRIPTS = Path(__file__).with_name("scripts")
 CAPABILITIES = ("chat", "stream", "tools", "structured", "files", "errors", "cancel")
 AGENT = "agent"  # a scripted engine behind the real gateway, for coding agents; see agent_server.py
+DEFAULT_MODEL = "smollm2-135m"
 OTHER = "other"  # anything else that a client does; the note says what
 
 
@@ -30,9 +31,7 @@ class Client:
     npm: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()  # needed on PATH beside the interpreter of the script
     environment: str = ""  # the folder below .clients, where several clients share packages
-    model: str = (
-        "smollm2-135m"  # or "tiny": random weights with a context of 131,072 tokens, for huge prompts
-    )
+    model: str = DEFAULT_MODEL  # or AGENT, or "tiny": random weights with a context of 131,072 tokens
     serve: tuple[str, ...] = ()  # more arguments of `penstock serve`
     timeout_s: float = 300.0
     quick: bool = False  # runs in `make test`: its packages are dependencies of our tests already

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.console import fetch_model
 from tests.clients.agent_server import AgentServer
-from tests.clients.catalogue import AGENT, CLIENTS, Client
+from tests.clients.catalogue import AGENT, CLIENTS, DEFAULT_MODEL, Client
 from tests.clients.environments import INSTALL_TIMEOUT_S, CannotInstall, prepare
 from tests.clients.outcome import Outcome, read_outcome, write_table
 from tests.e2e.conftest import START_TIMEOUT_S, RunningServer, start_server, write_chat_model
@@ -20,6 +21,7 @@ LONG_CONTEXT = 131_072
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-clients", action="store_true", help="Run every client, not only the quick ones.")
+    parser.addoption("--client-model", help="Serve this model instead of the default one.")
     parser.addoption("--write-table", action="store_true", help="Write what was found to docs/clients.md.")
 
 
@@ -86,6 +88,9 @@ def outcome_of(
         return found
 
     def _run(client: Client) -> Outcome:
+        chosen = request.config.getoption("--client-model", None)
+        if chosen and client.model == DEFAULT_MODEL:
+            client = replace(client, model=chosen)
         environment = prepare(client)
         variables = {
             "BASE_URL": client_server(client).url,

@@ -18,14 +18,19 @@ from report import API_KEY, BASE_URL, MODEL, report
 
 Details = dict[Literal["invoke", "stream"], list[str]]
 
-LONG_TEXT = "The sun is a star at the center of the solar system, and the planets move around it. " * 200
+LONG_TEXT = "The sun is a star at the center of the solar system, and the planets move around it. " * 60
 
 
 # What a model of 135 million parameters does not do. Each of these tests passes with qwen2.5-coder-1.5b.
 SMALL_MODEL = "smollm2-135m"
+REPEATS_ITSELF = "repeats itself inside a string until max_tokens"
 CANNOT = {
     "test_agent_loop": "does not call a tool unless it must",
     "test_json_mode": "invents keys of its own where no schema binds it",
+    "test_structured_output": REPEATS_ITSELF,
+    "test_structured_output_async": REPEATS_ITSELF,
+    "test_structured_output_optional_param": REPEATS_ITSELF,
+    "test_structured_output_pydantic_2_v1": REPEATS_ITSELF,
     "test_unicode_tool_call_integration": "translates Japanese names",
 }
 
@@ -90,10 +95,13 @@ class TestMessages(Standard):
 def _second_answer(model: BaseChatModel, prompt: Any, stream: bool) -> AIMessage:
     """The answer to a prompt that the server has seen before."""
     model.invoke(prompt, max_tokens=5)
-    if not stream:
-        return model.invoke(prompt, max_tokens=5)
-    first, *chunks = model.stream(prompt, max_tokens=5)
-    return sum(chunks, start=first)
+    if stream:
+        first, *chunks = model.stream(prompt, max_tokens=5)
+        answer = sum(chunks, start=first)
+    else:
+        answer = model.invoke(prompt, max_tokens=5)
+    assert answer.usage_metadata["input_token_details"]["cache_read"] > 0, answer.usage_metadata
+    return answer
 
 
 def capability_of(test: str) -> str:
