@@ -3,87 +3,25 @@ text and tool calls if the answer may hold them, and buffered.
 
 A choice neither waits nor wakes its reader: `generation.Generation` owns the choices of a request and does both.
 
-`StopMatcher` holds back only text that may still become the beginning of a stop string. The outcome does not depend
-on how the text was cut: the stop string that is complete first wins, and of two that end together the longer one.
+An answer does not depend on how many tokens come in one event, nor on how often its reader looks.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from penstock.core.plan import CacheUse, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.answers.prompt_scores import PromptScores, ScoredPrompt
+from penstock.gateway.answers.stop_strings import StopMatcher
 from penstock.gateway.text.tokenizer import TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm
 from penstock.gateway.tools.parser import OutputParser
-
-
-@lru_cache(maxsize=256)
-def _border_lengths(pattern: str) -> Sequence[int]:
-    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix. All answers to a
-    request share it."""
-    borders = [0] * len(pattern)
-    length = 0
-    for position in range(1, len(pattern)):
-        while length and pattern[position] != pattern[length]:
-            length = borders[length - 1]
-        if pattern[position] == pattern[length]:
-            length += 1
-        borders[position] = length
-    return borders
-
-
-class StopMatcher:
-    """Follows every stop string at once (Knuth-Morris-Pratt), in time linear in the text."""
-
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        self._patterns = [(pattern, _border_lengths(pattern)) for pattern in stop_strings]
-        self._first_characters = frozenset(pattern[0] for pattern in stop_strings)
-        self._matched_lengths = [0] * len(stop_strings)
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """The text that is now known to come before any stop string. After a match nothing more comes out."""
-        if self.matched is not None:
-            return ""
-        if not self._held and self._first_characters.isdisjoint(text):
-            return text
-        buffer = self._held + text
-        for position, character in enumerate(text, start=len(self._held) + 1):
-            longest = self._step(character)
-            if longest:
-                self.matched = longest
-                self._held = ""
-                return buffer[: position - len(longest)]
-        num_held = max(self._matched_lengths)
-        self._held = buffer[len(buffer) - num_held :]
-        return buffer[: len(buffer) - num_held]
-
-    def finish(self) -> str:
-        """What was held back, now that no stop string can come any more."""
-        held, self._held = self._held, ""
-        return held
-
-    def _step(self, character: str) -> str | None:
-        """Advance every pattern by one character; the longest that this completes, if any."""
-        complete: str | None = None
-        for index, (pattern, borders) in enumerate(self._patterns):
-            length = self._matched_lengths[index]
-            while length and pattern[length] != character:
-                length = borders[length - 1]
-            if pattern[length] == character:
-                length += 1
-            self._matched_lengths[index] = length
-            if length == len(pattern) and (complete is None or length > len(complete)):
-                complete = pattern
-        return complete
-
 
 # What a buffered log-probability weighs against the reader's byte limit, roughly its size on the wire.
 LOGPROB_BYTES = 80
@@ -113,7 +51,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What is new about one answer since its reader last looked."""
+    """What is new about one answer since its reader last looked, or the first part of it."""
 
     index: int
     text: str
@@ -156,73 +94,87 @@ def merged(batches: Iterable[Sequence[Delta]]) -> list[Delta]:
     return [merge_deltas(by_index[index]) for index in sorted(by_index)]
 
 
+@dataclass(slots=True)
+class _Part:
+    """Consecutive news of one kind."""
+
+    kind: Literal["reasoning", "text", "calls"]
+    pieces: list[str] = field(default_factory=list)
+    calls: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
+    details: list[TokenDetail] = field(default_factory=list)
+
+    def delta(self, index: int) -> Delta:
+        text = "".join(self.pieces)
+        if self.kind == "reasoning":
+            return Delta(index, "", tuple(self.details), reasoning=text)
+        calls = tuple(
+            msgspec.structs.replace(call, arguments="".join(arguments)) for call, arguments in self.calls
+        )
+        return Delta(index, text, tuple(self.details), tool_calls=calls)
+
+
 class ParsedAnswer:
-    """Takes what a parser found (`tools.parser.AnswerSink`) and keeps what is new until the reader comes."""
+    """Takes what a parser found (`tools.parser.AnswerSink`) and keeps what is new, in order, until the reader
+    comes."""
 
-    __slots__ = ("_calls", "_earlier", "_form", "_num_calls", "_reasoning", "_text", "is_over")
+    __slots__ = ("_form", "_has_changed", "_num_calls", "_parts", "is_over")
 
-    def __init__(self, text: list[str], form: AnswerForm) -> None:
-        self._text = text  # the choice's own
-        self._reasoning: list[str] = []
-        self._calls: list[tuple[ToolCallDelta, list[str]]] = []
-        self._earlier: list[tuple[str, str, tuple[ToolCallDelta, ...]]] = []  # reasoning, text and calls
+    def __init__(self, form: AnswerForm) -> None:
+        self._parts: list[_Part] = []
         self._num_calls = 0
         self._form = form
+        self._has_changed = False  # since details were last added
         self.is_over = False  # what has begun does not belong to the answer any more: nothing more is taken
 
     @property
     def has_news(self) -> bool:
-        return bool(self._reasoning or self._calls)
+        return bool(self._parts)
 
     def add_reasoning(self, text: str) -> None:
-        self._reasoning.append(text)
+        self._part("reasoning").pieces.append(text)
 
     def add_text(self, text: str) -> None:
         """Text behind calls ends an answer that must consist of calls: the model has no more of them."""
         self.is_over = self.is_over or (self._form.stops_at_text and bool(self._num_calls))
-        if self.is_over:
-            return
-        if self._calls:  # in a delta, text comes before calls
-            self._earlier.append((self.take_reasoning(), "".join(self._text), self.take_calls()))
-            self._text.clear()
-        self._text.append(text)
+        if not self.is_over:
+            self._part("text").pieces.append(text)
 
     def begin_call(self, name: str) -> None:
         self.is_over = self.is_over or (bool(self._num_calls) and not self._form.parallel)
         if self.is_over:
             return
         begun = ToolCallDelta(self._num_calls, id=f"call_{secrets.token_hex(12)}", name=name)
-        self._calls.append((begun, []))
+        self._part("calls").calls.append((begun, []))
         self._num_calls += 1
 
     def add_arguments(self, text: str) -> None:
         if self.is_over or not text:
             return
-        if not self._calls:
-            self._calls.append((ToolCallDelta(self._num_calls - 1), []))
-        self._calls[-1][1].append(text)
+        calls = self._part("calls").calls
+        if not calls:
+            calls.append((ToolCallDelta(self._num_calls - 1), []))
+        calls[-1][1].append(text)
 
-    def take_earlier(self, index: int) -> list[Delta]:
-        """Return everything new in front of the last text behind tool calls."""
-        parts, self._earlier = self._earlier, []
-        return [Delta(index, text, reasoning=reasoning, tool_calls=calls) for reasoning, text, calls in parts]
+    def add_details(self, take: Callable[[], Iterable[TokenDetail]]) -> None:
+        """Add the details of tokens to the news that came of them. Tokens without news go with the next news."""
+        if self._has_changed:
+            self._parts[-1].details += take()
+            self._has_changed = False
 
-    def take_reasoning(self) -> str:
-        reasoning = "".join(self._reasoning)
-        self._reasoning.clear()
-        return reasoning
-
-    def take_calls(self) -> tuple[ToolCallDelta, ...]:
-        calls = tuple(
-            msgspec.structs.replace(call, arguments="".join(arguments)) for call, arguments in self._calls
-        )
-        self._calls.clear()
-        return calls
+    def take(self, index: int) -> list[Delta]:
+        deltas = [part.delta(index) for part in self._parts]
+        self.clear()
+        return deltas
 
     def clear(self) -> None:
-        self._earlier.clear()
-        self._reasoning.clear()
-        self._calls.clear()
+        self._parts.clear()
+        self._has_changed = False
+
+    def _part(self, kind: Literal["reasoning", "text", "calls"]) -> _Part:
+        self._has_changed = True
+        if not self._parts or self._parts[-1].kind != kind:
+            self._parts.append(_Part(kind))
+        return self._parts[-1]
 
 
 class Choice:
@@ -291,7 +243,7 @@ class Choice:
         )
         self._wants_details = sampling.logprobs is not None
         self._parts: list[str] = []
-        self._parsed = None if form is None else ParsedAnswer(self._parts, form)
+        self._parsed = None if form is None else ParsedAnswer(form)
         self._parser = None if form is None or self._parsed is None else form.parser(self._parsed)
         self._details: list[TokenDetail] = []
         self._num_seen_chars = 0  # of the detokenized text, held back or not
@@ -330,29 +282,27 @@ class Choice:
         )
 
     def take(self) -> list[Delta]:
-        """Everything new; the buffer is empty afterwards. There is one delta more for each text behind tool calls."""
-        prompt = None
-        if self.prompt_scores is not None and not self._is_announced:
-            prompt = self.prompt_scores.scored()
-        self._is_announced = True
-        text = "".join(self._parts)
-        self._parts.clear()
+        """Return everything new, at least one delta; the buffer is empty afterwards."""
+        is_first, self._is_announced = not self._is_announced, True
         self.buffered_bytes = 0
-        details = self._take_details()
-        if self._parsed is None and self.finish_reason is None:
-            return [Delta(self.index, text, details, prompt=prompt)]
-        parsed = self._parsed
-        last = Delta(
-            self.index,
-            text,
-            details,
-            self.finish_reason,
-            "" if parsed is None else parsed.take_reasoning(),
-            () if parsed is None else parsed.take_calls(),
-            None if self._matcher is None else self._matcher.matched,
-            prompt,
-        )
-        return [last] if parsed is None else [*parsed.take_earlier(self.index), last]
+        deltas: list[Delta] = []
+        if self._parsed is not None:
+            deltas = self._parsed.take(self.index)
+        if self._parsed is None or self.finish_reason is not None:
+            text, details = "".join(self._parts), self._take_details()
+            self._parts.clear()
+            if text or details or not deltas:
+                deltas.append(Delta(self.index, text, details))
+        elif not deltas:
+            deltas.append(Delta(self.index, ""))
+        if is_first and self.prompt_scores is not None:
+            deltas[0] = msgspec.structs.replace(deltas[0], prompt=self.prompt_scores.scored())
+        if self.finish_reason is not None:
+            stop_sequence = None if self._matcher is None else self._matcher.matched
+            deltas[-1] = msgspec.structs.replace(
+                deltas[-1], finish_reason=self.finish_reason, stop_sequence=stop_sequence
+            )
+        return deltas
 
     def drop_buffer(self) -> None:
         self._parts.clear()
@@ -376,6 +326,8 @@ class Choice:
             self._details.append(self._detail(token_id, logprobs))
             self.buffered_bytes += LOGPROB_BYTES * (1 + len(logprobs.top_token_ids))
         self._push_text(self._detokenizer.push((token_id,)))
+        if self._parsed is not None and self._details:
+            self._parsed.add_details(self._take_details)
 
     def _push_text(self, text: str) -> None:
         self._num_seen_chars += len(text)
@@ -395,8 +347,9 @@ class Choice:
 
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
-        if self._parser is not None:
+        if self._parser is not None and self._parsed is not None:
             self._parser.finish()
+            self._parsed.add_details(self._take_details)
 
     def _release(self, text: str) -> None:
         if text:

@@ -57,16 +57,18 @@ async def read(answer: AnswerStream) -> list[Delta]:
     return [delta async for deltas in answer for delta in deltas]
 
 
-async def test_what_piled_up_comes_as_one_delta() -> None:
+async def test_what_piled_up_comes_as_one_delta_of_each_kind_in_order() -> None:
     engine = engine_with(THINKING)
     answer = await submit(engine)
-    emit(engine, f"<think>hm</think>Well. {CALL}{CALL}", ends=True)
-    (delta,) = await read(answer)
-    assert (delta.reasoning, delta.text, delta.finish_reason) == ("hm", "Well.", FinishReason.STOP)
-    assert [(call.index, call.name, call.arguments) for call in delta.tool_calls] == [
+    emit(engine, f"<think>hm</think>Well. {CALL}{CALL} So.", ends=True)
+    reasoning, text, calls, behind = await read(answer)
+    assert (reasoning.reasoning, text.text, behind.text) == ("hm", "Well.", "So.")
+    assert [(call.index, call.name, call.arguments) for call in calls.tool_calls] == [
         (0, "f", '{"x": 1}'),
         (1, "f", '{"x": 1}'),
     ]
+    reasons = [delta.finish_reason for delta in (reasoning, text, calls, behind)]
+    assert reasons == [None, None, None, FinishReason.STOP]
     assert answer.usage.reasoning_tokens == len("hm</think>")
 
 
