@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -118,8 +118,8 @@ class Gateway:
         """The way of every request to one model. Whatever costs more than a lookup comes after `admit`. `is_internal`
         is a request that the gateway makes for an admitted one: neither limited nor guarded, but in the ledger."""
         work = self._authorize(request, is_internal=is_internal)
-        with ExitStack() as way:
-            way.enter_context(self.holding_drain())
+        let_go = self._hold_drain()
+        try:
             work.admission = await self.accounts.admit(work.claim(), is_limited=not is_internal)
             try:
                 await self._guard(work)
@@ -128,7 +128,9 @@ class Gateway:
                 work.admission.release(error.code if isinstance(error, PenstockError) else None)
                 raise
             if work.case is not None and work.case.policy.output.rules:
-                return self.guards.wrap(work.case, answer, on_decided=way.pop_all().close)
+                answer, let_go = self.guards.wrap(work.case, answer, on_decided=let_go), _nothing
+        finally:
+            let_go()
         return answer
 
     async def _generate(self, work: PreparedRequest) -> AnswerStream:
@@ -198,23 +200,23 @@ class Gateway:
             elsewhere.warnings = work.warnings
             elsewhere.asked_max_tokens = work.request.sampling.max_tokens
             elsewhere.shortens_answers = not work.refuses_long_outputs
-            with self._beginning(elsewhere):
-                elsewhere.start(self.catalogue.external.pool, work.time_left_s(self.clock.now()))
+            pool = self.catalogue.external.pool
+            self._begin(elsewhere, lambda: elsewhere.start(pool, work.time_left_s(self.clock.now())))
             return elsewhere
         generation = Generation(account, work.choices, n, self, self._forget)
         generation.warnings = work.warnings
-        with self._beginning(generation):
-            generation.start(work.engine_requests, work.time_left_s(self.clock.now()))
+        self._begin(
+            generation, lambda: generation.start(work.engine_requests, work.time_left_s(self.clock.now()))
+        )
         return generation
 
-    @contextmanager
-    def _beginning(self, answer: Generation | ExternalAnswer) -> Iterator[None]:
-        """An answer is started here, and lives from then on."""
+    def _begin(self, answer: Generation | ExternalAnswer, start: Callable[[], None]) -> None:
+        """Start an answer, which lives from then on."""
         self._live.add(answer)
         self._nothing_live.clear()
         try:
             self.check_accepting(is_admitted=True)
-            yield
+            start()
         except BaseException:
             answer.cancel()
             raise
@@ -267,14 +269,22 @@ class Gateway:
     @contextmanager
     def holding_drain(self) -> Iterator[None]:
         """Keep a drain waiting until the context ends."""
-        hold = object()
-        self._on_the_way.add(hold)
-        self._nothing_live.clear()
+        let_go = self._hold_drain()
         try:
             yield
         finally:
-            self._on_the_way.discard(hold)
-            self._note_end()
+            let_go()
+
+    def _hold_drain(self) -> Callable[[], None]:
+        """Keep a drain waiting until the returned function is called."""
+        hold = object()
+        self._on_the_way.add(hold)
+        self._nothing_live.clear()
+        return partial(self._let_go, hold)
+
+    def _let_go(self, hold: object) -> None:
+        self._on_the_way.discard(hold)
+        self._note_end()
 
     def check_accepting(self, *, is_admitted: bool = False) -> None:
         """Raises ShuttingDown during a drain, and for work of an admitted request only after the drain."""
@@ -288,6 +298,10 @@ class Gateway:
     def _note_end(self) -> None:
         if not self._live and not self._on_the_way:
             self._nothing_live.set()
+
+
+def _nothing() -> None:
+    pass
 
 
 def granted_tier(request: GenerationRequest) -> Tier:

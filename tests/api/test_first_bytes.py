@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import anthropic
@@ -13,9 +13,11 @@ import pytest
 
 from penstock.core.errors import Overloaded
 from penstock.core.request import FinishReason
+from penstock.gateway.guards.settings import guard_settings
+from tests.api.bounded_server import bounded_server
 from tests.api.conftest import Serve, Served
 from tests.api.test_streams import ThreadedFakeEngine, open_stream, read_until
-from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
 
 USER: Any = {"role": "user", "content": "hi"}
 ROUTES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -88,6 +90,96 @@ def test_an_error_after_the_headers_ends_the_stream(serve: Serve, name: str, exp
         rest = "\n".join(lines)
     assert expected in rest
     assert "[DONE]" not in rest
+
+
+JUDGE = {"guard": "judge", "constitution": "Be kind.", "stage": "input", "timeout_s": 60.0}
+
+
+def judged(served: Served) -> ThreadedFakeEngine:
+    """A judge reads every prompt, and waits for its first token as all requests do."""
+    policy = {"rules": [JUDGE], "on_failure": "closed"}
+    served.gateway.guards.apply(guard_settings({"policies": {"p": policy}, "default_policy": "p"}))
+    assert isinstance(served.engine, ThreadedFakeEngine)
+    return served.engine
+
+
+def roomy_engine() -> ThreadedFakeEngine:
+    return ThreadedFakeEngine(ready=engine_ready(model_card(max_model_len=4096), max_output_tokens=512))
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("name", ROUTES)
+def test_a_judge_that_waits_does_not_keep_the_headers_back(serve: Serve, name: str) -> None:
+    served = serve(roomy_engine())
+    engine = judged(served)
+    with waiting(served, name) as (answer, lines):
+        assert answer.status_code == 200
+        assert len(engine.added) == 1, "the judge alone"
+        engine.emit_soon(*b'{"verdict": "allow"}', finish_reason=FinishReason.STOP)
+        served.wait_until(lambda: len(engine.streams) == 1)
+        engine.emit_soon(*b"hello", finish_reason=FinishReason.STOP)
+        rest = "\n".join(lines)
+    assert "hello" in rest
+    assert served.gateway.num_live == 0
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chat", 'data: {"error":{"message":"'),
+        ("responses", '"type":"response.failed"'),
+        ("messages", 'event: error\ndata: {"error":{"type":"invalid_request_error"'),
+        ("ollama", '{"error":"'),
+    ],
+)
+def test_a_refusal_after_the_headers_ends_the_stream(serve: Serve, name: str, expected: str) -> None:
+    served = serve(roomy_engine())
+    engine = judged(served)
+    with waiting(served, name) as (_, lines):
+        engine.emit_soon(*b'{"verdict": "violation", "reason": "rude"}', finish_reason=FinishReason.STOP)
+        rest = "\n".join(lines)
+    assert expected in rest
+    assert "[DONE]" not in rest
+    assert len(engine.added) == 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("is_bounded", [True, False], ids=["penstock", "uvicorn"])
+def test_a_client_that_leaves_before_dispatch_ends_what_waits(
+    serve: Serve, *, streams: bool, is_bounded: bool
+) -> None:
+    engine = roomy_engine()
+    with ExitStack() as stack:
+        served = stack.enter_context(bounded_server(engine)) if is_bounded else serve(engine)
+        judged(served)
+        connection = open_stream(served, stream=streams)
+        served.wait_until(lambda: len(engine.streams) == 1)
+        connection.close()
+        served.wait_until(lambda: len(engine.aborted) == 1)
+        served.wait_until(lambda: not served.gateway._on_the_way)
+        assert len(engine.added) == 1
+        assert served.gateway.num_live == 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_after_a_large_prompt_is_noticed(*, streams: bool) -> None:
+    """The server stops reading while it holds a large body, and must read to notice a departure."""
+    engine = ThreadedFakeEngine(ready=engine_ready(model_card(max_model_len=400_000)))
+    with bounded_server(engine) as served:
+        connection = open_stream(served, stream=streams, prompt="x" * 300_000)
+        served.wait_until(lambda: len(engine.streams) == 1)
+        connection.close()
+        served.wait_until(lambda: len(engine.aborted) == 1)
+
+
+def test_the_last_token_and_the_end_of_a_stream_leave_together(serve: Serve) -> None:
+    served = serve(FakeEngine(script_text("")))
+    path, body, _ = ROUTES["chat"]
+    with httpx.stream("POST", served.url + path, json=body | {"stream": True}, timeout=20) as answer:
+        (piece,) = answer.iter_raw()
+    assert b'"finish_reason":"stop"' in piece
+    assert piece.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("name", [name for name in ROUTES if name != "ollama"])

@@ -18,8 +18,8 @@ from penstock.api.http.context import note_model, principal_of, request_id_of, w
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.prompts import Usage
 
 # The later versions took temperature, top_p and top_k away; the models here have them, so they always work.
 OLDEST_VERSION = "2023-06-01"
@@ -48,15 +48,17 @@ class AnthropicEndpoints:
         wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
         generation = wire.to_generation()
         request_id = request_id_of(request)
-        answer = await self._gateway.submit(with_context(request, generation))
+        submitted = self._gateway.submit(with_context(request, generation))
         if wire.stream:
             events = MessageEvents(request_id)
-            return await EventStream.open(answer, request.receive, events, keep_alive=PING)
+            return await EventStream.open(
+                request, submitted, lambda answer: events, events.failure, keep_alive=PING
+            )
 
-        def build(deltas: Sequence[Delta], usage: Usage) -> bytes:
+        def build(answer: AnswerStream, deltas: Sequence[Delta]) -> bytes:
             return msgspec.json.encode(message(answer, deltas[0]))
 
-        return await answer_whole(answer, request.receive, build)
+        return await answer_whole(request, submitted, build)
 
     async def count_tokens(self, request: Request) -> Response:
         check_version(request)

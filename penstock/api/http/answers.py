@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, Self, TypeVar
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.http.context import answer_headers, note_limits_told
+from penstock.api.http.context import answer_headers, note_limits_told, watch_of
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import Headers, limit_headers
 from penstock.core.errors import PenstockError
@@ -26,45 +27,75 @@ _STREAM_HEADERS = (
 FIRST_BYTES_S = 5.0  # how long a stream's status and headers wait for its first tokens
 KEEP_ALIVE_S = 15.0
 SSE_COMMENT = b": waiting\n\n"  # which readers of server-sent events skip
-UNWATCHED_S = 0.02  # a watch costs more than what a client that leaves within this time could save
 
 
-class DisconnectWatch:
-    """Cancels a generation soon after its client has gone. The request body must have been read."""
+class Cancellable(Protocol):
+    def cancel(self) -> object: ...
 
-    def __init__(self, receive: Receive, generation: AnswerStream) -> None:
-        self._task: asyncio.Task[None] | None = None
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(UNWATCHED_S, self._start, receive, generation)
 
-    def _start(self, receive: Receive, generation: AnswerStream) -> None:
-        self._task = asyncio.create_task(self._watch(receive, generation))
+class Departure:
+    """Cancels the work for a client that goes away: `work`, or the task of the request as long as there is none. The
+    request body must have been read."""
 
-    async def _watch(self, receive: Receive, generation: AnswerStream) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        generation.cancel()
+    def __init__(self, request: Request) -> None:
+        self.work: Cancellable | None = None
+        self._task = asyncio.current_task()
+        self._has_gone = False
+        self._watching: asyncio.Task[None] | None = None
+        self._watch_connection = watch_of(request.scope)
+        if self._watch_connection is None:
+            self._watching = asyncio.create_task(self._watch(request.receive))
+        else:
+            self._watch_connection(self._note)
+
+    def check(self) -> None:
+        """Raises ReaderGone if the task of the request was cancelled here."""
+        if self._has_gone and self._task is not None:
+            self._task.uncancel()
+            raise ReaderGone
 
     def stop(self) -> None:
-        self._timer.cancel()
-        if self._task is not None:
+        if self._watching is not None:
+            self._watching.cancel()
+        elif self._watch_connection is not None:
+            self._watch_connection(None)
+            self._watch_connection = None
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._note()
+
+    def _note(self) -> None:
+        if self.work is not None:
+            self.work.cancel()
+        elif self._task is not None and not self._has_gone:
+            self._has_gone = True
             self._task.cancel()
 
 
+AnswerT = TypeVar("AnswerT", bound=AnswerStream)
+
+
 async def answer_whole(
-    generation: AnswerStream, receive: Receive, build: Callable[[Sequence[Delta], Usage], bytes]
+    request: Request, submitted: Awaitable[AnswerT], build: Callable[[AnswerT, Sequence[Delta]], bytes]
 ) -> WholeAnswer:
-    watch = DisconnectWatch(receive, generation)
+    """Wait for the end of an answer that is being submitted, and build its body."""
+    departure = Departure(request)
     try:
-        deltas = await generation.collect()
-    except PenstockError as error:
-        raise error.with_rate_limits(generation.rate_limits) from error
+        answer = departure.work = await submitted
+        try:
+            deltas = await answer.collect()
+        except PenstockError as error:
+            raise error.with_rate_limits(answer.rate_limits) from error
+        finally:
+            answer.cancel()
+    except asyncio.CancelledError:
+        departure.check()
+        raise
     finally:
-        watch.stop()
-        generation.cancel()
-    return WholeAnswer(
-        build(deltas, generation.usage), generation.rate_limits, more_headers=answer_headers(generation)
-    )
+        departure.stop()
+    return WholeAnswer(build(answer, deltas), answer.rate_limits, more_headers=answer_headers(answer))
 
 
 def _limits_told(scope: Scope, rate_limits: RateLimits) -> Headers:
@@ -114,126 +145,136 @@ class EventWriter(Protocol):
 class EventStream:
     """An ASGI response that writes encoded events straight to the server.
 
-    `open` waits a few seconds for the engine's first word, so that a request refused by then still gets its proper
-    status. After that the status and the headers are sent, and an error comes as the stream's last event.
-    `keep_alive` is sent with the headers of a stream that still waits, and whenever nothing else was for a while.
+    `open` waits for the engine's first word, so that a request refused by then still gets its proper status. When
+    that takes more than a few seconds from the parsed request on, the status and the headers are sent meanwhile, and
+    an error comes as the stream's last event. `keep_alive` is sent with the headers of a stream that still waits, and
+    whenever nothing else was for a while. A stream costs one timer.
     """
 
     stream_headers = _STREAM_HEADERS
 
-    def __init__(
-        self,
-        generation: AnswerStream,
-        events: EventWriter,
-        watch: DisconnectWatch,
-        first: asyncio.Task[list[Delta]],
-        keep_alive: bytes,
-    ) -> None:
-        self._generation = generation
-        self._events = events
-        self._watch = watch
-        self._first = first
+    def __init__(self, request: Request, keep_alive: bytes) -> None:
+        self._scope = request.scope
+        self._send = request._send
         self._keep_alive = keep_alive
+        self._departure = Departure(request)
+        self._answer: AnswerStream | None = None
+        self._events: EventWriter | None = None
+        self._first: Sequence[Delta] = ()
+        self._closing: bytes | None = None  # of a stream that failed before its first delta
+        self._has_started = False
+        self._is_writing = False
+        self._sign: asyncio.Task[None] | None = None  # sends the headers, if need be, and a sign of life
+        self._loop = asyncio.get_running_loop()
+        self._written_at = 0.0
+        self._timer = self._loop.call_later(FIRST_BYTES_S, self._show_life)
 
     @classmethod
     async def open(
         cls,
-        generation: AnswerStream,
-        receive: Receive,
-        events: EventWriter,
+        request: Request,
+        submitted: Awaitable[AnswerT],
+        events_of: Callable[[AnswerT], EventWriter],
+        failure: Callable[[PenstockError], bytes],
         *,
         keep_alive: bytes = SSE_COMMENT,
-    ) -> EventStream:
-        watch = DisconnectWatch(receive, generation)
-        first = asyncio.create_task(_first_deltas(generation))
-        first.add_done_callback(_note_error)
+    ) -> Self:
+        """`failure` writes the end of a stream whose request is refused after its headers, before there is a writer
+        of events."""
+        stream = cls(request, keep_alive)
         try:
-            await asyncio.wait({first}, timeout=FIRST_BYTES_S)
-            if first.done():
-                first.result()
+            answer = stream._answer = stream._departure.work = await submitted
+            stream._events = events_of(answer)
+            stream._first = await anext(answer)
+        except PenstockError as error:
+            if stream._has_started:
+                write = failure if stream._events is None else stream._events.failure
+                stream._closing = write(error)
+                return stream
+            stream._stop()
+            if stream._answer is None:
+                raise
+            raise error.with_rate_limits(stream._answer.rate_limits) from error
         except BaseException as error:
-            watch.stop()
-            first.cancel()
-            generation.cancel()
-            if isinstance(error, PenstockError):
-                raise error.with_rate_limits(generation.rate_limits) from error
+            stream._stop()
+            if isinstance(error, asyncio.CancelledError):
+                stream._departure.check()
             raise
-        return cls(generation, events, watch, first, keep_alive)
+        return stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _KeptAlive(send, self._keep_alive)
         try:
-            limits = _limits_told(scope, self._generation.rate_limits)
-            headers = [*self.stream_headers, *limits, *answer_headers(self._generation)]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            if not self._first.done():
-                await writer.write(self._keep_alive)
-            await self._send_events(writer)
+            if self._sign is not None:
+                await self._sign
+            elif not self._has_started:
+                await self._start()
+            closing = self._closing
+            if closing is None:
+                closing = await self._send_events()
+            await self._write(closing, is_last=True)
         except ReaderGone:
             return
         finally:
-            writer.stop()
-            self._watch.stop()
-            self._first.cancel()
-            self._generation.cancel()
+            self._stop()
 
-    async def _send_events(self, writer: _KeptAlive) -> None:
-        chunk = self._events.chunk
+    async def _start(self) -> None:
+        """Send the status and the headers, as far as they are known."""
+        self._has_started = True
+        headers = [*self.stream_headers]
+        if self._answer is not None:
+            headers += _limits_told(self._scope, self._answer.rate_limits)
+            headers += answer_headers(self._answer)
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send_events(self) -> bytes:
+        """Send everything but the last events of the stream, which leave together."""
+        answer, events = self._answer, self._events
+        assert answer is not None
+        assert events is not None
+        chunk = events.chunk
+        num_open = answer.num_choices
         try:
-            first_deltas = await self._first
-            opening = self._events.opening(self._generation)
-            await writer.write(opening + b"".join(map(chunk, first_deltas)))
-            async for deltas in self._generation:
-                body = chunk(deltas[0]) if len(deltas) == 1 else b"".join(map(chunk, deltas))
-                if body:
-                    await writer.write(body)
+            body = events.opening(answer)
+            deltas: Sequence[Delta] = self._first
+            while True:
+                for delta in deltas:
+                    body += chunk(delta)
+                    if delta.finish_reason is not None:
+                        num_open -= 1
+                if body and num_open > 0:
+                    await self._write(body)
+                    body = b""
+                deltas = await anext(answer)
+        except StopAsyncIteration:
+            return body + events.closing(answer.usage)
         except PenstockError as error:
-            closing = self._events.failure(error)
-        else:
-            closing = self._events.closing(self._generation.usage)
-        await writer.write(closing, is_last=True)
+            return body + events.failure(error)
 
-
-async def _first_deltas(generation: AnswerStream) -> list[Delta]:
-    return await anext(generation)
-
-
-def _note_error(first: asyncio.Task[list[Delta]]) -> None:
-    """Keeps asyncio from reporting an error that no reader is left for."""
-    if not first.cancelled():
-        first.exception()
-
-
-class _KeptAlive:
-    """Writes the body of an answer, and `keep_alive` whenever nothing was written for a while. A stream that waits
-    costs one timer."""
-
-    def __init__(self, send: Send, keep_alive: bytes) -> None:
-        self._send = send
-        self._keep_alive = keep_alive
-        self._loop = asyncio.get_running_loop()
-        self._is_writing = False
-        self._written_at = self._loop.time()
-        self._task: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._fire)
-
-    async def write(self, body: bytes, *, is_last: bool = False) -> None:
+    async def _write(self, body: bytes, *, is_last: bool = False) -> None:
         if is_last:
-            self.stop()
+            self._timer.cancel()
         self._is_writing = True
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
         self._is_writing = False
         self._written_at = self._loop.time()
 
-    def stop(self) -> None:
-        self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-
-    def _fire(self) -> None:
+    def _show_life(self) -> None:
         idle_s = self._loop.time() - self._written_at
         # A reader that does not even take what was written needs no sign of life.
-        if idle_s >= KEEP_ALIVE_S * 0.99 and not self._is_writing:
-            self._task = self._loop.create_task(self.write(self._keep_alive))
+        if not self._has_started or (idle_s >= KEEP_ALIVE_S * 0.99 and not self._is_writing):
+            self._sign = self._loop.create_task(self._send_sign())
             idle_s = 0.0
-        self._timer = self._loop.call_later(max(KEEP_ALIVE_S - idle_s, KEEP_ALIVE_S * 0.05), self._fire)
+        self._timer = self._loop.call_later(max(KEEP_ALIVE_S - idle_s, KEEP_ALIVE_S * 0.05), self._show_life)
+
+    async def _send_sign(self) -> None:
+        if not self._has_started:
+            await self._start()
+        await self._write(self._keep_alive)
+
+    def _stop(self) -> None:
+        self._timer.cancel()
+        self._departure.stop()
+        if self._sign is not None:
+            self._sign.cancel()
+        if self._answer is not None:
+            self._answer.cancel()

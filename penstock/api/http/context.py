@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import msgspec
 from starlette.requests import HTTPConnection
@@ -14,6 +15,22 @@ from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import GenerationRequest
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
+
+# The ASGI extension whose `watch` calls back when the client of a request goes away; None ends the watch.
+ON_DEPARTURE = "penstock.on_departure"
+ConnectionWatch: TypeAlias = Callable[[Callable[[], None] | None], None]
+
+
+def watch_of(scope: Scope) -> ConnectionWatch | None:
+    """The server's watch over the client's connection. Other servers tell of a departure by `receive` alone."""
+    found = (scope.get("extensions") or {}).get(ON_DEPARTURE)
+    return found["watch"] if found else None
+
+
+def headers_of(connection: HTTPConnection) -> dict[bytes, bytes]:
+    """The headers by their names in lower case; the first of several with one name. Looking up several headers costs
+    less in a dictionary than in Starlette's list."""
+    return dict(reversed(connection.scope["headers"]))
 
 
 def set_request_id(scope: Scope, request_id: str) -> None:
@@ -50,9 +67,13 @@ def principal_of(connection: HTTPConnection) -> Principal:
 
 def timeout_s_of(connection: HTTPConnection) -> float | None:
     """How long the client will wait for the whole answer; None when it does not say."""
-    text = connection.headers.get(TIMEOUT_HEADER)
-    if text is None:
+    return _timeout_s(headers_of(connection).get(_TIMEOUT_HEADER))
+
+
+def _timeout_s(value: bytes | None) -> float | None:
+    if value is None:
         return None
+    text = value.decode("latin-1")
     if not (text.isascii() and text.isdigit() and 0 < len(text) < 12 and int(text)):
         raise InvalidRequest(f"The header {TIMEOUT_HEADER} must be a whole number of milliseconds above 0.")
     return int(text) / 1000
@@ -76,26 +97,35 @@ MAX_WARNING_CHARS = 500
 IDEMPOTENCY_HEADER = "idempotency-key"
 REGION_HEADER = "x-penstock-region"
 MAX_REGION_LENGTH = 64
+_TIMEOUT_HEADER, _CACHE_HEADER, _IDEMPOTENCY_HEADER, _REGION_HEADER = (
+    name.encode() for name in (TIMEOUT_HEADER, CACHE_HEADER, IDEMPOTENCY_HEADER, REGION_HEADER)
+)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
 
 
 def with_context(connection: HTTPConnection, request: GenerationRequest) -> GenerationRequest:
-    headers = connection.headers
+    headers = headers_of(connection)
     note_model(connection, request.model)
     return msgspec.structs.replace(
         request,
         principal=principal_of(connection),
         request_id=request_id_of(connection),
-        idempotency_key=headers.get(IDEMPOTENCY_HEADER),
-        cache_response_s=_cache_seconds(headers.get(CACHE_HEADER)),
-        region=_region(headers.get(REGION_HEADER, "")),
-        timeout_s=timeout_s_of(connection),
+        idempotency_key=_text(headers.get(_IDEMPOTENCY_HEADER)),
+        cache_response_s=_cache_seconds(_text(headers.get(_CACHE_HEADER))),
+        region=_region(_text(headers.get(_REGION_HEADER)) or ""),
+        timeout_s=_timeout_s(headers.get(_TIMEOUT_HEADER)),
     )
 
 
 def answer_headers(answer: AnswerStream) -> list[tuple[bytes, bytes]]:
     """Whether the response cache had the answer, for a request that asked the cache, and the answer's warnings."""
     status = answer.cache_status
-    headers = [] if status is None else [(CACHE_HEADER.encode(), status.encode())]
+    headers = [] if status is None else [(_CACHE_HEADER, status.encode())]
+    if not answer.warnings:
+        return headers
     return headers + [(WARNING_HEADER, _warning(each.message)) for each in answer.warnings[:MAX_WARNINGS]]
 
 

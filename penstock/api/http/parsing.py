@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from penstock.api.http.context import headers_of
 from penstock.core.errors import InvalidRequest, RequestTooLarge, UnsupportedMediaType
 from penstock.gateway.answers.stream import ReaderGone
 
@@ -23,30 +24,36 @@ _MAX_UNKNOWN_FIELDS_CHECKED = 256
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    too_large = RequestTooLarge(
-        f"The request body is larger than the {max_bytes} bytes that this server takes."
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
+    headers = headers_of(request)
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    num_bytes = 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ReaderGone
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise too_large
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
         if not message.get("more_body", False):
             break
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    body = b"".join(parts)
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
     if encoding == "identity":
-        return bytes(body)
+        return body
     check_encoding(encoding)
-    whole = await asyncio.to_thread(_inflated, bytes(body), max_bytes)  # a small body may become a large one
+    whole = await asyncio.to_thread(_inflated, body, max_bytes)  # a small body may become a large one
     if len(whole) > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     return whole
+
+
+def _too_large(max_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"The request body is larger than the {max_bytes} bytes that this server takes.")
 
 
 def check_encoding(encoding: str, known: Sequence[str] = ("gzip", "x-gzip", "deflate")) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
+from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
@@ -135,6 +136,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
+        self._on_departure: Callable[[], None] | None = None  # of the request that is being answered
+        self._extensions: dict[str, dict[object, object]] = {ON_DEPARTURE: {"watch": self.watch_departure}}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -150,6 +153,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         self._stall.stop()
         super().connection_lost(exc)
+        if self._on_departure is not None:
+            self._on_departure()
+
+    def watch_departure(self, on_departure: Callable[[], None] | None) -> None:
+        """Call `on_departure` when the client goes away. One request of a connection is answered at a time."""
+        self._on_departure = on_departure
+        if on_departure is not None:
+            self.flow.resume_reading()  # a large body may have paused it, and only reading shows a departure
+            if self.transport.is_closing():
+                self.loop.call_soon(on_departure)
 
     def data_received(self, data: bytes) -> None:
         """A request that arrives in one piece, as most do, costs no timer."""
@@ -239,6 +252,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._awaits_body = True
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
+        self.scope["extensions"] = self._extensions
         super().on_headers_complete()
         # Answers to other methods may have no body that the head could wait for.
         if self.cycle is not None and self.scope["method"] == "POST" and not self.expect_100_continue:

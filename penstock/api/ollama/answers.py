@@ -137,11 +137,11 @@ class AnswerWriter:
         self._calls: list[ToolCallDelta] = []  # not yet sent: only whole calls are
         self._reason: FinishReason | None = None
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
         (delta,) = deltas
         self._reason = delta.finish_reason
         part = self._part(delta, _calls(delta.tool_calls))
-        return msgspec.json.encode(self._ended(part, usage))
+        return msgspec.json.encode(self._ended(part, self._answer.usage))
 
     def opening(self, answer: AnswerStream) -> bytes:
         return b""
@@ -163,12 +163,7 @@ class AnswerWriter:
         return _line(self._ended(self._part(), usage))
 
     def failure(self, error: PenstockError) -> bytes:
-        return ollama_error_body(error) + b"\n"
-
-    @property
-    def keep_alive(self) -> bytes:
-        """A part with nothing in it: a line of JSON has no comments."""
-        return _line(self._part())
+        return error_line(error)
 
     def _part(self, delta: Delta = _NOTHING, calls: Sequence[Call] = ()) -> ChatPart | GeneratePart:
         return _new_part(self._shape, self._model, delta, calls)
@@ -192,6 +187,15 @@ class LineStream(EventStream):
     """A stream of JSON lines, with which Ollama's API answers."""
 
     stream_headers = ((b"content-type", b"application/x-ndjson"), *EventStream.stream_headers[1:])
+
+
+def keep_alive_line(shape: AnyPart, model: str) -> bytes:
+    """A part with nothing in it: a line of JSON has no comments."""
+    return _line(_new_part(shape, model, _NOTHING, ()))
+
+
+def error_line(error: PenstockError) -> bytes:
+    return ollama_error_body(error) + b"\n"
 
 
 def _line(part: msgspec.Struct) -> bytes:

@@ -21,6 +21,8 @@ from penstock.api.ollama.answers import (
     GeneratePart,
     LineStream,
     TimedAnswer,
+    error_line,
+    keep_alive_line,
     loaded_part,
 )
 from penstock.api.ollama.models import OllamaModelEndpoints, model_name
@@ -96,13 +98,23 @@ class OllamaEndpoints:
                 media_type="application/json",
             )
         generation = msgspec.structs.replace(generation, model=name)
-        answer = TimedAnswer(
-            await self._gateway.submit(with_context(request, generation)), arrived_ns, wire.warnings
-        )
-        writer = AnswerWriter(shape, wire.model or answer.model, answer)
+        submitted = self._gateway.submit(with_context(request, generation))
+
+        async def submit() -> TimedAnswer:
+            return TimedAnswer(await submitted, arrived_ns, wire.warnings)
+
+        def writer_of(answer: TimedAnswer) -> AnswerWriter:
+            return AnswerWriter(shape, wire.model or answer.model, answer)
+
         if wire.streams:
-            return await LineStream.open(answer, request.receive, writer, keep_alive=writer.keep_alive)
-        return await answer_whole(answer, request.receive, writer.whole)
+            return await LineStream.open(
+                request,
+                submit(),
+                writer_of,
+                error_line,
+                keep_alive=keep_alive_line(shape, wire.model or name or ""),
+            )
+        return await answer_whole(request, submit(), lambda answer, deltas: writer_of(answer).whole(deltas))
 
     async def embed(self, request: Request) -> ASGIApp:
         arrived_ns = time.monotonic_ns()

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import WholeAnswer
+from penstock.api.http.answers import Departure, WholeAnswer
 from penstock.api.http.context import CACHE_HEADER, principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest, PenstockError
@@ -99,18 +99,14 @@ class EmbeddingEndpoints:
 async def run_job(job: EmbeddingJob, request: Request) -> EmbeddingAnswer:
     """Until the answer is there or the client has gone, whichever comes first."""
 
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        job.cancel()
-
-    watching = asyncio.create_task(watch())
+    departure = Departure(request)
+    departure.work = job
     try:
         return await job.run()
     except PenstockError as error:
         raise error.with_rate_limits(job.rate_limits) from error
     finally:
-        watching.cancel()
+        departure.stop()
 
 
 async def _body(answer: EmbeddingAnswer, *, as_text: bool) -> bytes:

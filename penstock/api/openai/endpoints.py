@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import principal_of, with_context
+from penstock.api.http.errors import error_event
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.api.openai.answers import AnswerHeader, chat_completion, completion
 from penstock.api.openai.chunks import ChatChunks, CompletionChunks
@@ -20,7 +21,7 @@ from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metad
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.prompts import GenerationRequest, Usage
+from penstock.gateway.prompts import GenerationRequest
 
 
 class OpenAIEndpoints:
@@ -40,57 +41,69 @@ class OpenAIEndpoints:
     async def create_completion(self, request: Request) -> ASGIApp:
         wire = self._completion_decoder.decode(await read_body(request, self._max_body_bytes))
         generation = wire.to_generation()
-        answer = await self._submit(request, generation)
-        prompts = None
-        if wire.echo or wire.prompt_logprobs is not None:
+        prompts: EchoedAnswer | None = None
+
+        async def submit() -> AnswerStream:
+            nonlocal prompts
+            answer = await self._submit(request, generation)
+            if not wire.echo and wire.prompt_logprobs is None:
+                return answer
             try:
                 shown = await self._shown_prompts(wire, generation)
             except BaseException:
                 answer.cancel()
                 raise
-            answer = prompts = EchoedAnswer(answer, shown, self._vocabulary_of)
+            prompts = EchoedAnswer(answer, shown, self._vocabulary_of)
+            return prompts
+
         header_of = partial(
             AnswerHeader.of, wants_logprobs=wire.logprobs is not None, includes_usage=wire.includes_usage
         )
         if wire.stream:
             return await EventStream.open(
-                answer, request.receive, CompletionChunks(header_of(answer), prompts)
+                request, submit(), lambda answer: CompletionChunks(header_of(answer), prompts), error_event
             )
 
-        def build(deltas: Sequence[Delta], usage: Usage) -> bytes:
+        def build(answer: AnswerStream, deltas: Sequence[Delta]) -> bytes:
             # Not before the end: which model answers may turn out then.
-            return completion(header_of(answer), deltas, usage, prompts)
+            return completion(header_of(answer), deltas, answer.usage, prompts)
 
-        return await answer_whole(answer, request.receive, build)
+        return await answer_whole(request, submit(), build)
 
     async def create_chat_completion(self, request: Request) -> ASGIApp:
         wire = self._chat_decoder.decode(await read_body(request, self._max_body_bytes))
         metadata = kept_metadata(wire.metadata) if wire.store else {}
         generation = wire.to_generation()
-        answer = await self._submit(request, generation)
-        prompts = None
-        if wire.prompt_logprobs is not None:
-            shown = ShownPrompts(n=generation.n, scored_top=wire.prompt_logprobs)
-            answer = prompts = EchoedAnswer(answer, shown, self._vocabulary_of)
+        prompts: EchoedAnswer | None = None
         header_of = partial(
             AnswerHeader.of, wants_logprobs=bool(wire.logprobs), includes_usage=wire.includes_usage
         )
-        if wire.store:
-            submitted = answer
+
+        async def submit() -> AnswerStream:
+            nonlocal prompts
+            answer = await self._submit(request, generation)
+            if wire.prompt_logprobs is not None:
+                shown = ShownPrompts(n=generation.n, scored_top=wire.prompt_logprobs)
+                answer = prompts = EchoedAnswer(answer, shown, self._vocabulary_of)
+            if not wire.store:
+                return answer
 
             async def keep(deltas: Sequence[Delta]) -> None:
-                body = chat_completion(header_of(submitted), deltas, submitted.usage)
+                body = chat_completion(header_of(answer), deltas, answer.usage)
                 await self._chats.keep(principal_of(request), body, wire.messages, metadata)
 
-            answer = KeptAnswer(submitted, keep)
+            return KeptAnswer(answer, keep)
+
         if wire.stream:
-            return await EventStream.open(answer, request.receive, ChatChunks(header_of(answer)))
+            return await EventStream.open(
+                request, submit(), lambda answer: ChatChunks(header_of(answer)), error_event
+            )
 
-        def build(deltas: Sequence[Delta], usage: Usage) -> bytes:
+        def build(answer: AnswerStream, deltas: Sequence[Delta]) -> bytes:
             scored = prompts.prompt_logprobs(deltas[0]) if prompts else None
-            return chat_completion(header_of(answer), deltas, usage, scored)
+            return chat_completion(header_of(answer), deltas, answer.usage, scored)
 
-        return await answer_whole(answer, request.receive, build)
+        return await answer_whole(request, submit(), build)
 
     async def _submit(self, request: Request, generation: GenerationRequest) -> AnswerStream:
         return await self._gateway.submit(with_context(request, generation))

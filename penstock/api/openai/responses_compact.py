@@ -25,7 +25,8 @@ from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.responses_tools import Toolbox
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.prompts import RequestWarning, Usage
+from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.prompts import RequestWarning
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.service import Responses
 
@@ -80,18 +81,15 @@ class Compaction:
         )
         generation = asked.to_generation([*items, InputItem(role="user", content=_ASK)], Toolbox(None))
         generation = msgspec.structs.replace(generation, default_max_tokens=MAX_SUMMARY_TOKENS)
-        answer = await self._responses.gateway.submit(with_context(request, generation))
-        warnings = answer.warnings or msgspec.UNSET
-        build = partial(_compacted, request_id_of(request), items, warnings)
-        return await answer_whole(answer, request.receive, build)
+        submitted = self._responses.gateway.submit(with_context(request, generation))
+        return await answer_whole(request, submitted, partial(_compacted, request_id_of(request), items))
 
 
 def _compacted(
     request_id: str,
     items: Sequence[InputItem],
-    warnings: tuple[RequestWarning, ...] | msgspec.UnsetType,
+    answer: AnswerStream,
     deltas: Sequence[Delta],
-    usage: Usage,
 ) -> bytes:
     said = [item for item in items if item.type == "message" and item.role == "user"]
     return _to_json(
@@ -99,7 +97,7 @@ def _compacted(
             id=f"resp_{request_id}",
             created_at=int(time.time()),
             output=[*said, compaction_item(f"cmp_{request_id}", deltas[0].text.strip())],
-            usage=response_usage(usage),
-            warnings=warnings,
+            usage=response_usage(answer.usage),
+            warnings=answer.warnings or msgspec.UNSET,
         )
     )

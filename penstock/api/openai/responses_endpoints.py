@@ -27,7 +27,7 @@ from penstock.api.openai.responses_history import History, decode_items, page_of
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.responses_tools import Toolbox
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.gateway.answers.stream import AnswerStream, EmptyAnswer
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.service import Responses
@@ -99,16 +99,34 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> ASGIApp:
         wire = await self._read(request)
-        begun = await self.begin(request, wire)
-        answer, events = begun.answer, begun.events
-        if wire.background and wire.stream:
-            found = await self._responses.find(principal_of(request), events.response_id)
-            return self._followed(found, 0, answer_headers(answer))
         if wire.background:
-            return WholeAnswer(events.to_json(answer.model), answer.rate_limits)
+            return await self._create_in_background(request, wire)
+        events: ResponseEvents | None = None
+
+        async def submit() -> AnswerStream:
+            nonlocal events
+            begun = await self.begin(request, wire)
+            events = begun.events
+            return begun.answer
+
+        def written(answer: AnswerStream) -> ResponseEvents:
+            assert events is not None
+            return events
+
+        def failure(error: PenstockError) -> bytes:
+            refused = EmptyAnswer(request_id_of(request), wire.model or "")
+            return ResponseEvents(new_response(wire, refused), wants_logprobs=False).failure(error)
+
         if wire.stream:
-            return await EventStream.open(answer, request.receive, events)
-        return await answer_whole(answer, request.receive, lambda deltas, usage: _to_json(events.body))
+            return await EventStream.open(request, submit(), written, failure)
+        return await answer_whole(request, submit(), lambda answer, _: _to_json(written(answer).body))
+
+    async def _create_in_background(self, request: Request, wire: ResponseRequest) -> ASGIApp:
+        begun = await self.begin(request, wire)
+        if wire.stream:
+            found = await self._responses.find(principal_of(request), begun.events.response_id)
+            return self._followed(found, 0, answer_headers(begun.answer))
+        return WholeAnswer(begun.events.to_json(begun.answer.model), begun.answer.rate_limits)
 
     async def begin(
         self,

@@ -185,6 +185,7 @@ class Choice:
         "_details",
         "_detokenizer",
         "_is_announced",
+        "_is_plain_text",
         "_matcher",
         "_num_released_chars",
         "_num_seen_chars",
@@ -193,7 +194,6 @@ class Choice:
         "_parts",
         "_stop_ids",
         "_tokenizer",
-        "_wants_details",
         "buffered_bytes",
         "cache_breakpoints",
         "cache_use",
@@ -241,7 +241,7 @@ class Choice:
         self._stop_ids = frozenset(
             sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
         )
-        self._wants_details = sampling.logprobs is not None
+        self._is_plain_text = form is None and not sampling.stop and sampling.logprobs is None
         self._parts: list[str] = []
         self._parsed = None if form is None else ParsedAnswer(form)
         self._parser = None if form is None or self._parsed is None else form.parser(self._parsed)
@@ -253,9 +253,15 @@ class Choice:
         """Take in one event. Sets `finish_reason` when the answer is over, which a stop string may decide here."""
         token_ids = event.token_ids
         reason = event.finish_reason
+        if reason is None and self._is_plain_text:  # as nearly all events are
+            self.num_tokens += len(token_ids)
+            if text := self._detokenizer.push(token_ids):
+                self._parts.append(text)
+                self.buffered_bytes += len(text) if text.isascii() else len(text.encode())
+            return
         ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_ids
         shown_ids = token_ids[:-1] if ends_by_token else token_ids
-        if self._matcher is None and self._parser is None and not self._wants_details:
+        if self._is_plain_text:
             self.num_tokens += len(shown_ids)
             self._release(self._detokenizer.push(shown_ids))
         else:  # each token may end the answer or its reasoning, and then the tokens behind it do not count
@@ -274,9 +280,10 @@ class Choice:
         answer has begun. The answer is not shown before the scores of its prompt."""
         if self.prompt_scores is not None and not self.prompt_scores.is_over:
             return False
+        if self._parts:
+            return True
         return (
-            bool(self._parts)
-            or self.finish_reason is not None
+            self.finish_reason is not None
             or not self._is_announced
             or (self._parsed is not None and self._parsed.has_news)
         )

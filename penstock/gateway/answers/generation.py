@@ -52,11 +52,35 @@ class Generation(MeteredAnswer[Choice]):
     def _on_event(self, choice: Choice, event: TokenEvent) -> None:
         if self._error is not None or choice.finish_reason is not None:
             return
+        is_beginning = choice.first_token_at is None
+        if (is_beginning or event.finish_reason is not None) and not self._note_beginning_or_end(
+            choice, event
+        ):
+            return
+        num_tokens = -choice.num_tokens
+        choice.push(event)
+        num_tokens += choice.num_tokens
+        if num_tokens or (is_beginning and event.finish_reason is FinishReason.LENGTH):  # the prompt alone
+            self._time_tokens(choice, event, num_tokens)
+        if choice.prompt_scores is not None:
+            self._end_scores(choice)
+        if choice.finish_reason is not None:
+            if event.finish_reason is None:  # a stop string: the engine does not know yet
+                self._context.engine.abort(choice.request_id)
+            self._close(choice, choice.finish_reason)
+        elif choice.buffered_bytes > self._context.max_buffer_bytes and self._is_far_behind(choice):
+            self._give_up_on_reader()
+            return
+        if choice.has_news:
+            self._tell(choice)
+
+    def _note_beginning_or_end(self, choice: Choice, event: TokenEvent) -> bool:
+        """Note what only the first events of an answer say, and its last. Whether the event is to be shown."""
         self._context.metrics.observe_engines(self._context.engine)
         if event.prompt_logprobs is not None and choice.prompt_scores is not None:
             choice.prompt_scores.add(event.prompt_logprobs)
             self._tell_of_prompt(choice)
-            return
+            return False
         if event.num_cached_tokens is not None:
             choice.num_cached_tokens = event.num_cached_tokens
             if choice.index % self._n == 0:  # siblings share the prompt
@@ -65,29 +89,15 @@ class Generation(MeteredAnswer[Choice]):
                 choice.cache_use = event.cache_use
         if event.finish_reason is not None and (error := self._early_end(event, choice)):
             self.fail(error)
-            return
-        num_tokens_before = choice.num_tokens
-        choice.push(event)
-        num_tokens = choice.num_tokens - num_tokens_before
-        is_prompt_alone = event.finish_reason is FinishReason.LENGTH and choice.first_token_at is None
-        if num_tokens or is_prompt_alone:
-            self._time_tokens(choice, event, num_tokens)
-        if (
-            choice.prompt_scores is not None
-            and not choice.prompt_scores.is_over
-            and choice.index % self._n == 0
-        ):
-            choice.prompt_scores.is_over = True  # the scores come before the first token, if they come at all
+            return False
+        return True
+
+    def _end_scores(self, choice: Choice) -> None:
+        """The scores of a prompt come before the first token of its first answer, if they come at all."""
+        scores = choice.prompt_scores
+        if scores is not None and not scores.is_over and choice.index % self._n == 0:
+            scores.is_over = True
             self._tell_of_prompt(choice)
-        if choice.finish_reason is not None:
-            if event.finish_reason is None:  # a stop string: the engine does not know yet
-                self._context.engine.abort(choice.request_id)
-            self._close(choice, choice.finish_reason)
-        elif self._is_far_behind(choice):
-            self._give_up_on_reader()
-            return
-        if choice.has_news:
-            self._tell(choice)
 
     def _tell_of_prompt(self, leader: Choice) -> None:
         """Answers to a prompt may be shown once its scores are over."""

@@ -31,19 +31,24 @@ _NO_LIMITS = NoLimits()
 
 
 class LocalLease:
-    __slots__ = ("_claim", "_limiter", "_meters", "_reserved", "rate_limits")
+    __slots__ = ("_claim", "_limiter", "_meters", "_rate_limits", "_reserved")
 
     def __init__(self, limiter: LocalLimiter, claim: Claim, meters: CallerMeters) -> None:
         self._limiter = limiter
         self._claim = claim
         self._meters = meters
         self._reserved = NOTHING
-        self.rate_limits = meters.rate_limits()
+        self._rate_limits: RateLimits | None = None
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        """As of the reservation; before it, as of now."""
+        return self._rate_limits or self._meters.rate_limits()
 
     async def reserve(self, claim: Claim) -> Lease:
         self._reserved = await self._limiter.reserve(claim, self._meters)
         self._claim = claim
-        self.rate_limits = self._meters.rate_limits()
+        self._rate_limits = self._meters.rate_limits()
         return self
 
     def give_back_cached(self, num_tokens: int) -> None:
