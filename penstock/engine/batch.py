@@ -12,8 +12,8 @@ Ownership: a row belongs to one request from the plan in which it `begins` to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -91,8 +91,35 @@ Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of one step, S of them, of N requests. A request with k drafts has k + 1 samples, one behind the
+    other; any other request has one."""
+
+    request_ids: list[str]  # [N]
+    request_rows: Int64Array  # [N]
+    at: Int64Array  # [S], positions in T
+    rows: Int64Array  # [S]
+    offsets: Int64Array | None = None  # [S], how many drafts are in front of the sample; None without drafts
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by index in N
+
+    def firsts(self) -> Sequence[int]:
+        """Return the index of each request's first sample."""
+        if self.offsets is None:
+            return range(len(self.request_ids))
+        return np.flatnonzero(self.offsets == 0).tolist()
+
+    def plain(self) -> Int64Array | None:
+        """Return the indices of the samples of requests without drafts; None when there are no drafts at all."""
+        if self.offsets is None:
+            return None
+        kept = [first for index, first in enumerate(self.firsts()) if index not in self.drafts]
+        return np.array(kept, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class HostStep:
-    """One step in host memory. Requests with a single token come first, as in the plan."""
+    """One step in host memory. Requests with a single token come first, as in the plan. Drafts are tokens like any
+    other."""
 
     rows: Int64Array  # [R], the row of each request
     token_ids: Int32Array  # [T]; tokens in flight have any value
@@ -102,7 +129,7 @@ class HostStep:
     context_lens: Int32Array  # [R]
     in_flight_at: Int64Array  # positions in T whose token an earlier step is still sampling ...
     in_flight_rows: Int64Array  # ... for these rows
-    sampled: list[int]  # indices in R of the requests that sample
+    samples: Samples
     max_query_len: int
     max_context_len: int
     num_decodes: int
@@ -154,6 +181,15 @@ class BatchRows:
         self._tokens[row, have : have + len(token_ids)] = token_ids
         self._num_tokens[row] = have + len(token_ids)
 
+    def place_drafts(self, chunk: Chunk) -> None:
+        """Write a chunk's drafts behind the tokens of its request, where the next tokens overwrite them."""
+        end = chunk.start + chunk.num_tokens
+        self._tokens[self._row_of[chunk.request_id], end - len(chunk.drafts) : end] = chunk.drafts
+
+    def num_tokens(self, request_id: str) -> int:
+        """Return how many tokens of a request are known. Drafts do not count."""
+        return int(self._num_tokens[self._row_of[request_id]])
+
     def place_blocks(self, row: int, chunk: Chunk) -> None:
         first = 0 if chunk.begins else chunk.start // self.block_size
         end = first + len(chunk.new_block_ids)
@@ -164,8 +200,8 @@ class BatchRows:
     def block_tables(self, rows: Int64Array, width: int) -> Int32Array:
         return self._blocks[rows, :width]
 
-    def build(self, chunks: Sequence[Chunk]) -> HostStep:
-        """Lay chunks (whose rows and blocks are up to date) end to end."""
+    def build(self, chunks: Sequence[Chunk], pooled: Collection[str] = ()) -> HostStep:
+        """Lay chunks (whose rows and blocks are up to date) end to end. `pooled` are requests that never sample."""
         count = len(chunks)
         rows = np.fromiter((self._row_of[c.request_id] for c in chunks), dtype=np.int64, count=count)
         starts = np.fromiter((c.start for c in chunks), dtype=np.int64, count=count)
@@ -192,7 +228,7 @@ class BatchRows:
             context_lens=context_lens.astype(np.int32),
             in_flight_at=query_starts[1:][in_flight].astype(np.int64) - 1,
             in_flight_rows=rows[in_flight],
-            sampled=[index for index, chunk in enumerate(chunks) if chunk.samples],
+            samples=_samples(chunks, rows, query_starts, pooled),
             max_query_len=int(lengths.max()),
             max_context_len=int(context_lens.max()),
             num_decodes=count if total == count else int(np.argmax(lengths > 1)),
@@ -229,3 +265,27 @@ class BatchRows:
             num_decodes=step.num_decodes,
             lengths=(torch.from_numpy(step.query_starts), torch.from_numpy(step.context_lens)),
         )
+
+
+def _samples(
+    chunks: Sequence[Chunk], rows: Int64Array, query_starts: Int32Array, pooled: Collection[str]
+) -> Samples:
+    sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
+    if pooled:
+        sampling = [index for index in sampling if chunks[index].request_id not in pooled]
+    request_ids = [chunks[index].request_id for index in sampling]
+    request_rows = rows[sampling]
+    last = query_starts[1:][sampling].astype(np.int64) - 1
+    drafts: dict[int, tuple[int, ...]] = {}
+    if query_starts[-1] > len(chunks):  # else each request has one token
+        drafts = {n: chunks[index].drafts for n, index in enumerate(sampling) if chunks[index].drafts}
+    if not drafts:
+        return Samples(request_ids, request_rows, last, request_rows)
+    num_drafts = np.zeros(len(sampling), dtype=np.int64)
+    for n, token_ids in drafts.items():
+        num_drafts[n] = len(token_ids)
+    counts = num_drafts + 1
+    firsts = np.cumsum(counts) - counts
+    offsets = np.arange(int(counts.sum())) - np.repeat(firsts, counts)
+    at = np.repeat(last - num_drafts, counts) + offsets
+    return Samples(request_ids, request_rows, at, np.repeat(request_rows, counts), offsets, drafts)

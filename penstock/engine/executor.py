@@ -14,16 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.clock import Clock
 from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
-from penstock.engine.batch import BatchRows, HostStep, Staging
+from penstock.engine.batch import BatchRows, HostStep, Samples, Staging
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.pooling import HiddenPooler, sampled_vector
@@ -44,8 +42,7 @@ class _Live:
 @dataclass(frozen=True, slots=True)
 class _Submitted:
     plan: StepPlan
-    request_ids: list[str]
-    rows: NDArray[np.int64]
+    samples: Samples
     token_ids: Tensor | None  # int64 [S] on the host once the step is done; None when nothing was sampled
     logprobs: dict[int, Tensor]
     masks: StepMasks | None
@@ -110,6 +107,7 @@ class ModelExecutor:
         if self._masks is not None:
             self._masks.append(request_id, token_ids)
         if request_id in self._rows:
+            self._sampler.commit(self._rows.row(request_id), token_ids)
             self._rows.append_tokens(request_id, token_ids)
 
     def remove(self, request_id: str) -> None:
@@ -124,19 +122,18 @@ class ModelExecutor:
     def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
         timer = self._start_timer()
         if self._masks is not None:
-            self._masks.start()
+            self._masks.start(plan.chunks)
         self._staging.next_step()
         self._update_rows(plan)
         step = self._build(plan.chunks)
-        sampled_rows = step.rows[step.sampled]
-        request_ids = [plan.chunks[index].request_id for index in step.sampled]
+        samples = step.samples
         token_ids: Tensor | None = None
         logprobs: dict[int, Tensor] = {}
         masks: StepMasks | None = None
         hidden = _FromHidden()
         with torch.inference_mode():
             self._copy_blocks(plan.copies)
-            only_argmax = self._needs_only_argmax(request_ids, sampled_rows)
+            only_argmax = self._needs_only_argmax(samples)
             made, failed = self._compute_somehow(plan.chunks, step, hidden, only_argmax)
             hidden.scores = [
                 replace(each, values=self._to_host(each.values), ids=self._to_host(each.ids))
@@ -145,31 +142,32 @@ class ModelExecutor:
             if made is not None:
                 sampled = made
                 if made.dim() == 1:
-                    self._sampler.note_drawn(sampled_rows)
+                    self._sampler.note_drawn(samples)
                 else:
                     if self._masks is not None:
-                        masks = self._masks.take(request_ids, len(plan.chunks))
-                    sampled, logprobs = self._sampler.sample(made, sampled_rows, masks)
-                self._rows.last_tokens[self._staging.to_device(sampled_rows)] = sampled.to(torch.int32)
+                        masks = self._masks.take(samples, len(plan.chunks))
+                    sampled, logprobs = self._sampler.sample(made, samples, masks)
+                self._keep_last_tokens(samples, sampled)
                 token_ids = self._to_host(sampled)
         timer.stop()
-        self._submitted.append(
-            _Submitted(plan, request_ids, sampled_rows, token_ids, logprobs, masks, hidden, timer)
-        )
+        self._submitted.append(_Submitted(plan, samples, token_ids, logprobs, masks, hidden, timer))
         return tuple(failed)
 
     def _build(self, chunks: Sequence[Chunk]) -> HostStep:
         """Lay out chunks for the model. Requests that pool their hidden states do not sample."""
-        step = self._rows.build(chunks)
-        if not self._pooler.any_of(chunks):
-            return step
-        tokens_only = [index for index in step.sampled if not self._pooler.pools(chunks[index].request_id)]
-        return replace(step, sampled=tokens_only)
+        return self._rows.build(chunks, self._pooler.request_ids)
 
-    def _needs_only_argmax(self, request_ids: Sequence[str], rows: NDArray[np.int64]) -> bool:
+    def _needs_only_argmax(self, samples: Samples) -> bool:
         """Say whether the requests that sample in this step need nothing but the argmax of their logits."""
-        masked = self._masks is not None and self._masks.any_of(request_ids)
-        return not masked and self._sampler.needs_only_argmax(rows)
+        masked = self._masks is not None and self._masks.any_of(samples.request_ids)
+        return not masked and self._sampler.needs_only_argmax(samples)
+
+    def _keep_last_tokens(self, samples: Samples, sampled: Tensor) -> None:
+        """Keep the samples for steps that are planned before they are committed, which follow no drafts."""
+        rows, plain = samples.rows, samples.plain()
+        if plain is not None:
+            rows, sampled = rows[plain], sampled[self._staging.to_device(plain)]
+        self._rows.last_tokens[self._staging.to_device(rows)] = sampled.to(torch.int32)
 
     def _compute(
         self,
@@ -235,14 +233,18 @@ class ModelExecutor:
             if parts is not None:
                 pieces += reversed(parts)
             else:
-                lost.setdefault(first.request_id, first)
+                if first.start < self._rows.num_tokens(
+                    first.request_id
+                ):  # a request can do without its drafts
+                    lost.setdefault(first.request_id, first)
                 made += self._nothing_for(first, taken.embeddings)
         return torch.cat(made) if made else None, list(lost.values())
 
     def _nothing_for(self, chunk: Chunk, embeddings: dict[str, Tensor]) -> list[Tensor]:
         if not chunk.samples:
             return []
-        nothing = torch.full((1, self._sampler.vocab_size), torch.nan, device=self._ops.device)
+        shape = (1 + len(chunk.drafts), self._sampler.vocab_size)
+        nothing = torch.full(shape, torch.nan, device=self._ops.device)
         if self._pooler.pools(chunk.request_id):
             embeddings[chunk.request_id] = nothing[0]
             return []
@@ -266,10 +268,9 @@ class ModelExecutor:
         return self._model.forward(token_ids, batch, self._kv)
 
     def _head(self, hidden: Tensor, step: HostStep, only_argmax: bool = False) -> Tensor | None:
-        if not step.sampled:
+        if not step.samples.request_ids:
             return None
-        last_rows = self._staging.to_device(step.query_starts[1:][step.sampled].astype(np.int64) - 1)
-        rows = hidden[last_rows]
+        rows = hidden[self._staging.to_device(step.samples.at)]
         chosen = self._model.argmax(rows) if only_argmax else None
         return chosen if chosen is not None else self._model.logits(rows)
 
@@ -278,9 +279,7 @@ class ModelExecutor:
         elapsed_s = step.timer.wait()
         sampled: tuple[SampledToken, ...] = ()
         if step.token_ids is not None:
-            sampled = self._sampler.report(
-                step.request_ids, step.rows, step.token_ids.tolist(), step.logprobs, step.masks
-            )
+            sampled = self._sampler.report(step.samples, step.token_ids.tolist(), step.logprobs, step.masks)
         embedded = (
             sampled_vector(request_id, vector) for request_id, vector in step.hidden.embeddings.items()
         )
@@ -311,6 +310,8 @@ class ModelExecutor:
                 rows.place_blocks(row, chunk)
             elif chunk.new_block_ids:
                 rows.place_blocks(rows.row(chunk.request_id), chunk)
+            if chunk.drafts:
+                rows.place_drafts(chunk)
 
 
 class StepTimer(Protocol):
@@ -358,18 +359,34 @@ SMALLEST_PIECE_TOKENS = 16
 
 def halves(chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Sequence[Chunk]] | None:
     """Cut a step that lacks memory for its activations in two, to be computed in this order; None when its one chunk
-    is too small to be cut. Rows and blocks must be up to date before: the parts do not mention them."""
+    is too small to be cut. Drafts are cut off a small chunk, since its request can do without them. Rows and blocks
+    must be up to date before: the parts do not mention them. Together the parts sample at the same positions."""
     if len(chunks) > 1:
         middle = len(chunks) // 2
         return chunks[:middle], chunks[middle:]
     (chunk,) = chunks
-    count = chunk.num_tokens // 2
+    count, num_known = chunk.num_tokens // 2, chunk.num_tokens - len(chunk.drafts)
     if count < SMALLEST_PIECE_TOKENS:
-        return None
+        if num_known == chunk.num_tokens:
+            return None
+        count = num_known
+    rest = chunk.num_tokens - count
     first = msgspec.structs.replace(
-        chunk, num_tokens=count, samples=False, new_block_ids=(), begins=False, in_flight=0
+        chunk,
+        num_tokens=count,
+        samples=chunk.samples and count >= num_known,
+        drafts=chunk.drafts[: max(0, count - num_known)],
+        new_block_ids=(),
+        begins=False,
+        in_flight=0,
     )
+    # A part that has only drafts samples at each of its tokens, the first included.
     second = msgspec.structs.replace(
-        chunk, start=chunk.start + count, num_tokens=chunk.num_tokens - count, new_block_ids=(), begins=False
+        chunk,
+        start=chunk.start + count,
+        num_tokens=rest,
+        drafts=chunk.drafts[max(0, len(chunk.drafts) - rest + 1) :],
+        new_block_ids=(),
+        begins=False,
     )
     return (first,), (second,)

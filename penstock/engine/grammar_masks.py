@@ -5,6 +5,9 @@ next mask is begun as soon as its newest token is known and is needed only after
 grammar and step: requests with the same grammar are masked in one call, and different grammars never wait for each
 other.
 
+The masks behind a request's drafts are computed in the same task, with a copy of the matcher. A task also finds the
+tokens that the grammar forces, which are drafts themselves.
+
 A step hardly waits for a slow mask. The first time a mask is late, the step waits a short moment; after that the row
 is sampled without the mask, the sample is thrown away, and the scheduler plans the row again.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -22,10 +26,13 @@ from numpy.typing import NDArray
 
 from penstock.core.clock import Clock
 from penstock.core.errors import InvalidRequest
+from penstock.core.plan import Chunk
+from penstock.engine.batch import Samples
 
 # A step that has only late rows delays no known request, but a new request may arrive at any moment.
 _ALONE_WAIT_S = 0.01
-
+# So many requests have a task of their own for each committed token, so that forced tokens are known a step earlier.
+_MOST_STARTED_ALONE = 4
 
 Words = NDArray[np.int32]
 
@@ -55,6 +62,9 @@ class Mask:
     words: Words
     must_end: bool  # only an end token may come next
 
+    def allows(self, token_id: int) -> bool:
+        return token_id < 32 * self.words.size and bool(self.words[token_id // 32] >> (token_id % 32) & 1)
+
 
 class CompiledGrammar:
     """The state before the first token, from which every request starts its own matcher. Two matchers of one grammar
@@ -68,6 +78,7 @@ class CompiledGrammar:
         if isinstance(first, str):
             raise InvalidRequest(f"The grammar is too complex: {first}.")
         self.first_mask = first
+        self.first_forced = tuple(matcher.compute_ff_tokens())
 
     def start(self) -> LLMatcher:
         return self._prototype.deep_copy()
@@ -92,6 +103,30 @@ class CompiledGrammar:
             for index, matcher in enumerate(matchers)
         ]
 
+    def masks_behind(
+        self, matchers: Sequence[Any], masks: Sequence[Mask], drafts: Sequence[Sequence[int]]
+    ) -> list[list[Mask]]:
+        """Return the masks behind each draft of each matcher, up to a draft that the grammar forbids. `masks` are
+        those in front of the first drafts. The matchers stay as they are: copies follow the drafts, since a matcher
+        that fails never recovers."""
+        copies = [matcher.deep_copy() for matcher in matchers]
+        behind: list[list[Mask]] = [[] for _ in copies]
+        going = list(range(len(copies)))
+        for offset in range(max(map(len, drafts))):
+            going = [
+                index
+                for index in going
+                if offset < len(drafts[index])
+                and (behind[index] or masks[index : index + 1])[-1].allows(drafts[index][offset])
+                and copies[index].consume_token(drafts[index][offset])
+            ]
+            made = self.masks([copies[index] for index in going]) if going else []
+            for index, mask in zip(going, made, strict=True):
+                if isinstance(mask, Mask):
+                    behind[index].append(mask)
+            going = [index for index in going if len(behind[index]) > offset]
+        return behind
+
 
 def first_line(error: str) -> str:
     """Return the first line of an error. The matcher's state follows it."""
@@ -100,22 +135,35 @@ def first_line(error: str) -> str:
 
 @dataclass(slots=True)
 class _Constraint:
+    """A constrained request. Threads write the fields `mask`, `behind` and `forced`, of a state that some committed
+    tokens lead to."""
+
     grammar: CompiledGrammar
     matcher: Any
-    mask: Mask | str  # of the newest token that was computed; a sentence when the matcher failed
-    new_token_ids: list[int] = field(default_factory=list)  # not yet given to the threads
+    mask: Mask | str  # of the next token; a sentence when the matcher failed
+    forced: tuple[int, tuple[int, ...]]  # so many tokens were committed, and these had to follow
+    behind: list[Mask] = field(default_factory=list)  # behind each of `drafts` that the grammar allows
+    drafts: tuple[int, ...] = ()  # given to the threads since the newest token
+    token_ids: list[int] = field(default_factory=list)  # committed
+    num_given: int = 0  # of them to the threads
     pending: Future[None] | None = None
     pending_since_s: float = 0.0
     is_late: bool = False
 
+    @property
+    def is_busy(self) -> bool:
+        return self.pending is not None and not self.pending.done()
+
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """The constrained rows of one step, by index among its sampled rows."""
+    """The constrained requests of one step. `masked` and `must_end` are indices among its samples; the other indices
+    are those of requests that sample."""
 
     masked: list[int]
     words: Words  # [len(masked), W]
     must_end: frozenset[int]
+    num_masked: dict[int, int]  # so many of a request's samples, from its first on, have a mask
     late: frozenset[int]
     failed: dict[int, str]
 
@@ -127,16 +175,21 @@ class GrammarMasks:
         self._constraints: dict[str, _Constraint] = {}
         self._advanced: dict[str, _Constraint] = {}  # have new tokens
         self._pool = ThreadPoolExecutor(limits.mask_threads, thread_name_prefix="mask")
+        self.finds_forced = False  # whether tasks look for forced tokens
 
     def begin(self, request_id: str, grammar: CompiledGrammar) -> None:
-        self._constraints[request_id] = _Constraint(grammar, grammar.start(), grammar.first_mask)
+        self._constraints[request_id] = _Constraint(
+            grammar, grammar.start(), grammar.first_mask, (0, grammar.first_forced)
+        )
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Note committed tokens. Requests without a grammar are ignored."""
         constraint = self._constraints.get(request_id)
         if constraint is not None:
-            constraint.new_token_ids.extend(token_ids)
+            constraint.token_ids.extend(token_ids)
             self._advanced[request_id] = constraint
+            if self.finds_forced and len(self._constraints) <= _MOST_STARTED_ALONE:
+                self.start()
 
     def end(self, request_id: str) -> None:
         self._constraints.pop(request_id, None)
@@ -145,36 +198,59 @@ class GrammarMasks:
     def any_of(self, request_ids: Sequence[str]) -> bool:
         return bool(self._constraints) and any(request_id in self._constraints for request_id in request_ids)
 
-    def start(self) -> None:
-        """Give the tokens committed since the last call to the threads."""
-        if not self._advanced:
+    def forced(self, request_id: str) -> tuple[int, ...]:
+        """Return the tokens that the grammar forces next, as far as the threads know. Never waits."""
+        constraint = self._constraints.get(request_id)
+        if constraint is None:
+            return ()
+        num_tokens, forced = constraint.forced
+        since = tuple(constraint.token_ids[num_tokens:])
+        return forced[len(since) :] if forced[: len(since)] == since else ()
+
+    def start(self, chunks: Sequence[Chunk] = ()) -> None:
+        """Give the tokens committed since the last call, and the drafts of a step, to the threads."""
+        if not self._constraints:
             return
-        now = self._clock.now()
         by_grammar: dict[int, list[_Constraint]] = {}
         for constraint in self._advanced.values():
+            constraint.drafts = ()
             by_grammar.setdefault(id(constraint.grammar), []).append(constraint)
+        for chunk in chunks:
+            drafted = self._constraints.get(chunk.request_id) if chunk.drafts else None
+            # Drafts that replace others of a late request have no masks: the request would never cease to be late.
+            if drafted is None or drafted.drafts or (drafted.is_late and drafted.is_busy):
+                continue
+            drafted.drafts = chunk.drafts
+            if chunk.request_id not in self._advanced:
+                by_grammar.setdefault(id(drafted.grammar), []).append(drafted)
         self._advanced.clear()
+        now = self._clock.now()
         for constraints in by_grammar.values():
-            tokens = [constraint.new_token_ids for constraint in constraints]
-            future = self._pool.submit(_compute, constraints, tokens)
+            before = {each.pending for each in constraints if each.pending is not None and each.is_busy}
+            jobs = [
+                _Job(each, each.token_ids[each.num_given :], len(each.token_ids), each.drafts)
+                for each in constraints
+            ]
+            future = self._pool.submit(_compute, jobs, before, finds_forced=self.finds_forced)
             for constraint in constraints:
-                constraint.new_token_ids = []
+                constraint.num_given = len(constraint.token_ids)
                 constraint.pending, constraint.pending_since_s = future, now
 
-    def take(self, request_ids: Sequence[str], num_chunks: int) -> StepMasks | None:
-        """Return the masks of the rows that a step of `num_chunks` chunks samples, in order; None when no row is
-        constrained."""
+    def take(self, samples: Samples, num_chunks: int) -> StepMasks | None:
+        """Return the masks of the samples of a step of `num_chunks` chunks; None when no request is constrained."""
         if not self._constraints:
             return None
         constrained = {
             index: self._constraints[request_id]
-            for index, request_id in enumerate(request_ids)
+            for index, request_id in enumerate(samples.request_ids)
             if request_id in self._constraints
         }
         if not constrained:
             return None
         self._wait_a_little(list(constrained.values()), num_chunks)
+        firsts = samples.firsts()
         ready: list[tuple[int, Mask]] = []
+        num_masked: dict[int, int] = {}
         late: set[int] = set()
         failed: dict[int, str] = {}
         for index, constraint in constrained.items():
@@ -184,17 +260,24 @@ class GrammarMasks:
             elif isinstance(outcome, str):
                 failed[index] = outcome
             else:
-                ready.append((index, outcome))
+                drafts = samples.drafts.get(index, ())
+                same = takewhile(
+                    lambda pair: pair[0] == pair[1], zip(drafts, constraint.drafts, strict=False)
+                )
+                masks = [outcome, *(mask for mask, _ in zip(constraint.behind, same, strict=False))]
+                ready += enumerate(masks, firsts[index])
+                num_masked[index] = len(masks)
         return StepMasks(
             masked=[index for index, _ in ready],
             words=np.stack([mask.words for _, mask in ready]) if ready else np.empty((0, 0), np.int32),
             must_end=frozenset(index for index, mask in ready if mask.must_end),
+            num_masked=num_masked,
             late=frozenset(late),
             failed=failed,
         )
 
     def _wait_a_little(self, constraints: list[_Constraint], num_chunks: int) -> None:
-        waiting = [each for each in constraints if each.pending is not None and not each.pending.done()]
+        waiting = [each for each in constraints if each.is_busy]
         if not waiting:
             return
         if len(waiting) == num_chunks:
@@ -218,14 +301,39 @@ class GrammarMasks:
         return _sentence(constraint.mask) if error is None else f"The grammar's matcher failed: {error}."
 
 
-def _compute(constraints: list[_Constraint], token_ids: list[list[int]]) -> None:
-    """Compute masks in a thread. The loop does not touch a constraint's mask or matcher meanwhile."""
-    grammar = constraints[0].grammar
-    for constraint, new in zip(constraints, token_ids, strict=True):
-        grammar.advance(constraint.matcher, new)
-    masks = grammar.masks([constraint.matcher for constraint in constraints])
-    for constraint, mask in zip(constraints, masks, strict=True):
-        constraint.mask = mask
+@dataclass(frozen=True, slots=True)
+class _Job:
+    constraint: _Constraint
+    new_token_ids: list[int]
+    num_tokens: int  # with the new ones
+    drafts: tuple[int, ...]
+
+
+def _compute(jobs: list[_Job], before: set[Future[None]], *, finds_forced: bool) -> None:
+    """Compute the masks of one grammar in a thread, after the tasks `before`. The loop does not touch a constraint's
+    mask or matcher meanwhile."""
+    for task in before:
+        task.result()
+    grammar = jobs[0].constraint.grammar
+    advanced = [job for job in jobs if job.new_token_ids]
+    for job in advanced:
+        grammar.advance(job.constraint.matcher, job.new_token_ids)
+    masks = grammar.masks([job.constraint.matcher for job in advanced]) if advanced else []
+    for job, mask in zip(advanced, masks, strict=True):
+        job.constraint.mask = mask
+        if finds_forced and isinstance(mask, Mask):
+            forced = tuple(job.constraint.matcher.compute_ff_tokens())
+            job.constraint.forced = job.num_tokens, forced
+    drafted = [job for job in jobs if job.drafts and isinstance(job.constraint.mask, Mask)]
+    if not drafted:
+        return
+    behind = grammar.masks_behind(
+        [job.constraint.matcher for job in drafted],
+        [job.constraint.mask for job in drafted if isinstance(job.constraint.mask, Mask)],
+        [job.drafts for job in drafted],
+    )
+    for job, masks_behind in zip(drafted, behind, strict=True):
+        job.constraint.behind = masks_behind
 
 
 def _sentence(mask: Mask | str) -> Mask | str:

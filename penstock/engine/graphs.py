@@ -61,7 +61,7 @@ class DecodeGraphs:
 
     def fits(self, step: HostStep) -> bool:
         count = len(step.rows)
-        return step.num_decodes == count == len(step.sampled) and count <= self._sizes[-1]
+        return step.num_decodes == count == len(step.samples.at) and count <= self._sizes[-1]
 
     def logits(self, step: HostStep) -> Tensor:
         """Return float32 [R, V], valid until the next call."""

@@ -12,7 +12,7 @@ numbers with no memory behind them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +42,10 @@ class HiddenPooler:
     def end(self, request_id: str) -> None:
         self._poolings.pop(request_id, None)
         self._sums.pop(request_id, None)
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        return self._poolings.keys()
 
     def pools(self, request_id: str) -> bool:
         return request_id in self._poolings

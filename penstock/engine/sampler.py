@@ -3,23 +3,26 @@
 Settings live in arrays with one entry per batch row, written once when a request begins. Only requests that change
 their logits (penalties, bias, min_tokens, a grammar) cost anything per row, and the random draw is a function of a
 request's seed and the token's index in its answer, so neither batch mates nor a resumption change what is sampled.
+
+A request with drafts is sampled at several positions at once, at each as if the drafts in front of it were part of
+the answer. The samples up to the first one that differs from the draft behind it are therefore the tokens that single
+steps would have sampled. Such a request's state advances when its tokens are committed, any other's when it samples.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.plan import NOT_A_NUMBER, SampledToken, TokenLogprobs
 from penstock.core.request import Request, SamplingParams
-from penstock.engine.batch import Staging
+from penstock.engine.batch import Samples, Staging
 from penstock.engine.grammar_masks import StepMasks
 from penstock.kernels.bitmask import forbid
 from penstock.kernels.interface import Ops, SamplingBatch
@@ -40,17 +43,18 @@ class LogitEdits:
     prompt_mask: Tensor | None  # bool [V], for the repetition penalty
     counts: Tensor | None  # float32 [V], how often each token stands in the answer so far
 
-    def apply(self, logits: Tensor, position: int, *, must_end: bool) -> None:
-        """`must_end`: a grammar allows nothing but the end, which outranks a request for a longer answer."""
+    def apply(self, logits: Tensor, position: int, counts: Tensor | None, *, must_end: bool) -> None:
+        """Change the logits of one position. `counts` are those of the tokens in front of it. `must_end`: a grammar
+        allows nothing but the end, which outranks a request for a longer answer."""
         params = self.params
-        if self.counts is not None:
+        if counts is not None:
             if self.prompt_mask is not None:
-                seen = self.prompt_mask | (self.counts > 0)
+                seen = self.prompt_mask | (counts > 0)
                 penalty = params.repetition_penalty
                 penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
                 logits.copy_(torch.where(seen, penalised, logits))
-            logits.sub_(self.counts, alpha=params.frequency_penalty)
-            logits.sub_((self.counts > 0).to(logits.dtype), alpha=params.presence_penalty)
+            logits.sub_(counts, alpha=params.frequency_penalty)
+            logits.sub_((counts > 0).to(logits.dtype), alpha=params.presence_penalty)
         if self.bias_ids is not None and self.bias_values is not None:
             logits.index_add_(0, self.bias_ids, self.bias_values)
         if self.banned_early is not None and position < self.banned_until and not must_end:
@@ -82,6 +86,7 @@ class Sampler:
         self._positions = np.zeros(max_rows, dtype=np.int64)  # index of the row's next token in its answer
         self._edits: dict[int, LogitEdits] = {}
         self._logprobs: dict[int, int] = {}
+        self._uncommitted: set[int] = set()  # rows that were sampled with drafts, whose state is to advance
 
     def begin(self, row: int, request: Request, output_token_ids: Sequence[int]) -> None:
         params = request.sampling
@@ -100,73 +105,148 @@ class Sampler:
     def end(self, row: int) -> None:
         self._edits.pop(row, None)
         self._logprobs.pop(row, None)
+        self._uncommitted.discard(row)
 
-    def needs_only_argmax(self, rows: NDArray[np.int64]) -> bool:
-        """Say whether these rows need only the argmax of their logits."""
+    def needs_only_argmax(self, samples: Samples) -> bool:
+        """Say whether these samples need only the argmax of their logits."""
+        rows = samples.request_rows
         if any(int(row) in special for special in (self._edits, self._logprobs) if special for row in rows):
             return False
         return not self._temperature[rows].any()
 
-    def note_drawn(self, rows: NDArray[np.int64]) -> None:
+    def note_drawn(self, samples: Samples, late: Collection[int] = ()) -> None:
+        """Note that tokens were sampled for all requests but the `late` ones, by index in N. The state of a request
+        with drafts waits for `commit`."""
+        rows, drafts = samples.request_rows, samples.drafts
+        if drafts or self._uncommitted:
+            drafted = {int(rows[index]) for index in drafts}
+            self._uncommitted = (self._uncommitted - set(rows.tolist())) | drafted
+        if drafts or late:
+            rows = np.delete(rows, [*late, *drafts])
         self._positions[rows] += 1
 
+    def commit(self, row: int, token_ids: Sequence[int]) -> None:
+        """Take the tokens that were committed for a row, whose state advances if drafts were sampled with them."""
+        if row not in self._uncommitted:
+            return
+        self._uncommitted.discard(row)
+        self._positions[row] += len(token_ids)
+        edits = self._edits.get(row)
+        if edits is not None and edits.counts is not None:
+            for token_id in token_ids:
+                edits.counts[token_id] += 1
+
     def sample(
-        self, logits: Tensor, rows: NDArray[np.int64], masks: StepMasks | None = None
+        self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Sample one token for each row of float32 `logits` [S, V]; returns int64 [S] on the device, and the
-        log-probabilities (before penalties, masks and temperature) of the rows that asked for them, by index in S.
-        The sample of a row whose mask is late means nothing, and leaves no trace in the row's state."""
+        log-probabilities (before penalties, masks and temperature) of the samples that asked for them, by index in S.
+        The sample of a request whose mask is late means nothing, and leaves no trace in the request's state."""
         late = masks.late if masks is not None else frozenset()
         logprobs = (
             {
                 i: torch.log_softmax(logits[i], dim=-1)
-                for i, row in enumerate(rows)
+                for i, row in enumerate(samples.rows)
                 if int(row) in self._logprobs
             }
             if self._logprobs
             else {}
         )
-        edited = [
-            (i, self._edits[int(row)], int(row)) for i, row in enumerate(rows) if int(row) in self._edits
-        ]
-        for i, edits, row in edited:
-            must_end = masks is not None and i in masks.must_end
-            edits.apply(logits[i], int(self._positions[row]), must_end=must_end)
+        counted = self._edit(logits, samples, masks) if self._edits else []
         if masks is not None and masks.masked:
             forbid(logits, masks.masked, masks.words)
-        token_ids = self._draw(logits, self._batch(rows))
-        for i, edits, _ in edited:
-            if edits.counts is not None and i not in late:
-                one = torch.ones(1, dtype=edits.counts.dtype, device=edits.counts.device)
-                edits.counts.index_add_(0, token_ids[i : i + 1].clamp_min(0), one)
-        self.note_drawn(np.delete(rows, list(late)) if late else rows)
+        token_ids = self._draw(logits, self._batch(samples))
+        for i, index, counts in counted:
+            if index not in late and index not in samples.drafts:
+                one = torch.ones(1, dtype=counts.dtype, device=counts.device)
+                counts.index_add_(0, token_ids[i : i + 1].clamp_min(0), one)
+        self.note_drawn(samples, late)
         return token_ids, logprobs
+
+    def _edit(
+        self, logits: Tensor, samples: Samples, masks: StepMasks | None
+    ) -> list[tuple[int, int, Tensor]]:
+        """Apply the requests' edits. Returns the requests whose tokens are counted: the index in S of the first
+        sample, the index in N, the counts."""
+        must_end = masks.must_end if masks is not None else frozenset()
+        counted = []
+        for index, (row, first) in enumerate(
+            zip(samples.request_rows.tolist(), samples.firsts(), strict=True)
+        ):
+            edits = self._edits.get(row)
+            if edits is None:
+                continue
+            counts, position = edits.counts, int(self._positions[row])
+            if counts is not None:
+                counted.append((first, index, counts))
+            edits.apply(logits[first], position, counts, must_end=first in must_end)
+            for offset, draft in enumerate(samples.drafts.get(index, ()), 1):
+                if counts is not None:
+                    counts = counts.clone()
+                    counts[draft] += 1
+                i = first + offset
+                edits.apply(logits[i], position + offset, counts, must_end=i in must_end)
+        return counted
 
     def report(
         self,
-        request_ids: Sequence[str],
-        rows: NDArray[np.int64],
+        samples: Samples,
         token_ids: Sequence[int],
         logprobs: dict[int, Tensor],
         masks: StepMasks | None = None,
     ) -> tuple[SampledToken, ...]:
-        if masks is None and not logprobs and min(token_ids, default=0) >= 0:
-            return tuple(map(SampledToken, request_ids, token_ids))
-        failed = masks.failed if masks is not None else {}
+        if masks is None and not logprobs and not samples.drafts and min(token_ids, default=0) >= 0:
+            return tuple(map(SampledToken, samples.request_ids, token_ids))
         late = masks.late if masks is not None else frozenset()
-        masked = frozenset(masks.masked) if masks is not None else frozenset()
+        failed = masks.failed if masks is not None else {}
         sampled = []
-        for i, (request_id, token_id) in enumerate(zip(request_ids, token_ids, strict=True)):
-            if i in late:
+        for index, (request_id, first) in enumerate(zip(samples.request_ids, samples.firsts(), strict=True)):
+            if index in late:
                 sampled.append(SampledToken(request_id, 0, is_postponed=True))
-            elif i in failed or token_id < 0:
-                sampled.append(SampledToken(request_id, 0, error=failed.get(i, NOT_A_NUMBER)))
-            else:
-                wanted = self._logprobs.get(int(rows[i]), 0)
-                alternatives = _token_logprobs(logprobs[i], token_id, wanted) if i in logprobs else None
-                completes = i in masked and token_id in self._eos_token_ids
-                sampled.append(SampledToken(request_id, token_id, alternatives, completes=completes))
+                continue
+            drafts = samples.drafts.get(index, ())
+            verified = self._verified(index, token_ids[first : first + len(drafts) + 1], drafts, masks)
+            if not verified:
+                sampled.append(SampledToken(request_id, 0, error=failed.get(index, NOT_A_NUMBER)))
+                continue
+            alternatives: tuple[TokenLogprobs, ...] = ()
+            if first in logprobs:
+                wanted = self._logprobs.get(int(samples.rows[first]), 0)
+                alternatives = tuple(
+                    _token_logprobs(logprobs[first + offset], token_id, wanted)
+                    for offset, token_id in enumerate(verified)
+                )
+            sampled.append(
+                SampledToken(
+                    request_id,
+                    verified[-1],
+                    alternatives[-1] if alternatives else None,
+                    completes=masks is not None
+                    and index in masks.num_masked
+                    and verified[-1] in self._eos_token_ids,
+                    accepted=tuple(verified[:-1]),
+                    accepted_logprobs=alternatives[:-1],
+                )
+            )
         return tuple(sampled)
+
+    def _verified(
+        self, index: int, token_ids: Sequence[int], drafts: tuple[int, ...], masks: StepMasks | None
+    ) -> list[int]:
+        """Return the samples that are part of the answer: those up to the first that differs from the draft behind
+        it. They end in front of a position that could not be sampled, which the next step meets again, and with an
+        end token of a constrained request. Empty if the first position could not be sampled."""
+        num_usable, ends = len(drafts) + 1, tuple[int, ...]()
+        if masks is not None and (index in masks.num_masked or index in masks.failed):
+            num_usable, ends = masks.num_masked.get(index, 0), self._eos_token_ids
+        verified: list[int] = []
+        for offset, token_id in enumerate(token_ids[:num_usable]):
+            if token_id < 0:
+                break
+            verified.append(token_id)
+            if token_id in ends or token_id != (*drafts, None)[offset]:
+                break
+        return verified
 
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """Draw samples. Rows need scratch memory as wide as the vocabulary; without enough for all, halves take
@@ -180,11 +260,14 @@ class Sampler:
         parts = (slice(0, middle), slice(middle, len(logits)))
         return torch.cat([self._draw(logits[part], batch.rows(part)) for part in parts])
 
-    def _batch(self, rows: NDArray[np.int64]) -> SamplingBatch:
+    def _batch(self, samples: Samples) -> SamplingBatch:
+        rows, positions = samples.rows, self._positions[samples.rows]
+        if samples.offsets is not None:
+            positions += samples.offsets
         temperature, top_k = self._temperature[rows], self._top_k[rows]
         top_p, min_p = self._top_p[rows], self._min_p[rows]
-        heat, most, share, floor, seeds, positions = self._staging.all_to_device(
-            temperature, top_k, top_p, min_p, self._seeds[rows], self._positions[rows]
+        heat, most, share, floor, seeds, places = self._staging.all_to_device(
+            temperature, top_k, top_p, min_p, self._seeds[rows], positions
         )
         return SamplingBatch(
             temperature=heat,
@@ -192,7 +275,7 @@ class Sampler:
             top_p=share,
             min_p=floor,
             seed=seeds,
-            position=positions,
+            position=places,
             all_greedy=not temperature.any(),
             whole_vocabulary=not top_k.any() and not min_p.any() and bool((top_p >= 1).all()),
         )

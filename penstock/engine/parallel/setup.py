@@ -7,16 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.plan import SampledToken
 from penstock.core.request import Request
-from penstock.engine.batch import BatchRows
+from penstock.engine.batch import BatchRows, Samples
 from penstock.engine.decoder import OneRank
 from penstock.engine.device import choose_device
 from penstock.engine.executor import ModelExecutor
@@ -98,9 +96,9 @@ class SharingSampler(Sampler):
         self._group = group
 
     def sample(
-        self, logits: Tensor, rows: NDArray[np.int64], masks: StepMasks | None = None
+        self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        token_ids, logprobs = super().sample(logits, rows, masks)
+        token_ids, logprobs = super().sample(logits, samples, masks)
         self._group.share(token_ids)
         return token_ids, logprobs
 
@@ -121,7 +119,7 @@ class ReceivingSampler(Sampler):
         return
 
     def sample(
-        self, logits: Tensor, rows: NDArray[np.int64], masks: StepMasks | None = None
+        self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         self._group.share(token_ids)
