@@ -1,0 +1,85 @@
+"""An answer has the same tokens and the same log-probabilities, bit for bit, whatever was drafted for it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.core.request import Request
+
+from .drafting import KnowingDrafter, answers, num_accepted, speculate
+from .tiny import VOCAB_SIZE, request, teach_short_answers, tiny_engine, write_tiny_model
+
+SPOILED = [0.0, 0.5, 1.0]
+rng = random.Random(18)
+SHARED = [rng.randrange(3, VOCAB_SIZE) for _ in range(40)]
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy with end": {"ignore_eos": False},
+    "logprobs": {"logprobs": 3},
+    "own logprob": {"logprobs": 0, "temperature": 0.7, "seed": 3},
+    "drawn": {"temperature": 1.0},
+    "seeded": {"temperature": 1.0, "seed": 4},
+    "cut": {"temperature": 1.3, "seed": 5, "top_k": 7, "top_p": 0.8, "min_p": 0.02, "logprobs": 2},
+    "penalised": {"frequency_penalty": 0.8, "presence_penalty": 0.4, "logprobs": 1},
+    "repeated": {"repetition_penalty": 1.6, "temperature": 0.4, "seed": 6},
+    "biased": {
+        "logit_bias": {17: 4.0, 18: 4.0, 19: -9.0},
+        "temperature": 0.9,
+        "seed": 7,
+        "presence_penalty": 1.0,
+    },
+    "late end": {"ignore_eos": False, "logit_bias": {2: 50.0}, "min_tokens": 9, "frequency_penalty": 0.1},
+    "stop token": {"stop_token_ids": (17, 40, 80, 120, 160, 200, 240), "temperature": 1.0, "seed": 8},
+    "scored": {"prompt_logprobs": 2, "temperature": 1.0, "seed": 9},
+}
+
+
+def all_requests() -> list[Request]:
+    source = random.Random(5)
+    return [
+        request(
+            name,
+            [*(SHARED if n % 2 else []), *(source.randrange(3, VOCAB_SIZE) for _ in range(1 + 5 * n))],
+            20 + n,
+            **sampling,
+        )
+        for n, (name, sampling) in enumerate(SAMPLING.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("drafts") / "tiny")
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 17},
+        {"num_kv_blocks": 10, "max_num_batched_tokens": 40},
+        {"steps_in_flight": 3},
+        {"kv_cache_dtype": "int8"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()) or "together",
+)
+def test_drafts_change_no_answer(model: Path, settings: dict[str, Any], spoiled: float) -> None:
+    plain = tiny_engine(model, **settings)
+    teach_short_answers(plain)
+    expected = answers(plain, all_requests())
+    known = {name: token_ids for name, (token_ids, *_) in expected.items()}
+    engine = tiny_engine(model, **settings)
+    teach_short_answers(engine)
+    speculate(engine, KnowingDrafter(known, spoiled))
+    assert answers(engine, all_requests()) == expected
+    assert (num_accepted(engine) == 0) == (spoiled == 1.0)
+    if "num_kv_blocks" in settings:
+        assert engine.loop.stats().num_preemptions > 0, "the cache was meant to be too small"
