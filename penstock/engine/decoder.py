@@ -20,6 +20,7 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
 from penstock.core.messages import ModelCard
+from penstock.core.speculate import parse_speculate
 from penstock.engine.adapters import AdapterQueue, LoRAModel
 from penstock.engine.batch import BatchRows, Staging
 from penstock.engine.device import (
@@ -31,6 +32,7 @@ from penstock.engine.device import (
     num_kv_blocks,
     physical_memory_bytes,
 )
+from penstock.engine.drafters.grammar import GrammarDrafter
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compiler
 from penstock.engine.grammar_masks import GrammarMasks
@@ -133,6 +135,8 @@ def load_decoder(
         records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None
     ):  # shared KV watches every layer
         prompt_graphs = PromptGraphs(model, ops, kv, rows, staging)
+    masks = GrammarMasks(compiler.limits, clock) if compiler else None
+    drafts_forced = parse_speculate(config.speculate).kind == "auto"
     executor = ModelExecutor(
         model,
         ops,
@@ -143,7 +147,7 @@ def load_decoder(
         clock=clock,
         graphs=DecodeGraphs(model, kv, rows, staging, max_model_len) if records_graphs else None,
         prompt_graphs=prompt_graphs,
-        masks=GrammarMasks(compiler.limits, clock) if compiler else None,
+        masks=masks,
         lora=lora,
     )
     setup.connect(executor, rows, compiler)
@@ -159,6 +163,7 @@ def load_decoder(
         grammars=GrammarQueue(compiler) if compiler else None,
         adapters=adapters,
         shared_kv=shared_kv,
+        drafters=(GrammarDrafter(masks),) if masks is not None and drafts_forced else (),
     )
 
 

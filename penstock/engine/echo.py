@@ -43,16 +43,22 @@ class EchoExecutor:
 
     def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
         started_s = self._clock.now()
-        sampled = tuple(
-            SampledToken(chunk.request_id, self._token(chunk.request_id, chunk.start + chunk.num_tokens))
-            for chunk in plan.chunks
-            if chunk.samples
-        )
+        sampled = tuple(self._sample(chunk) for chunk in plan.chunks if chunk.samples)
         self._submitted.append(StepResult(plan.step_id, sampled, self._clock.now() - started_s))
         return ()
 
     def collect(self) -> StepResult:
         return self._submitted.popleft()
+
+    def _sample(self, chunk: Chunk) -> SampledToken:
+        position = chunk.start + chunk.num_tokens - len(chunk.drafts)
+        accepted = 0
+        while chunk.drafts[accepted:] and chunk.drafts[accepted] == self._token(
+            chunk.request_id, position + accepted
+        ):
+            accepted += 1
+        token_id = self._token(chunk.request_id, position + accepted)
+        return SampledToken(chunk.request_id, token_id, accepted=chunk.drafts[:accepted])
 
     def _token(self, request_id: str, position: int) -> int:
         prompt = self._prompts.get(request_id, (0,))

@@ -59,7 +59,7 @@ class KnowingDrafter:
 
 def speculate(engine: Engine, drafter: Drafter, most: int = 4) -> Engine:
     """Let the engine take all drafts of a drafter, whether that pays or not."""
-    engine.loop._drafter = drafter
+    engine.loop.drafter = drafter
     speculation = engine.loop.scheduler._speculation
     speculation._max_draft_tokens = most
 

@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.request import Request
@@ -72,14 +73,76 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()) or "together",
 )
 def test_drafts_change_no_answer(model: Path, settings: dict[str, Any], spoiled: float) -> None:
-    plain = tiny_engine(model, **settings)
+    plain = tiny_engine(model, speculate="off", **settings)
     teach_short_answers(plain)
     expected = answers(plain, all_requests())
     known = {name: token_ids for name, (token_ids, *_) in expected.items()}
-    engine = tiny_engine(model, **settings)
+    engine = tiny_engine(model, speculate="off", **settings)
     teach_short_answers(engine)
     speculate(engine, KnowingDrafter(known, spoiled))
     assert answers(engine, all_requests()) == expected
     assert (num_accepted(engine) == 0) == (spoiled == 1.0)
     if "num_kv_blocks" in settings:
         assert engine.loop.stats().num_preemptions > 0, "the cache was meant to be too small"
+
+
+def sampling_settings() -> st.SearchStrategy[dict[str, Any]]:
+    penalty = st.sampled_from([0.0, 0.3, 1.5])
+    return st.fixed_dictionaries(
+        {
+            "max_tokens": st.integers(1, 24),
+            "temperature": st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0]),
+            "seed": st.none() | st.integers(0, 9),
+            "top_k": st.none() | st.integers(1, 40),
+            "top_p": st.sampled_from([1.0, 0.9, 0.3]),
+            "min_p": st.sampled_from([0.0, 0.05]),
+            "frequency_penalty": penalty,
+            "presence_penalty": penalty,
+            "repetition_penalty": st.sampled_from([1.0, 1.0, 1.4]),
+            "logit_bias": st.dictionaries(
+                st.integers(0, VOCAB_SIZE - 1), st.floats(-20, 20, width=32), max_size=3
+            ),
+            "min_tokens": st.integers(0, 9),
+            "ignore_eos": st.booleans(),
+            "stop_token_ids": st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=30).map(tuple),
+            "logprobs": st.none() | st.integers(0, 4),
+            "prompt_logprobs": st.none() | st.integers(0, 2),
+        }
+    )
+
+
+@given(
+    sampling=st.lists(sampling_settings(), min_size=1, max_size=5),
+    most=st.integers(1, 9),
+    spoiled=st.sampled_from([0.0, 0.2, 0.6]),
+    engine_settings=st.sampled_from(
+        [{}, {"max_num_batched_tokens": 19}, {"num_kv_blocks": 9}, {"kv_cache_dtype": "int8"}]
+    ),
+    seed=st.integers(0, 999),
+)
+@hypothesis.settings(max_examples=25, deadline=None)
+def test_no_setting_makes_drafts_matter(
+    model: Path,
+    sampling: list[dict[str, Any]],
+    most: int,
+    spoiled: float,
+    engine_settings: dict[str, Any],
+    seed: int,
+) -> None:
+    source = random.Random(seed)
+    requests = [
+        request(
+            f"{n}",
+            [
+                *SHARED[: source.choice([0, 40])],
+                *(source.randrange(VOCAB_SIZE) for _ in range(source.randint(1, 40))),
+            ],
+            **chosen,
+        )
+        for n, chosen in enumerate(sampling)
+    ]
+    expected = answers(tiny_engine(model, speculate="off", **engine_settings), requests)
+    known = {name: token_ids for name, (token_ids, *_) in expected.items()}
+    engine = tiny_engine(model, speculate="off", **engine_settings)
+    speculate(engine, KnowingDrafter(known, spoiled, seed), most)
+    assert answers(engine, requests) == expected

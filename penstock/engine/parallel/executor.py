@@ -61,7 +61,7 @@ class MicroBatcher:
         for chunk in plan.chunks:
             if chunk.begins and chunk.start > 0:
                 parts[-1].add(chunk)
-            elif chunk.num_tokens == 1:
+            elif chunk.num_tokens == 1 or chunk.drafts:
                 parts[self._part(chunk.request_id)].add(chunk)
             else:
                 prompts.append(chunk)
@@ -118,8 +118,8 @@ def _spread(chunk: Chunk, parts: list[_Part], share: int) -> None:
 
 
 def _in_order(chunks: list[Chunk]) -> tuple[Chunk, ...]:
-    """Order chunks as in every plan: single tokens first."""
-    return tuple(sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
+    """Order chunks as in every plan: single tokens first, then chunks with drafts."""
+    return tuple(sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, not chunk.drafts)))
 
 
 class LocalRank:

@@ -24,6 +24,10 @@ def plans(draw: st.DrawFn) -> StepPlan:
         Chunk(f"decode-{n}", draw(st.integers(1, 90)), 1, True, (n,), in_flight=draw(st.integers(0, 1)))
         for n in range(draw(st.integers(0, 6)))
     ]
+    drafted = [
+        Chunk(f"drafted-{n}", draw(st.integers(1, 90)), 1 + count, True, (n,), drafts=tuple(range(count)))
+        for n, count in enumerate(draw(st.lists(st.integers(1, 64), max_size=3)))
+    ]
     prompts = [
         Chunk(
             f"prompt-{n}",
@@ -35,7 +39,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         )
         for n in range(draw(st.integers(0 if decodes else 1, 4)))
     ]
-    chunks = sorted([*decodes, *prompts], key=lambda chunk: chunk.num_tokens > 1)
+    chunks = sorted([*decodes, *drafted, *prompts], key=lambda chunk: chunk.num_tokens > 1)
     return StepPlan(7, tuple(chunks), ("gone",), (BlockCopy(1, 2, True),))
 
 
@@ -53,9 +57,10 @@ def test_parts_make_up_the_plan(plan: StepPlan, num_parts: int) -> None:
         assert [piece.new_block_ids for piece in pieces] == [chunk.new_block_ids] + [()] * (len(pieces) - 1)
         assert [piece.begins for piece in pieces] == [chunk.begins] + [False] * (len(pieces) - 1)
         assert [piece.samples for piece in pieces] == [False] * (len(pieces) - 1) + [chunk.samples]
+        assert not chunk.drafts or pieces == [chunk], "drafts stay with the token in front of them"
     for part in parts:
-        many = [chunk.num_tokens > 1 for chunk in part.chunks]
-        assert many == sorted(many), "single tokens come first"
+        kinds = [(chunk.num_tokens > 1, not chunk.drafts) for chunk in part.chunks]
+        assert kinds == sorted(kinds), "single tokens come first, then drafts"
 
 
 @given(plans(), st.integers(2, 4))

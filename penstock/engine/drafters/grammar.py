@@ -1,0 +1,37 @@
+"""Drafts the tokens that a request's grammar forces: keys and punctuation of a JSON schema, say.
+
+The mask threads find forced tokens while the model runs. Nothing here waits for them: what they do not know yet is
+not drafted. The model still samples at every position, because most forced text can be cut into tokens in several
+ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from penstock.core.plan import Draft
+from penstock.core.request import Request
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar_masks import GrammarMasks
+
+NAME = "grammar"
+
+
+class GrammarDrafter:
+    """`masks` follows the requests itself."""
+
+    def __init__(self, masks: GrammarMasks) -> None:
+        self._masks = masks
+        masks.finds_forced = True
+
+    def add(self, request: Request) -> None: ...
+
+    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None: ...
+
+    def remove(self, request_id: str) -> None: ...
+
+    def propose(self, wanted: Mapping[str, int]) -> dict[str, Draft]:
+        forced = {request_id: self._masks.forced(request_id)[:most] for request_id, most in wanted.items()}
+        return {request_id: Draft(token_ids, NAME) for request_id, token_ids in forced.items() if token_ids}
