@@ -70,7 +70,7 @@ def speculate(engine: Engine, drafter: Drafter, most: int = 4) -> Engine:
             max_tokens -= lengths[-1]
         return lengths
 
-    speculation._best_lengths = take_all  # type: ignore[method-assign, assignment]
+    speculation._best_lengths = take_all  # type: ignore[method-assign]
     return engine
 
 
