@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="needs Triton")
 KEY_OF = """
 from importlib import metadata
 from triton.runtime import cache
+from penstock.kernels.triton.ops import know_compiler_by_its_wheel
 {change}
-from penstock.kernels.triton.compiler_key import know_compiler_by_its_wheel
 own = cache.triton_key
 known = know_compiler_by_its_wheel()
 print(known, cache.triton_key is own, cache.get_cache_key.__globals__["triton_key"] is own)

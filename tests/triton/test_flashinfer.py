@@ -20,7 +20,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
 from penstock.kernels.reference import TorchOps
-from penstock.kernels.triton import attention, flashinfer_attention
+from penstock.kernels.triton import flashinfer_attention
+from penstock.kernels.triton import ops as triton_ops
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.ops import TritonOps
 from tests.triton.cases import BLOCK_SIZE, Bench, Heads, Lengths
@@ -176,7 +177,7 @@ def test_by_default_it_gets_what_it_is_faster_at(
     def count(q: Tensor, *_: object) -> None:
         by_triton.append(len(q))
 
-    monkeypatch.setattr(attention, "prefill_attention", count)
+    monkeypatch.setattr(triton_ops, "prefill_attention", count)
     ops = TritonOps(CPU, torch.float16, flashinfer=FlashInferAttention(CPU, wherever_possible=False))
     # Its kernels are built for the first step that could use them, in the warm-up; and so are Triton's.
     _attend(ops, [(0, 2)])

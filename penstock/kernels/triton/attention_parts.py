@@ -1,4 +1,5 @@
-"""What the paged attention kernels have in common: absorbing a tile of keys, and merging contexts that were split."""
+"""The code that both paged attention kernels share: absorbing a tile of keys, and merging contexts that were
+split."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MERGED_AT_ONCE = 8
 
 @triton.jit
 def _widened(cached, type: tl.constexpr):
-    """Keys or values in the type in which they are multiplied: float8 is widened to float16 by the hardware."""
+    """Return keys or values in the type in which they are multiplied. The hardware widens float8 to float16."""
     if cached.dtype == tl.float8e4nv:
         wide = cached.to(tl.float16)
     else:
@@ -113,7 +114,7 @@ def absorb(
 def finish(
     highest, total, weighted, row, is_row, part, out, partials, D: tl.constexpr, IS_SPLIT: tl.constexpr
 ):
-    """Write the rows that there are: to `out`, or what they are of a split to their parts of `partials`."""
+    """Write the rows that exist: to `out`, or, where the context is split, to this split's part of `partials`."""
     partial_out, partial_max, partial_sum = partials
     dims = tl.arange(0, weighted.shape[1])
     inside = is_row[:, None] & (dims < D)[None, :]
@@ -169,7 +170,8 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What splits of the context leave behind for each row, a token's head: [rows, splits, D] and [rows, splits]."""
+    """The results of each split of the context, for each row (one head of one token): [rows, splits, D] and [rows,
+    splits]."""
 
     out: Tensor
     highest: Tensor

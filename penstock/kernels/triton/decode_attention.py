@@ -163,8 +163,8 @@ def decode_attention(
 
 
 def split_length(programs: int, span: int, processors: int) -> int:
-    """Keys for one program: as many as leave enough programs to fill the chip evenly, whatever the contexts'
-    lengths; `programs` is their number without splitting."""
+    """Return the number of keys for one program, so that the programs fill the chip evenly whatever the lengths of
+    contexts. `programs` is their number without splitting."""
     # Where contexts may be long, most are likely short: no request should wait for one program that walks over
     # thousands of keys.
     keys = LONGEST_SPLIT if span <= LONGEST_SPLIT else LONGEST_SPLIT // 4

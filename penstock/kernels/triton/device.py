@@ -1,4 +1,4 @@
-"""What kernels ask about the device that they run on."""
+"""Properties of the device that kernels ask for."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def _gated_kernel(gate_up, out, width, IS_SILU: tl.constexpr, BLOCK: tl.constexp
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """With `residual`: residual += x in place, then the norm of that."""
+    """Compute the RMS norm of x. With `residual`, add x to `residual` in place first, and compute the norm of the
+    sum."""
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:

@@ -1,8 +1,8 @@
-"""A mixture of experts: route, group the tokens by expert, multiply each group, and add up what comes out.
+"""A mixture of experts: route, group the tokens by expert, multiply each group, and add up the results.
 
-A pair is a token and one of its experts. Pairs are laid out expert after expert, each expert's share padded to whole
-tiles, so that one grid of programs serves all experts and every weight is read once per tile of pairs. Nothing here
-depends on the host knowing how many tokens an expert got.
+A pair is a token and one of its experts. Pairs are laid out expert after expert, and each expert's pairs are padded
+to whole tiles, so that one grid of programs serves all experts and every weight is read once per tile of pairs. The
+host need not know how many tokens an expert got.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Pairs in the order of their experts. An expert's share of `order` fills whole tiles, the last one padded."""
+    """Pairs in the order of their experts. An expert's pairs in `order` fill whole tiles; the last tile is padded."""
 
     order: Tensor  # int32 [tiles × rows]: pairs; what is in the padding says nothing
     tile_expert: Tensor  # int32 [tiles]: the expert of a tile, or -1 past the last
@@ -96,7 +96,7 @@ def _layout_kernel(counts, cursor, tile_expert, tile_pairs, tiles, EXPERTS: tl.c
 
 @triton.jit(do_not_specialize=["pairs"])
 def _scatter_kernel(chosen, cursor, order, pairs, TILE: tl.constexpr):
-    """Place every pair in its expert's share. The place within the share is random, and no result depends on it."""
+    """Place every pair among its expert's pairs. The place among them is random, and no result depends on it."""
     pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
     present = pair < pairs
     wait_for_previous()
@@ -211,7 +211,7 @@ def add_experts(
     activation: Activation,
     residual: Tensor,
 ) -> None:
-    """residual += for each token, the weighted sum of what its experts make of its row of `normed`."""
+    """Add to each token's row of `residual` the weighted sum of its experts' outputs for its row of `normed`."""
     tokens, hidden = normed.shape
     if not tokens:
         return
@@ -274,6 +274,7 @@ def _tile(rows: int, gated: bool) -> Tile:
 
 
 def _tile_rows(pairs: int, num_experts: int) -> int:
-    """A tile as tall as an expert's usual share, so that few weights are read twice and little is padded."""
+    """Return the height of a tile: the usual number of an expert's pairs, so that few weights are read twice and
+    little is padded."""
     share = pairs / num_experts
     return 16 if share <= 12 else 32 if share <= 40 else 64 if share <= 128 else 128

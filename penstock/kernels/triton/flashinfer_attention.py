@@ -1,10 +1,10 @@
 """Attention over prompts by FlashInfer (the extra `flashinfer`).
 
-Decodes stay with the Triton kernel: they run from CUDA graphs, and FlashInfer plans every step on the host. So do
-caches in eight bits and sizes of heads that FlashInfer has no kernels for; and, unless it is to take all it can, the
-prompts that the Triton kernel is faster at (`docs/kernels.md` has the figures). A plan serves all layers of a step
-that are alike. FlashInfer compiles its kernels when it first meets a kind of layer, and keeps them on disk: so the
-first step that has a kind goes to it too, which is one of the warm-up.
+The Triton kernel computes decodes, because they run from CUDA graphs and FlashInfer plans every step on the host. It
+also computes caches in eight bits, head sizes that FlashInfer has no kernels for, and, unless FlashInfer is to take
+all it can, the prompts at which the Triton kernel is faster (`docs/kernels.md` has the figures). One plan serves all
+equal layers of a step. FlashInfer compiles its kernels when it first meets a kind of layer, and keeps them on disk.
+So the first step with each kind, a step of the warm-up, goes to FlashInfer too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS_THAT_FILL_THE_CHIP, MANY_ROWS = 16_384, 131_072  # tokens × heads
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a plan depends on, beside the step."""
+    """The properties of a layer that a plan depends on."""
 
     num_heads: int
     num_kv_heads: int
@@ -60,8 +60,8 @@ class FlashInferAttention:
     def attends(
         self, q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
     ) -> bool:
-        """Writes the rows of `out` after the first `batch.num_decodes`; or, where those are not for it, returns
-        False."""
+        """Write the rows of `out` after the first `batch.num_decodes`, or return False if FlashInfer does not take
+        them."""
         if not _can_run(q, cache):
             return False
         kind = _Kind(
@@ -103,7 +103,7 @@ def _is_faster(q: Tensor, batch: AttentionBatch) -> bool:
 
 
 def _plan(planned: _Planned, kind: _Kind, block_size: int, batch: AttentionBatch, dtype: torch.dtype) -> None:
-    """Without waiting for the device, where the batch brings its lengths."""
+    """Plan a step. This does not wait for the device if the batch brings its lengths."""
     prompts = slice(batch.num_decodes, batch.num_requests)
     query_starts, context_lens = batch.lengths or (batch.query_starts.cpu(), batch.context_lens.cpu())
     lengths = context_lens[prompts]
@@ -133,5 +133,5 @@ def _plan(planned: _Planned, kind: _Kind, block_size: int, batch: AttentionBatch
 
 
 def _pages(tables: Tensor, counts: Tensor) -> Tensor:
-    """The first so many of each row, one row after the other. `counts` is on the host."""
+    """Return the first `counts[row]` entries of each row, one row after the other. `counts` is on the host."""
     return torch.cat([row[:count] for row, count in zip(tables, counts.tolist(), strict=True)])

@@ -54,7 +54,7 @@ def pack(
 
 @triton.jit
 def _row_part(words, x0, x1, x2, x3):
-    """What some words of each output's weights make of their inputs: [outputs, words]."""
+    """Return the products of some words of each output's weights with their inputs: [outputs, words]."""
     w0, w1, w2, w3 = four_float8(words)
     made = w0 * x0[None, :]
     made += w1 * x1[None, :]
@@ -69,8 +69,8 @@ def _one_row_kernel(
     NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     OUTPUTS: tl.constexpr, WORDS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`weight` consists of words of 32 bits here. With AHEAD the next ones are on their way while these are used, and
-    the first ones before the previous kernel has ended."""
+    """`weight` is read as words of 32 bits. With AHEAD, the next words are loaded while these are multiplied, and the
+    first words are loaded before the previous kernel has ended."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = outputs < N
     index = tl.arange(0, WORDS)
@@ -118,7 +118,7 @@ def _one_row_kernel(
 
 
 def one_row(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
-    """A single row is not rounded."""
+    """Multiply a single row, which is not rounded."""
     outputs = product.num_outputs(weight.out_features)
     tile = _row_tile(outputs, x.shape[1], product.gate is not None)
     return product.launch(
@@ -136,7 +136,8 @@ def one_row(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
 
 
 def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:
-    """Measured on an H200 over the shapes of 8 billion parameters; its width is in words."""
+    """Return the tile of `one_row`, measured on an H200 over the shapes of 8 billion parameters. Its width is in
+    words."""
     words = width // 4
     largest = words & -words
     if gated:
@@ -202,7 +203,7 @@ def few_rows(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """With `residual` the result is added to it, in place."""
+    """Multiply several rows. With `residual`, the result is added to `residual` in place."""
     rows, width = x.shape
     outputs = weight.out_features
     out = residual
@@ -257,7 +258,7 @@ def many_rows(x: Tensor, weight: Float8Linear, out_dtype: torch.dtype) -> Tensor
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """In float8, and the scale of each row: float32 [rows, 1]."""
+    """Return the rows in float8, and the scale of each row: float32 [rows, 1]."""
     rows, width = x.shape
     rounded = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)

@@ -1,10 +1,10 @@
 """A few rows times weights of four bits (`int4`), on tensor cores.
 
-A code becomes a float by its bits alone: 0x4300 + code is 128 + code in bfloat16. The 128 goes out through the sum of
-the group's inputs, as the offset comes in.
+A code becomes a float by its bits alone: 0x4300 + code is 128 + code in bfloat16. The sum of each group's inputs
+corrects the product for the 128, as it does for the offset.
 
-Codes are taken from words of 16 bits: two words side by side become four pairs of numbers in seven instructions. The
-input is put into the order of these numbers while the groups of the input are summed up.
+Codes are taken from words of 16 bits: two neighbouring words become four pairs of numbers in seven instructions. The
+kernel that sums the groups of the input also puts the input into the order of these numbers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _prepare_kernel(
     x, norm, prepared, sums, K, eps,
     NORM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """A row in the order in which its planes of codes come, normed before, and the sums of its groups."""
+    """Norm a row, put it into the order of the planes of codes, and sum its groups."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     inside = (group < K // GROUP)[:, None]
@@ -125,7 +125,7 @@ def _few_rows_kernel(
     x, sums, codes, pairs, partial, M, N, K,
     OUTPUTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Each program multiplies a share of the groups; `_add_shares_kernel` adds up what they made."""
+    """Each program multiplies a share of the groups. `_add_shares_kernel` adds up the results."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = tl.minimum(outputs, N - 1).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -176,7 +176,7 @@ def _add_shares_kernel(
     partial, bias, residual, out, N, shares,
     GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With GATED the second half of what there is of a row gates the first, and N is how much that is."""
+    """Add up the shares. With GATED, the second half of a row gates the first half, and N is the length of a half."""
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = outputs < N
@@ -267,7 +267,7 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program makes at a time, and how many programs there are for a processor."""
+    """The outputs of one program at a time, and the number of programs for each processor."""
 
     outputs: int
     rows: int

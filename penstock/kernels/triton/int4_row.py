@@ -1,8 +1,8 @@
-"""One row, or a few, times weights of four bits (`int4`): what a decode step of so many requests spends its time on.
+"""One row, or a few, times weights of four bits (`int4`): the main cost of a decode step of so few requests.
 
-The instructions around such a product weigh more than its bytes, so they are few: integer dot products of four codes
+The instructions around such a product cost more than its bytes, so the kernel uses integer dot products of four codes
 with four inputs at once. For that the inputs become numbers in fixed point of 16 bits, in two planes of a byte each,
-with a unit of their own for every 32 of them; that is finer than what they were rounded to before.
+with a unit of their own for every 32 inputs. This is finer than the rounding of the inputs before.
 
 Each program holds the whole input in registers, prepares it once, and walks over outputs.
 """
@@ -50,7 +50,7 @@ def _unpacked(words):
 
 @triton.jit
 def _products(weights, low, high, unit, sums, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """What each output's weights make of the rows: [outputs, rows]."""
+    """Return the products of each output's weights with the rows: [outputs, rows]."""
     words, scale, offset = weights
     first, second, third, fourth = in_fours_of_rows(words, OUTPUTS, WORDS // 4)
     coarse = tl.zeros((OUTPUTS, ROWS, WORDS // 4), tl.int32)
@@ -88,8 +88,8 @@ def _rows_kernel(
     NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """WORDS is the least power of two that covers the WIDTH. The weights of the next outputs are on their way while
-    these are multiplied."""
+    """WORDS is the least power of two that covers WIDTH. The weights of the next outputs are loaded while these are
+    multiplied."""
     type: tl.constexpr = x.dtype.element_ty
     tiles = tl.cdiv(N, OUTPUTS)
     let_next_start()
@@ -148,7 +148,7 @@ class HeldTile:
 
 
 def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
-    """The product of up to MAX_ROWS rows."""
+    """Multiply up to MAX_ROWS rows."""
     num_rows, width = x.shape
     outputs = product.num_outputs(weight.out_features)
     tile = _tile(num_rows, width, product.gate is not None)

@@ -93,7 +93,7 @@ def pack(
 def _row_part(
     codes, scales, offsets, outputs, group, row, K, OFFSETS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """What some groups of one row of x add to some outputs: [outputs, groups, GROUP]."""
+    """Return the products of some groups of one row of x with some outputs: [outputs, groups, GROUP]."""
     columns = tl.arange(0, GROUP)
     at = outputs[:, None, None] * K + group[None, :, None] * GROUP + columns[None, None, :]
     scale_at = outputs[:, None] * (K // GROUP) + group[None, :]

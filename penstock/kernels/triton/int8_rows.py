@@ -1,8 +1,8 @@
-"""Products of many rows with int8 weights made for int8 inputs (SmoothQuant and its kin): both sides are integers.
+"""Products of many rows with int8 weights that were made for int8 inputs (SmoothQuant): both sides are integers.
 
-Each row of the input is rounded with a scale of its own, each output has one of its weights, and the integer product
-is scaled when it leaves the tensor cores. `rounded_product` is the definition. Few rows are a matter of reading the
-weights, which `int8` does without rounding inputs.
+Each row of the input is rounded with its own scale, each output's weights have one scale, and the integer product is
+scaled when it leaves the tensor cores. `rounded_product` is the definition. Products of few rows are limited by
+reading the weights; `int8` computes them without rounding inputs.
 """
 
 from __future__ import annotations

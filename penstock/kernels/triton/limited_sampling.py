@@ -1,12 +1,14 @@
-"""Top-k, top-p and min-p without a sort: the draw of `kernels.sampling` for rows that limit what may be drawn.
+"""Top-k, top-p and min-p without a sort: the draw of `kernels.sampling` for rows that limit which tokens may be
+drawn.
 
-What a row keeps is a prefix of its ranking, so one logit (and, among equals, a number of them) bounds it. It is found
-in two strides. A histogram of the row, in steps of a quarter of an octave of weight, names a level below which
-nothing can be kept; the few tokens above it are moved together, in the order of their ids; a bisection over the
-bits of their logits then finds the bound exactly. A row whose limits keep much is slower, never wrong.
+The kept tokens are a prefix of the row's ranking, so one logit (and, among equal logits, a count) bounds them. The
+bound is found in two steps. First, a histogram of the row, in steps of a quarter of an octave of weight, gives a
+level below which no token can be kept, and the few tokens above it are moved together in the order of their ids.
+Second, a bisection over the bits of their logits finds the bound exactly. A row that keeps many tokens is slower,
+never wrong.
 
-Each kernel follows `sampling.sample_whole_vocabulary`, whose reductions of the row it reads and whose answer it
-overwrites for the rows that have limits.
+Each kernel runs after `sampling.sample_whole_vocabulary`. It reads that kernel's reductions of the row, and
+overwrites its answer for rows that have limits.
 """
 
 from __future__ import annotations
@@ -183,7 +185,7 @@ def _weights_above(candidates, count, first, second, third, highest, heat, TILE:
 
 @triton.jit
 def _weight_from(candidates, count, bound, highest, heat, TILE: tl.constexpr):
-    """Their weight, as float64."""
+    """Return the weight, as float64, of the candidates whose order is at least `bound`."""
     weight = tl.zeros((TILE,), tl.float64)
     for start in range(0, count, TILE):
         at = start + tl.arange(0, TILE)
@@ -205,7 +207,8 @@ def _weight_at(bound, highest, heat):
 def _kept_weights(
     candidates, count, start, bound, ties_before, ties, least, highest, heat, TILE: tl.constexpr
 ):
-    """Of one tile: the weight of each candidate, 0 where it is not kept, and how many of them equal the bound."""
+    """Return the weight of each candidate of one tile, 0 for candidates that are not kept, and how many candidates
+    equal the bound."""
     at = start + tl.arange(0, TILE)
     values = tl.load(candidates + at, mask=at < count, other=float("-inf"))
     order = _order(values)
@@ -262,7 +265,8 @@ def _cut_at_weight(candidates, count, lowest, top, wanted, highest, heat, TILE: 
 
 @triton.jit
 def _draw(candidates, count, bound, ties, least, share, highest, heat, TILE: tl.constexpr):
-    """Which candidate: kept ones in the order of their ids, until their weight passes a share of the total."""
+    """Return the drawn candidate: walk the kept ones in the order of their ids until their weight passes a share of
+    the total."""
     total = tl.zeros((), tl.float64)
     seen = 0
     for start in range(0, count, TILE):

@@ -5,7 +5,10 @@ Matrix products of many rows are cuBLAS's; those of a few rows, and everything b
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,8 +27,7 @@ from penstock.kernels.interface import (
 )
 from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
 from penstock.kernels.triton import packing, products
-from penstock.kernels.triton.attention import attention
-from penstock.kernels.triton.compiler_key import know_compiler_by_its_wheel
+from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.experts import StackedExperts, add_experts
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
@@ -34,8 +36,50 @@ from penstock.kernels.triton.int8 import Int8Linear
 from penstock.kernels.triton.limited_sampling import redraw_limited_rows
 from penstock.kernels.triton.packing import Packed, PackedRows
 from penstock.kernels.triton.paged_kv import PagedKV, PagedLayer
+from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.rope_cache import rope_and_cache
 from penstock.kernels.triton.sampling import chunk_statistics, draw_from_whole_vocabulary
+
+
+@functools.cache
+def know_compiler_by_its_wheel() -> bool:
+    """Set the key by which Triton finds kernels on disk to a hash of its wheel's list of files. Triton would hash all
+    its files, 400 MB, which takes from half a second to two. Later edits of the installed package go unnoticed.
+    Returns False if Triton was not installed from a wheel, or keeps its key in another place."""
+    from triton.runtime import cache
+
+    try:
+        wheel = metadata.distribution("triton")
+    except metadata.PackageNotFoundError:
+        return False
+    files = wheel.read_text("RECORD")
+    if not files or "_C/libtriton" not in files or not hasattr(cache, "triton_key"):
+        return False
+    key = f"{wheel.version}-{hashlib.sha256(files.encode()).hexdigest()}"
+    cache.triton_key = lambda: key
+    return True
+
+
+def attention(
+    q: Tensor,
+    cache: PagedLayer,
+    layer: AttentionLayer,
+    batch: AttentionBatch,
+    flashinfer: FlashInferAttention | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Paged attention. Keys and values are read in place through the block table. Requests with one query token are a
+    matter of memory speed, the others of arithmetic, so each has its own kernel. [T, H, D] → [T, H × D], in `out` if
+    that is given. The first `batch.num_decodes` requests have one query token each. `flashinfer` computes the prompts
+    that it accepts."""
+    out = torch.empty_like(q) if out is None else out
+    if batch.num_decodes:
+        decode_attention(q, cache, out, layer, batch)
+    if batch.num_requests > batch.num_decodes and not (
+        flashinfer is not None and flashinfer.attends(q, cache, out, layer, batch)
+    ):
+        prefill_attention(q, cache, out, layer, batch)
+    return out.view(q.shape[0], -1)
 
 
 class TritonOps:
@@ -179,7 +223,7 @@ class TritonOps:
 
 
 class _CutOps(TritonOps):
-    """See `CutsAtAttention`."""
+    """Implements `CutsAtAttention`."""
 
     def __init__(self, ops: TritonOps, cut: Callable[[Attend], None], queries: Tensor, out: Tensor) -> None:
         super().__init__(ops.device, ops.dtype, ops.kv_dtype, flashinfer=ops.flashinfer)

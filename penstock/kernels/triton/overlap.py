@@ -1,6 +1,6 @@
-"""Kernels that follow each other closely. Each kernel may start while the kernel before it drains (programmatic
-dependent launch), and waits for that kernel's results before its first access to anything that the step computes.
-Launch with `launch_pdl=True`."""
+"""Kernels that overlap. Each kernel may start while the kernel before it drains (programmatic dependent launch), and
+waits for that kernel's results before its first access to anything that the step computes. Launch with
+`launch_pdl=True`."""
 
 from __future__ import annotations
 

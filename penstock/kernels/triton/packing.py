@@ -1,4 +1,5 @@
-"""How weights are kept on the GPU: packed where a kernel reads them so, and otherwise in the compute type.
+"""The forms in which weights are kept on the GPU: packed where a kernel reads packed weights, and otherwise in the
+compute type.
 
 A stack whose parts are of several kinds (Q and K of four bits, V of six) is kept as a stack of products.
 """
@@ -32,7 +33,7 @@ FLOAT8_UNIT = 16  # cuBLAS wants both sides of a float8 matrix to be multiples
 
 @dataclass(frozen=True, slots=True)
 class StackedLinear:
-    """Products side by side, each of its own kind."""
+    """Several products of one input, each of its own kind."""
 
     parts: tuple[Packed, ...]
 
@@ -133,7 +134,7 @@ def _fitted(part: WeightData) -> WeightData:
 
 
 def _kind(part: WeightData) -> tuple[Any, ...]:
-    """Parts of one kind are packed together."""
+    """Return the kind of a part. Parts of one kind are packed together."""
     if isinstance(part, GroupQuantWeight):
         if part.bits == 4 and part.group >= int4.SMALLEST_GROUP:
             return "int4", part.group

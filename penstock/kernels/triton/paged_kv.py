@@ -24,7 +24,7 @@ class PagedLayer:
 
     @property
     def scale_pointers(self) -> tuple[Tensor, Tensor]:
-        """What kernels take where there are no scales is never read."""
+        """Return the pointers to scales. Where there are no scales, kernels get a pointer that they never read."""
         return (
             self.keys if self.key_scales is None else self.key_scales,
             self.values if self.value_scales is None else self.value_scales,
@@ -32,7 +32,7 @@ class PagedLayer:
 
 
 class PagedKV(TensorKVStore):
-    """The last block, beyond `num_blocks`, takes what padding rows write."""
+    """The KV cache. One block more than `num_blocks` takes the writes of padding rows."""
 
     def __init__(
         self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device

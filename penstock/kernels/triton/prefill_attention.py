@@ -1,8 +1,8 @@
-"""Paged attention of requests with several query tokens each: prompts, whole or in chunks over what is cached.
+"""Paged attention of requests with several query tokens each: whole prompts, or chunks over a cached prefix.
 
-A tile holds all heads that read the same keys, so that those are loaded once for all of them and a tile spans few
-tokens: little is wasted where chunks end and where the causal mask cuts through. Most keys precede all queries of a
-tile; only the others are compared one by one. Where the tiles do not fill the chip, contexts are split as in
+A tile holds all heads that read the same keys, so that keys are loaded once for all of them. A tile then spans few
+tokens, and little is wasted at the ends of chunks and at the causal mask. Most keys precede all queries of a tile;
+only the other keys are masked one by one. Where the tiles do not fill the chip, contexts are split as in
 `decode_attention`.
 """
 
@@ -35,7 +35,8 @@ NO_WINDOW = 1 << 30
 
 @triton.jit
 def _rows(tile_start, q_start, q_count, first_head, H: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Of [T, H, D], the rows that a tile holds, and whether they exist: the heads of a token side by side."""
+    """Return the rows of [T, H, D] that a tile holds, and whether each exists. The heads of a token are
+    neighbours."""
     row = tl.arange(0, ROWS)
     token = tile_start + row // HEADS
     return (q_start + token) * H + first_head + row % HEADS, token < q_count
@@ -48,7 +49,7 @@ def _absorb_tile(
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """The tile of keys with this number; with MASKED, what each query sees of it."""
+    """Absorb one tile of keys. With MASKED, each query sees only its part of the tile."""
     tl.assume(index >= 0)
     at = index * KEYS + tl.arange(0, KEYS)
     present = at < end
@@ -266,8 +267,9 @@ def _best_shape(
     may_be_large: bool,
     slots: int,
 ) -> TileShape:
-    """Programs run in rounds, as many at a time as the chip has slots, and a round that is not full takes as long as
-    one that is. The larger tile does more per key that it reads; small ones, and splits, fill the last round."""
+    """Return the tile and the number of splits. Programs run in rounds, as many at a time as the chip has slots, and
+    a round that is not full takes as long as a full one. A larger tile does more with each key that it reads; small
+    tiles, and splits, fill the last round."""
 
     def cost(rows: int, splits: int) -> float:
         tiles = num_requests * -(-queries // (rows // tile_heads))

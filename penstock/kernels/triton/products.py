@@ -1,7 +1,8 @@
-"""Matrix products in every format that weights may have, alone or with what surrounds them in a decoder layer.
+"""Matrix products with weights in every format, alone or fused with their neighbours in a decoder layer.
 
-Picks the kernel: one or a few rows are a matter of memory speed (`skinny`, `int4`, `int8`, one row of `float8`), many
-rows of arithmetic (cuBLAS, `float8`, `int8_rows`). A weight of eight or four bits is never widened in memory for few.
+This module picks the kernel. Memory speed limits products of one or a few rows (`skinny`, `int4`, `int8`, one row of
+`float8`), and arithmetic limits products of many rows (cuBLAS, `float8`, `int8_rows`). A product of few rows never
+widens weights of eight or four bits in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sampling without a sort: the draw of `kernels.sampling` for rows that keep the whole vocabulary.
 
-Two small kernels. The first reduces each chunk of the vocabulary to its maximum, where that is, and its sum of
-weights; the second walks the chunks of a row to the one that holds the drawn share, and that chunk to the token.
-Rows with top-k, top-p or min-p go on to `limited_sampling`.
+Two small kernels do it. The first reduces each chunk of the vocabulary to its maximum, the place of the maximum, and
+its sum of weights. The second walks the chunks of a row to the chunk that holds the drawn share, and that chunk to
+the token. Rows with top-k, top-p or min-p go on to `limited_sampling`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class ChunkStatistics:
-    """Of every chunk of every row, [S, chunks]."""
+    """Statistics of every chunk of every row, [S, chunks] each."""
 
     maxima: Tensor  # float32; NaN where the chunk has one
     places: Tensor  # int32, the first token that has the maximum
@@ -61,7 +61,7 @@ def _mix(state):
 
 @triton.jit
 def uniform(seed, position):
-    """As `kernels.sampling.uniform`."""
+    """Return the numbers of `kernels.sampling.uniform`."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     state = _mix(_mix(seed.to(tl.uint64) + golden) + position.to(tl.uint64) * golden)
     return (state >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
@@ -69,7 +69,7 @@ def uniform(seed, position):
 
 @triton.jit
 def highest_of(chunk_max, row, chunks, CHUNKS: tl.constexpr):
-    """The largest logit of a row, NaNs left out."""
+    """Return the largest logit of a row. NaNs do not count."""
     index = tl.arange(0, CHUNKS)
     highs = tl.load(chunk_max + row * chunks + index, mask=index < chunks, other=float("-inf"))
     return tl.max(tl.where(highs != highs, float("-inf"), highs), axis=0)

@@ -1,11 +1,11 @@
-"""Matrix products for a few rows: what a decode step of a small batch spends its time on.
+"""Matrix products of a few rows: the main cost of a decode step of a small batch.
 
-With few rows a product is a read of the weights, so the kernels aim at memory speed and take along what would
-otherwise be kernels of their own: the RMS norm in front, the gate, the residual sum behind. Each program owns a few
-outputs and walks the whole width, in the same order for any number of rows.
+With few rows a product is a read of the weights, so the kernels aim at memory speed and include what would otherwise
+be kernels of their own: the RMS norm before the product, the gate, and the residual sum after it. Each program
+computes a few outputs over the whole width, in the same order for any number of rows.
 
-Every kernel may start while the one before it still drains (programmatic dependent launch) and waits for its results
-before it reads them.
+Every kernel may start while the kernel before it still drains (programmatic dependent launch), and waits for that
+kernel's results before it reads them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MAX_ROWS = 32
 
 @triton.jit
 def gate_with(gate, up, dtype: tl.constexpr, IS_SILU: tl.constexpr):
-    """Round at the same place where a separate product would round, so that few and many rows agree."""
+    """Round where a separate product would round, so that products of few and of many rows agree."""
     return activate(gate.to(dtype).to(tl.float32), IS_SILU) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def load_added(outputs, at, inside, bias, residual, BIAS: tl.constexpr, ADD: tl.constexpr):
-    """What is added to a product: the bias of these outputs, and what lies `at` the same place as it will. To be
-    loaded long before `finish_row` needs it."""
+    """Load what is added to a product: the bias of these outputs, and the residual at the same places. Call this long
+    before `finish_row` needs the values."""
     added = tl.zeros(at.shape, tl.float32)
     if BIAS:
         added += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def load_added(outputs, at, inside, bias, residual, BIAS: tl.constexpr, ADD: tl.
 
 @triton.jit
 def finish_row(result, up, added, at, inside, out, GATED: tl.constexpr, IS_SILU: tl.constexpr):
-    """What follows the product of a single row in every format: gate, bias and residual sum, store."""
+    """Finish the product of a single row in every format: gate, bias, residual sum and store."""
     if GATED:
         result = gate_with(result, up, out.dtype.element_ty, IS_SILU)
     tl.store(out + at, (result + added).to(out.dtype.element_ty), mask=inside)
@@ -57,7 +57,7 @@ def _one_row_kernel(
     NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """With AHEAD two tiles of weights are on their way before the previous kernel has ended, and from then on."""
+    """With AHEAD, two tiles of weights are being loaded before the previous kernel has ended, and from then on."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
     inside = outputs < N
@@ -147,7 +147,7 @@ def _few_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """What one program of a one-row kernel covers: so many outputs, so much of the width at a time."""
+    """The number of outputs of one program of a one-row kernel, and how much of the width it reads at a time."""
 
     outputs: int
     width: int
@@ -167,7 +167,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class RowProduct:
-    """What surrounds the product of a row, whatever the format of the weights: see `linear`."""
+    """The operations around the product of a row, whatever the format of the weights: see `linear`."""
 
     norm: Tensor | None = None
     eps: float = 0.0
@@ -291,7 +291,7 @@ def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:
 
 
 def _tile(rows: int, outputs: int, width: int, gated: bool) -> Tile:
-    """Likewise."""
+    """Return the tile for several rows, measured as for `_row_tile`."""
     largest = width & -width
     if gated:
         return Tile(outputs=64, width=min(128, largest), num_warps=4, num_stages=4)

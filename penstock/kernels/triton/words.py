@@ -1,7 +1,7 @@
 """Words of 32 bits that hold several small weights, taken apart in registers.
 
-A kernel that loads bytes one by one spends more on putting them in place than on the product; one that loads words
-takes each apart in a few instructions.
+A kernel that loads single bytes spends more on putting them in place than on the product. A kernel that loads words
+takes each word apart in a few instructions.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def dot_codes(low, high, low_coarse, low_fine, high_coarse, high_fine, coarse, fine):
-        """Adds to `coarse` and to `fine` what four low and four high codes, a byte each, make of as many bytes of
-        inputs. Coarse bytes are signed, fine ones are not."""
+        """Add to `coarse` and to `fine` the products of four low and four high codes, a byte each, with as many bytes
+        of inputs. Coarse bytes are signed, fine bytes are not."""
         coarse += _dot(low, low_coarse) + _dot(high, high_coarse)
         fine += _unsigned_dot(low, low_fine) + _unsigned_dot(high, high_fine)
         return coarse, fine
 
     @triton.jit
     def two_planes(a, b, c, d):
-        """Four numbers' second bytes in one word, and their lowest bytes in another, the first number's lowest."""
+        """Return the second bytes of four numbers in one word, and their lowest bytes in another. The first number's
+        byte is the lowest."""
         coarse = ((a >> 8) & 255) | (b & 0xFF00) | ((c & 0xFF00) << 8) | ((d >> 8) << 24)
         fine = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
         return coarse, fine
@@ -79,8 +80,8 @@ else:
 
     @triton.jit
     def dot_codes(low, high, low_coarse, low_fine, high_coarse, high_fine, coarse, fine):
-        """Adds to `coarse` and to `fine` what four low and four high codes, a byte each, make of as many bytes of
-        inputs. Coarse bytes are signed, fine ones are not."""
+        """Add to `coarse` and to `fine` the products of four low and four high codes, a byte each, with as many bytes
+        of inputs. Coarse bytes are signed, fine bytes are not."""
         return tl.inline_asm_elementwise(
             """
             dp4a.u32.s32 $0, $2, $4, $8;
@@ -97,7 +98,8 @@ else:
 
     @triton.jit
     def two_planes(a, b, c, d):
-        """Four numbers' second bytes in one word, and their lowest bytes in another, the first number's lowest."""
+        """Return the second bytes of four numbers in one word, and their lowest bytes in another. The first number's
+        byte is the lowest."""
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 first, second;
@@ -116,7 +118,7 @@ else:
 
 @triton.jit
 def in_fours(values, WORDS: tl.constexpr):
-    """[4 × WORDS] → four of [WORDS]: what meets the first, second, third and fourth part of each word."""
+    """[4 × WORDS] → four of [WORDS]: the inputs of the first, second, third and fourth part of each word."""
     even, odd = tl.split(tl.reshape(values, (WORDS, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
