@@ -3,7 +3,7 @@
 Work is a plain function of a SQLAlchemy connection. It runs in one transaction, in a thread of a small pool, so that
 the event loop never waits for a disk: `await database.run(work)`. Commands without a loop use `run_now`. Nothing is
 touched before the first work: a server that stores nothing leaves no file behind. `migrate` brings the tables to what
-this release needs, and `read_page` reads lists page by page. This module knows no table.
+this release needs, and `read_page` reads lists page by page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
@@ -28,9 +28,7 @@ from sqlalchemy.pool import StaticPool
 from penstock import __version__
 from penstock.core.errors import ConfigError, InvalidRequest, StoreUnavailable
 from penstock.core.installation import install_command
-
-if TYPE_CHECKING:
-    from alembic.script import ScriptDirectory
+from penstock.gateway.store.tables import create_tables
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,8 @@ _LOCK_NUMBER = 0x70656E73746F636B  # "penstock": any number that all our process
 
 
 def migrate(connection: Connection) -> None:
-    """Migrate the tables inside a transaction that locks out other migrations, so that several starting gateways take
-    turns."""
+    """Create the tables of a new database, or bring the tables of an older one up to date. The transaction locks out
+    other migrations, so that several starting gateways take turns."""
     # Alembic is slow to import, and most commands touch no database.
     from alembic import command
     from alembic.config import Config
@@ -53,23 +51,29 @@ def migrate(connection: Connection) -> None:
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
     script = ScriptDirectory.from_config(config)
-    current = MigrationContext.configure(connection).get_current_heads()
-    if current == tuple(script.get_heads()):
+    heads, current = script.get_heads(), MigrationContext.configure(connection).get_current_heads()
+    if current == tuple(heads):
         return
-    _refuse_newer(current, script)
-    command.upgrade(config, "head")
-    logger.info("database tables are now at %s", ", ".join(script.get_heads()))
+    if not current:
+        create_tables(connection)
+        command.stamp(config, "head")
+    else:
+        _refuse_unknown(current[0], {revision.revision for revision in script.walk_revisions()})
+        command.upgrade(config, "head")
+    logger.info("database tables are now at %s", ", ".join(heads))
 
 
-def _refuse_newer(current: tuple[str, ...], script: ScriptDirectory) -> None:
-    known = {revision.revision for revision in script.walk_revisions()}
-    unknown = [revision for revision in current if revision not in known]
-    if unknown:
-        raise ConfigError(
-            f"The database was written by a newer Penstock than this one ({__version__}): its tables are at "
-            f"'{unknown[0]}', which this release does not know.",
-            hint="Upgrade Penstock, or choose another database.",
-        )
+def _refuse_unknown(current: str, known: set[str]) -> None:
+    if current in known:
+        return
+    age = (
+        "a newer Penstock than this one" if current > max(known) else "an unreleased version before Penstock"
+    )
+    raise ConfigError(
+        f"The database was written by {age} ({__version__}): its tables are at '{current}', which this release does "
+        "not know.",
+        hint="Upgrade Penstock, or choose another database.",
+    )
 
 
 T = TypeVar("T")

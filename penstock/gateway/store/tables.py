@@ -6,11 +6,14 @@ deleted but end: a revoked key still has a name in last month's usage.
 
 from __future__ import annotations
 
+import time
+
 from sqlalchemy import (
     JSON,
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Double,
     ForeignKey,
     Index,
@@ -274,3 +277,13 @@ releases = Table(
     Column("updated_at", Double, nullable=False),
     Column("body", LargeBinary, nullable=False),
 )
+
+
+def create_tables(connection: Connection) -> None:
+    """Create every table in a new database. A default organisation with a default workspace is there from the start,
+    so that the first key needs neither to be made."""
+    metadata.create_all(connection)
+    default = {"id": "default", "name": "Default", "created_at": time.time(), "revision": 1}
+    connection.execute(organizations.insert().values(default))
+    connection.execute(workspaces.insert().values({**default, "organization_id": "default"}))
+    connection.execute(tenant_revision.insert().values(id=1, revision=1))

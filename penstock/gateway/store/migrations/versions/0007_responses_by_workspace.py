@@ -6,8 +6,6 @@ from alembic import op
 
 revision = "0007_responses_by_workspace"
 down_revision = "0006_releases"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0008_stored_objects"
 down_revision = "0007_responses_by_workspace"
-branch_labels = None
-depends_on = None
 
 _INDEX = "ix_stored_objects_workspace_id_kind_parent_id_id"
 
