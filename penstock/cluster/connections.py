@@ -4,11 +4,11 @@ and statistics. Decides nothing and sends no request."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 
@@ -178,23 +178,8 @@ class Connections:
         self.by_id[member.id] = Connection(member, client)
         client.start()
 
-    def _connect_by_zmq(
-        self,
-        member: Member,
-        *,
-        on_ready: Callable[[], None],
-        on_stats: Callable[[EngineStats], None],
-        on_events: Callable[[Sequence[TokenEvent]], None],
-        on_kv_events: Callable[[tuple[KVEvent, ...]], None],
-    ) -> ReplicaClient:
-        return ZmqEngineClient(
-            member.endpoint,
-            context=self._context,
-            on_ready=on_ready,
-            on_stats=on_stats,
-            on_events=on_events,
-            on_kv_events=on_kv_events,
-        )
+    def _connect_by_zmq(self, member: Member, **callbacks: Any) -> ReplicaClient:
+        return ZmqEngineClient(member.endpoint, context=self._context, **callbacks)
 
     def _learn_models(self) -> None:
         """Objects built from a model's description must not be rebuilt needlessly: the known description stays for as

@@ -8,9 +8,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
 
 from penstock.cluster.control_messages import (
     Directive,
@@ -27,11 +26,10 @@ from penstock.cluster.control_messages import (
     decode_from_control,
     encode_line,
 )
-from penstock.cluster.release_traffic import ReleaseTraffic, TrafficFleet
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.release_traffic import ReleaseTraffic
 from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
 from penstock.core.errors import EngineUnavailable, error_from_code
-from penstock.dispatch.requests import WaitingRoom
-from penstock.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +39,8 @@ MAX_LINE_BYTES = 1 << 24
 _AWAY = "The control plane of this server does not answer."
 
 
-class ReportingFleet(TrafficFleet, Protocol):
-    """The part of the fleet that the control link needs."""
-
-    @property
-    def router(self) -> Router: ...
-
-    on_wait: Callable[[], None]
-
-    @property
-    def waiting(self) -> WaitingRoom: ...
-
-    @property
-    def reasons(self) -> Mapping[str, int]: ...
-
-    @property
-    def routed_tokens(self) -> int: ...
-
-    @property
-    def matched_tokens(self) -> int: ...
-
-
 class ControlLink:
-    def __init__(self, socket: Path, fleet: ReportingFleet, *, interval_s: float = REPORT_INTERVAL_S) -> None:
+    def __init__(self, socket: Path, fleet: Fleet, *, interval_s: float = REPORT_INTERVAL_S) -> None:
         self._socket = socket
         self._fleet = fleet
         self._interval_s = interval_s

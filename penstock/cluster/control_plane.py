@@ -36,7 +36,8 @@ from penstock.cluster.figures import RecentTimes
 from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaSpec
-from penstock.cluster.scaling import PoolScaler, ReplicaManager
+from penstock.cluster.scaling import PoolScaler
+from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import ClusterView, PoolView, ReplicaView, RoutingView
 from penstock.core.errors import PenstockError
@@ -66,7 +67,7 @@ class ControlPlane:
 
     def __init__(
         self,
-        manager: ReplicaManager,
+        manager: Supervisor,
         pools: Sequence[tuple[ReplicaSpec, AutoscalerConfig | None]],
         store: ReleaseStore,
         resolve_weights: Resolve,

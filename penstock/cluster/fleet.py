@@ -17,7 +17,7 @@ from random import Random, SystemRandom
 from typing import Any, BinaryIO, Protocol
 
 from penstock.cluster.connections import Connections
-from penstock.cluster.replica import Connector, Member
+from penstock.cluster.replica import Connector, Member, OnError, OnEvent
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.messages import EngineReady, EngineStats, KVEvent
@@ -62,8 +62,8 @@ class FleetObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    on_event: Callable[[TokenEvent], None]
-    on_error: Callable[[PenstockError], None]
+    on_event: OnEvent
+    on_error: OnError
 
 
 class Fleet:
@@ -197,14 +197,7 @@ class Fleet:
     def on_kv_events(self, replica_id: str, events: tuple[KVEvent, ...]) -> None:
         self._carry_out(self.dispatcher.kv_events(replica_id, events, self._clock.now()))
 
-    def add(
-        self,
-        request: Request,
-        *,
-        timeout_s: float | None,
-        on_event: Callable[[TokenEvent], None],
-        on_error: Callable[[PenstockError], None],
-    ) -> None:
+    def add(self, request: Request, *, timeout_s: float | None, on_event: OnEvent, on_error: OnError) -> None:
         self._callers[request.id] = _Caller(on_event, on_error)
         self._carry_out(self.dispatcher.add(request, self._clock.now(), timeout_s=timeout_s))
 

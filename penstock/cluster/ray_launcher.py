@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.cluster.endpoints import KeyPair, with_key
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
+from penstock.cluster.transport import KeyPair, with_key
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.installation import install_command
 

@@ -46,19 +46,6 @@ class ReleaseStore(Protocol):
         ...
 
 
-class MemoryReleases:
-    """Keeps records in memory, for a server without a database and for tests."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, ReleaseRecord] = {}
-
-    async def load(self) -> tuple[ReleaseRecord, ...]:
-        return tuple(self._records.values())
-
-    async def save(self, record: ReleaseRecord) -> None:
-        self._records[record.id] = record
-
-
 def serving_spec(spec: ReplicaSpec, records: Iterable[ReleaseRecord]) -> ReplicaSpec:
     """Return what to start for `spec`, which comes from the server's settings: the candidate of the last release that
     was promoted, or was about to be, under these settings."""

@@ -13,7 +13,8 @@ from math import ceil
 from penstock.cluster.figures import EvidenceCollector
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.scaling import PoolScaler, ReplicaManager
+from penstock.cluster.scaling import PoolScaler
+from penstock.cluster.supervisor import Supervisor
 from penstock.control.release import Happening, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseView
 from penstock.core.errors import PenstockError
@@ -32,7 +33,7 @@ class ReleaseRun:
         self,
         record: ReleaseRecord,
         pools: Sequence[PoolScaler],
-        manager: ReplicaManager,
+        manager: Supervisor,
         store: ReleaseStore,
         announce: Callable[[], Awaitable[None]],
         interval_s: float,

@@ -8,14 +8,13 @@ the copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import ActiveRelease, ModelReport, Sample
-from penstock.cluster.replica import Member
+from penstock.cluster.fleet import Fleet
 from penstock.control.release import Releases, Stage
 from penstock.core.errors import (
     DeadlineExceeded,
@@ -40,24 +39,6 @@ _CALLERS_FAULT = (InvalidRequest, RateLimited, DeadlineExceeded, ShuttingDown)
 _HIDDEN = (Stage.WARMING, Stage.SHADOW)
 
 
-class TrafficFleet(Protocol):
-    """The part of the fleet that release traffic needs."""
-
-    @property
-    def members(self) -> Sequence[Member]: ...
-
-    def add(
-        self,
-        request: Request,
-        *,
-        timeout_s: float | None,
-        on_event: Callable[[TokenEvent], None],
-        on_error: Callable[[PenstockError], None],
-    ) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-
 @dataclass(slots=True)
 class _Pair:
     """A request and its mirrored copy, until both are answered."""
@@ -71,7 +52,7 @@ class _Pair:
 class ReleaseTraffic:
     """Implements `fleet.FleetObserver`, and chooses the revision of every attempt."""
 
-    def __init__(self, fleet: TrafficFleet, only_model: Callable[[], str | None]) -> None:
+    def __init__(self, fleet: Fleet, only_model: Callable[[], str | None]) -> None:
         self._fleet = fleet
         self._only_model = only_model  # the model of a request that names none
         self._releases: dict[str, ActiveRelease] = {}

@@ -17,7 +17,8 @@ import msgspec
 from penstock.cluster.control_messages import ActiveRelease, Report
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, changed
 from penstock.cluster.release_run import ReleaseRun
-from penstock.cluster.scaling import PoolScaler, ReplicaManager
+from penstock.cluster.scaling import PoolScaler
+from penstock.cluster.supervisor import Supervisor
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound
@@ -33,7 +34,7 @@ class ReleaseService:
     def __init__(
         self,
         pools: Sequence[PoolScaler],
-        manager: ReplicaManager,
+        manager: Supervisor,
         store: ReleaseStore,
         resolve_weights: Resolve,
         announce: Callable[[], Awaitable[None]],

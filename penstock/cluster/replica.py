@@ -7,7 +7,7 @@ is a module of its own. Callbacks of connections run on the caller's event loop 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,9 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 from penstock.dispatch import Role
 from penstock.router import Replica
+
+OnEvent: TypeAlias = Callable[[TokenEvent], None]
+OnError: TypeAlias = Callable[[PenstockError], None]
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,14 +105,7 @@ class EngineClient(Protocol):
         """Return the sum over the engines that serve one model."""
         ...
 
-    def add(
-        self,
-        request: Request,
-        *,
-        timeout_s: float | None,
-        on_event: Callable[[TokenEvent], None],
-        on_error: Callable[[PenstockError], None],
-    ) -> None:
+    def add(self, request: Request, *, timeout_s: float | None, on_event: OnEvent, on_error: OnError) -> None:
         """Send a request. `on_event` is called for every TokenEvent up to the one with a finish_reason; or
         `on_error` is called once, and nothing follows."""
         ...
@@ -135,7 +131,7 @@ class ReplicaClient(Protocol):
         request: Request,
         *,
         timeout_s: float | None,
-        on_error: Callable[[PenstockError], None],
+        on_error: OnError,
         kv_source: KVSource | None = None,
     ) -> None:
         """Send a request. The connector's `on_events` gets the answer; or `on_error` is called once, and nothing

@@ -1,7 +1,7 @@
 """Carries out what the autoscaler decides for one pool of replicas: gathers its signals, starts, drains and stops.
 
 A pool is the replicas of one model and role, which are interchangeable. `control/autoscaler` decides how many there
-should be; a `ReplicaManager`, which the supervisor implements, starts and stops them.
+should be; the supervisor starts and stops them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import Report, Sample
 from penstock.cluster.figures import RecentRate, RecentTimes
 from penstock.cluster.replica import Member, ReplicaSpec
+from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import (
     Action,
     Autoscaler,
@@ -33,7 +34,6 @@ from penstock.control.autoscaler import (
 from penstock.core.cluster_view import PoolView
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import ConfigError, NotFound, PenstockError
-from penstock.core.messages import EngineReady, EngineStats
 from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -72,32 +72,6 @@ def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | 
         down_cooldown_s=config.scale_down_pause_s,
         idle_to_zero_s=config.scale_to_zero_after_s,
     )
-
-
-class ReplicaManager(Protocol):
-    """The part of the supervisor that the control plane needs."""
-
-    def members(self) -> tuple[Member, ...]: ...
-
-    def stats(self, replica_id: str) -> EngineStats: ...
-
-    def ready(self, replica_id: str) -> EngineReady | None:
-        """Return what the replica serves; None while it loads."""
-        ...
-
-    async def launch(self, spec: ReplicaSpec) -> str:
-        """Start a replica, which is a member at once. Returns its id when it is ready."""
-        ...
-
-    async def drain(self, replica_id: str, timeout_s: float) -> bool:
-        """Send a replica no new requests. Returns when it has none left, or after `timeout_s`."""
-        ...
-
-    def resume(self, replica_id: str) -> bool:
-        """Take a replica out of draining. Returns False when that is too late."""
-        ...
-
-    async def stop(self, replica_id: str) -> None: ...
 
 
 class PoolFigures:
@@ -154,7 +128,7 @@ class PoolScaler:
 
     def __init__(
         self,
-        manager: ReplicaManager,
+        manager: Supervisor,
         spec: ReplicaSpec,
         config: AutoscalerConfig | None,
         drain_timeout_s: float,

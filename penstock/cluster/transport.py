@@ -2,6 +2,10 @@
 
 Runs on the event loop of the gateway, without threads: the socket's file descriptor wakes the loop, which reads until
 the socket is empty. Knows no engine, no HTTP and no policy. The engine's end is in `worker`.
+
+An endpoint is a socket file of this machine, or `tcp://host:port#key` on the network. All traffic on the network is
+encrypted (CURVE), and only clients with the key get an answer, because a CURVE server never sends its public key. The
+key is made for one engine process, travels with the endpoint alone, and is never logged.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
-from penstock.cluster.endpoints import connect
 from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import (
@@ -35,6 +39,45 @@ from penstock.core.messages import (
 )
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """The keys of one engine. The public key is only for clients that may reach the engine."""
+
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return "KeyPair()"
+
+    @staticmethod
+    def make() -> KeyPair:
+        public, secret = zmq.curve_keypair()
+        return KeyPair(public.decode(), secret.decode())
+
+
+def with_key(address: str, public_key: str) -> str:
+    return f"{address}#{public_key}"
+
+
+def bind(socket: zmq.Socket[Any], address: str, secret_key: str | None) -> None:
+    """Bind a socket to an address without a key."""
+    if secret_key is not None:
+        socket.curve_secretkey = secret_key.encode()
+        socket.curve_server = True
+    socket.bind(address)
+
+
+def connect(socket: zmq.Socket[Any], endpoint: str) -> None:
+    address, _, server_key = endpoint.partition("#")
+    if server_key:
+        public, secret = zmq.curve_keypair()
+        socket.curve_publickey = public
+        socket.curve_secretkey = secret
+        socket.curve_serverkey = server_key.encode()
+    socket.connect(address)
+
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from penstock.cluster.endpoints import KeyPair, bind, connect, with_key
+from penstock.cluster.transport import KeyPair, bind, connect, with_key
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
 from penstock.core.log_format import set_up_logs

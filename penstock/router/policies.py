@@ -6,11 +6,17 @@ A policy gets randomness, the loads and the matched prefixes of all candidates. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.router.load import ReplicaLoad, number_of, score
 from penstock.router.request import RandomSource, Reason, RoutingRequest
+
+Candidates: TypeAlias = Sequence[ReplicaLoad]
+Matches: TypeAlias = Mapping[
+    ReplicaLoad, int
+]  # prompt tokens that a candidate holds, for candidates that hold any
+Pick: TypeAlias = tuple[ReplicaLoad, Reason]
 
 
 class Policy(Protocol):
@@ -18,13 +24,9 @@ class Policy(Protocol):
     reads_prefixes: ClassVar[bool]  # whether the policy uses `matches`, which cost most of a decision
 
     def pick(
-        self,
-        request: RoutingRequest,
-        candidates: Sequence[ReplicaLoad],
-        matches: Mapping[ReplicaLoad, int],
-        rng: RandomSource,
-    ) -> tuple[ReplicaLoad, Reason]:
-        """`matches`: prompt tokens that a candidate holds, for candidates that hold any."""
+        self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
+    ) -> Pick:
+        """Pick one of the candidates, and say what decided."""
         ...
 
 
@@ -38,12 +40,8 @@ class RoundRobin:
         self._turn = 0
 
     def pick(
-        self,
-        request: RoutingRequest,
-        candidates: Sequence[ReplicaLoad],
-        matches: Mapping[ReplicaLoad, int],
-        rng: RandomSource,
-    ) -> tuple[ReplicaLoad, Reason]:
+        self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
+    ) -> Pick:
         self._turn += 1
         return candidates[(self._turn - 1) % len(candidates)], Reason.TURN
 
@@ -56,12 +54,8 @@ class LeastLoaded:
     reads_prefixes: ClassVar[bool] = False
 
     def pick(
-        self,
-        request: RoutingRequest,
-        candidates: Sequence[ReplicaLoad],
-        matches: Mapping[ReplicaLoad, int],
-        rng: RandomSource,
-    ) -> tuple[ReplicaLoad, Reason]:
+        self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
+    ) -> Pick:
         first = int(rng.random() * len(candidates))
         best = candidates[first]
         best_load = _load(best)
@@ -81,12 +75,8 @@ class PowerOfTwo:
     reads_prefixes: ClassVar[bool] = False
 
     def pick(
-        self,
-        request: RoutingRequest,
-        candidates: Sequence[ReplicaLoad],
-        matches: Mapping[ReplicaLoad, int],
-        rng: RandomSource,
-    ) -> tuple[ReplicaLoad, Reason]:
+        self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
+    ) -> Pick:
         count = len(candidates)
         first = int(rng.random() * count)
         if count == 1:
@@ -108,12 +98,8 @@ class SessionAffinity:
         self._without_key = LeastLoaded()
 
     def pick(
-        self,
-        request: RoutingRequest,
-        candidates: Sequence[ReplicaLoad],
-        matches: Mapping[ReplicaLoad, int],
-        rng: RandomSource,
-    ) -> tuple[ReplicaLoad, Reason]:
+        self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
+    ) -> Pick:
         if request.affinity_key is None:
             return self._without_key.pick(request, candidates, matches, rng)
         total = sum(candidate.num_requests for candidate in candidates)
@@ -148,12 +134,8 @@ class PrefixAware:
         self._affinity_share = affinity_share
 
     def pick(
-        self,
-        request: RoutingRequest,
-        candidates: Sequence[ReplicaLoad],
-        matches: Mapping[ReplicaLoad, int],
-        rng: RandomSource,
-    ) -> tuple[ReplicaLoad, Reason]:
+        self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
+    ) -> Pick:
         num_tokens = request.num_prompt_tokens
         block_size = candidates[0].replica.block_size
         num_blocks = (num_tokens + request.expected_output_tokens) // block_size + 1

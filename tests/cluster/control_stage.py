@@ -14,7 +14,7 @@ from penstock.cluster.control_link import ControlLink
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
-from penstock.cluster.release_record import MemoryReleases, ReleaseStore, revision_of
+from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, revision_of
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
@@ -27,6 +27,19 @@ WAIT_S = 30.0
 INTERVAL_S = 0.05
 ENGINE = EngineConfig(model=ModelConfig(model="echo"), cache=CacheConfig(num_kv_blocks=4096), num_threads=1)
 SPEC = ReplicaSpec(model="echo", engine=ENGINE, model_path="echo", revision=revision_of(ENGINE, "echo"))
+
+
+class MemoryReleases:
+    """Implements `ReleaseStore` in memory."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, ReleaseRecord] = {}
+
+    async def load(self) -> tuple[ReleaseRecord, ...]:
+        return tuple(self._records.values())
+
+    async def save(self, record: ReleaseRecord) -> None:
+        self._records[record.id] = record
 
 
 async def resolve(name: str) -> str:

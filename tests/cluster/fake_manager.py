@@ -13,7 +13,7 @@ from penstock.router import Replica, ReplicaState
 
 
 class FakeManager:
-    """Implements `scaling.ReplicaManager`."""
+    """Has the methods of `supervisor.Supervisor` that pools and releases call."""
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from penstock.cluster.endpoints import KeyPair, bind, connect, with_key
+from penstock.cluster.transport import KeyPair, bind, connect, with_key
 
 
 @pytest.fixture

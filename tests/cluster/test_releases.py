@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.cluster.release_record import MemoryReleases, serving_spec
+from penstock.cluster.release_record import serving_spec
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound
-from tests.cluster.control_stage import SPEC, Stage, open_stage
+from tests.cluster.control_stage import SPEC, MemoryReleases, Stage, open_stage
 
 POLICY = {
     "mirrored_share": 0.5,
