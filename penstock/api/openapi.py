@@ -23,7 +23,7 @@ from penstock.api.admin.adapters import (
     LoadAdapter,
     UnloadAdapter,
 )
-from penstock.api.admin.fleet import ReleaseList, ReleaseObject, WhichModel
+from penstock.api.admin.fleet import USAGE_PARAMETERS, ReleaseList, ReleaseObject, WhichModel
 from penstock.api.admin.service import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -46,7 +46,6 @@ from penstock.api.admin.tenants import (
     WorkspaceList,
     WorkspaceObject,
 )
-from penstock.api.admin.usage import PARAMETERS as USAGE_PARAMETERS
 from penstock.api.anthropic.answers import Message
 from penstock.api.anthropic.batches import (
     CreateMessageBatch,
@@ -89,7 +88,7 @@ from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.stored_chats import CompletionChanges, CompletionDeleted, StoredList
 from penstock.api.openai.uploads import CompleteUpload, NewUpload, UploadObject, UploadPart
 from penstock.core.cluster_view import ClusterView, ReleaseOrder
-from penstock.gateway.ledger.report import UsagePage
+from penstock.gateway.ledger.usage_store import UsagePage
 
 PATH = "/openapi.json"
 JSON = "application/json"

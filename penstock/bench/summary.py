@@ -1,6 +1,8 @@
-"""Computes percentiles, throughput and ratios from the outcomes of requests.
+"""Computes percentiles, throughput and ratios from the outcomes of requests, and shows them as tables for a terminal
+or as plots.
 
-Failed requests count as errors and appear in no latency and no throughput.
+Failed requests count as errors and appear in no latency and no throughput. matplotlib comes with the extra `plot` and
+is imported only to draw.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
+from rich.table import Table
 
-from penstock.bench.load import LoadResult, Target
+from penstock.bench.load import LoadResult, OfflineSummary, Target
 from penstock.bench.workload import Workload
 from penstock.core.errors import UsageError
 from penstock.core.figures import percentile
+from penstock.core.installation import install_command
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -139,3 +144,147 @@ def write_json(path: Path, report: Any) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     except OSError as error:
         raise UsageError(f"The report {path} cannot be written: {error.strerror}.") from error
+
+
+def serve_table(summary: Summary) -> Table:
+    table = Table(title=f"{summary.server}: {summary.workload}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for heading in ("mean", "p50", "p90", "p95", "p99", "max"):
+        table.add_column(heading, justify="right")
+    _add_distribution(table, "First token, ms", summary.ttft_ms)
+    _add_distribution(table, "Between tokens, ms", summary.itl_ms)
+    _add_distribution(table, "End to end, ms", summary.e2e_ms)
+    return table
+
+
+def totals_line(summary: Summary) -> str:
+    return (
+        f"{summary.output_tokens_per_s:,.1f} output tokens/s, {summary.input_tokens_per_s:,.1f} input tokens/s, "
+        f"{summary.requests_per_s:,.2f} requests/s; {summary.num_completed} answers and {summary.num_errors} "
+        f"errors in {summary.duration_s:,.1f} s; {summary.num_cached_tokens:,} prompt tokens from cache"
+    )
+
+
+def comparison_table(runs: Sequence[Sequence[Summary]]) -> Table:
+    """Return a table with one group of rows per workload. Ratios compare the first server with the others."""
+    table = Table(
+        caption="Latencies in ms. (n ×): how many times better the first server is.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for heading in ("workload", "server"):
+        table.add_column(heading)
+    for heading in ("output tok/s", "TTFT p50", "ITL p50", "e2e p50", "errors"):
+        table.add_column(heading, justify="right")
+    for servers in runs:
+        ours = servers[0]
+        for summary in servers:
+            ratios = NO_RATIOS if summary is ours else compare(ours, summary)
+            table.add_row(
+                summary.workload if summary is ours else "",
+                summary.server,
+                _figure(summary.output_tokens_per_s, ratios.output_tokens_per_s),
+                _figure(median_of(summary.ttft_ms), ratios.ttft_p50),
+                _figure(median_of(summary.itl_ms), ratios.itl_p50),
+                _figure(median_of(summary.e2e_ms), ratios.e2e_p50),
+                str(summary.num_errors),
+                end_section=summary is servers[-1],
+            )
+    return table
+
+
+def offline_table(summary: OfflineSummary) -> Table:
+    table = Table(
+        title=f"{summary.model}, {summary.num_prompts} prompts at once",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for heading in ("input tokens", "output tokens", "seconds", "output tok/s", "all tok/s"):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        f"{summary.num_input_tokens:,}",
+        f"{summary.num_output_tokens:,}",
+        f"{summary.duration_s:,.2f}",
+        f"{summary.output_tokens_per_s:,.1f}",
+        f"{summary.total_tokens_per_s:,.1f}",
+    )
+    return table
+
+
+def _add_distribution(table: Table, name: str, values: Distribution | None) -> None:
+    if values is None:
+        table.add_row(name, *(["–"] * 6))
+        return
+    figures = (values.mean, values.p50, values.p90, values.p95, values.p99, values.max)
+    table.add_row(name, *(f"{figure:,.1f}" for figure in figures))
+
+
+def _figure(value: float | None, ratio: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.1f}" + ("" if ratio is None else f" ({ratio:.2f} ×)")
+
+
+def require_matplotlib() -> None:
+    """Raise UsageError before a long measurement, not after it, if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError(
+            "A plot needs matplotlib, which is not installed.", hint=f"Run `{install_command('plot')}`."
+        ) from error
+    matplotlib.use("Agg")  # files only, no window system
+
+
+def plot_latencies(path: Path, summary: Summary, result: LoadResult) -> None:
+    """Draw the cumulative distributions of the three latencies of one run."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    good = [outcome for outcome in result.outcomes if outcome.error is None]
+    panels = {
+        "Time to first token, ms": [o.first_token_s - o.start_s for o in good if o.first_token_s is not None],
+        "Between tokens, ms": [gap for outcome in good for gap in outcome.gaps_s],
+        "End to end, ms": [o.end_s - o.start_s for o in good if o.end_s is not None],
+    }
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure.suptitle(
+        f"{summary.server}: {summary.workload}, {summary.output_tokens_per_s:,.1f} output tokens/s",
+        fontsize=11,
+    )
+    for axes, (title, samples) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        ordered = [1e3 * sample for sample in sorted(samples)]
+        shares = [100 * (rank + 1) / len(ordered) for rank in range(len(ordered))]
+        axes.plot(ordered, shares, drawstyle="steps-post")
+        axes.set(xlabel=title, ylabel="samples, %", ylim=(0, 101))
+        axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def plot_comparison(path: Path, runs: Sequence[Sequence[Summary]]) -> None:
+    """Draw the output throughput of every server for every workload."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3 + 2.2 * len(runs), 4.5), layout="constrained")
+    axes = figure.subplots()
+    names = [summary.server for summary in runs[0]]
+    width = 0.8 / len(names)
+    for position, name in enumerate(names):
+        heights = [servers[position].output_tokens_per_s for servers in runs]
+        offsets = [group + (position - (len(names) - 1) / 2) * width for group in range(len(runs))]
+        bars = axes.bar(offsets, heights, width, label=name)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks(
+        range(len(runs)), [servers[0].workload.replace(", ", "\n") for servers in runs], fontsize=8
+    )
+    axes.set_ylabel("output tokens/s")
+    axes.legend()
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:  # ValueError: an unknown file type
+        raise UsageError(f"The plot {path} cannot be written: {error}.") from error

@@ -14,7 +14,7 @@ MODULES = {
     "serve": "serve",
     "top": "top",
     "release": "release",
-    "pull": "pull",
+    "pull": "models",
     "list": "models",
     "show": "models",
     "rm": "models",

@@ -98,8 +98,14 @@ def bench_serve(
       penstock bench serve --rate 4 --input-len 100:1024 --json report.json --plot report.png
     """
     from penstock.bench.load import find_target
-    from penstock.bench.report import plot_latencies, require_matplotlib, serve_table, totals_line
-    from penstock.bench.summary import summarize, write_json
+    from penstock.bench.summary import (
+        plot_latencies,
+        require_matplotlib,
+        serve_table,
+        summarize,
+        totals_line,
+        write_json,
+    )
 
     if plot_file:
         require_matplotlib()
@@ -149,8 +155,15 @@ def bench_compare(
       penstock bench compare --peer llama.cpp=http://127.0.0.1:8080
     """
     from penstock.bench.load import find_target
-    from penstock.bench.report import comparison_table, plot_comparison, require_matplotlib
-    from penstock.bench.summary import compare, median_run, summarize, write_json
+    from penstock.bench.summary import (
+        compare,
+        comparison_table,
+        median_run,
+        plot_comparison,
+        require_matplotlib,
+        summarize,
+        write_json,
+    )
 
     if plot_file:
         require_matplotlib()
@@ -206,8 +219,7 @@ def bench_offline(
       penstock bench offline --requests 32 --input-len 128 --output-len 64
     """
     from penstock.bench.load import measure_offline
-    from penstock.bench.report import offline_table
-    from penstock.bench.summary import write_json
+    from penstock.bench.summary import offline_table, write_json
     from penstock.core.clock import SystemClock
 
     lengths = IntRange.parse(input_len), IntRange.parse(output_len)

@@ -11,8 +11,8 @@ import click
 
 from penstock.cli.console import configure_logging
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.serve.config import did_you_mean
 from penstock.serve.environment import DEBUG_VARIABLE
-from penstock.serve.setting import did_you_mean
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from penstock.cli.commands import PenstockCommand, PenstockGroup
+from penstock.cli.commands import PenstockGroup
 from penstock.cli.console import json_option, print_facts, print_json, print_rows, shown_time
 from penstock.cli.options import config_options
 from penstock.cli.tenants import actor_name, after_option, in_directory, limit_option, place, say_more
@@ -67,7 +67,7 @@ def keys() -> None:
     """
 
 
-@keys.command(cls=PenstockCommand, short_help="Make a key and show it once.")
+@keys.command(short_help="Make a key and show it once.")
 @click.option("--name", required=True, help="What the key is for.")
 @click.option(
     "--workspace", default="default", show_default=True, metavar="ID", help="Workspace that owns the key."
@@ -115,7 +115,7 @@ def create(
     click.echo(issued.secret)
 
 
-@keys.command("list", cls=PenstockCommand, short_help="List keys, newest first.")
+@keys.command("list", short_help="List keys, newest first.")
 @click.option("--workspace", metavar="ID", help="Only the keys of this workspace.")
 @limit_option
 @after_option
@@ -141,7 +141,7 @@ def list_keys(
     say_more(page.has_more, page.data[-1].id)
 
 
-@keys.command(cls=PenstockCommand, short_help="Show one key.")
+@keys.command(short_help="Show one key.")
 @click.argument("key_id")
 @json_option
 @config_options(StoreConfig)
@@ -154,7 +154,7 @@ def show(key_id: str, as_json: bool, config: StoreConfig) -> None:
         print_facts(_facts(key))
 
 
-@keys.command(cls=PenstockCommand, short_help="Change what a key may do.")
+@keys.command(short_help="Change what a key may do.")
 @click.argument("key_id")
 @click.option("--name", help="A new name.")
 @_scope_option
@@ -181,7 +181,7 @@ def update(key_id: str, as_json: bool, config: StoreConfig, **given: Any) -> Non
     print_facts(_facts(key))
 
 
-@keys.command(cls=PenstockCommand, short_help="Revoke a key for good.")
+@keys.command(short_help="Revoke a key for good.")
 @click.argument("key_id")
 @json_option
 @config_options(StoreConfig)

@@ -19,6 +19,8 @@ from penstock.serve.config import (
     ENGINE_SECTIONS,
     SERVE_SECTIONS,
     STORE_SECTIONS,
+    Section,
+    Setting,
     read_config_file,
     resolve,
     settings,
@@ -33,7 +35,6 @@ from penstock.serve.environment import (
     REDIS_URL_VARIABLE,
     URL_VARIABLE,
 )
-from penstock.serve.setting import Section, Setting
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.commands import PenstockCommand, PenstockGroup
+from penstock.cli.commands import PenstockGroup
 from penstock.cli.console import json_option, print_facts, print_json, shown_time
 from penstock.cli.options import server_options
 from penstock.core.errors import ConfigError, UsageError
@@ -22,6 +23,14 @@ WATCH_INTERVAL_S = 1.0
 _GATE_FLAGS = ("min_requests", "min_compared", "max_divergence", "max_ttft_ratio", "max_itl_ratio")
 
 _model_option = click.option("--model", metavar="NAME", help="The model, if several are served.")
+
+
+def _number(
+    flag: str, kind: click.IntRange | click.FloatRange, metavar: str, description: str
+) -> Callable[[Any], Any]:
+    return click.option(flag, type=kind, metavar=metavar, help=description)
+
+
 _watch_option = click.option("--watch", is_flag=True, help="Follow the release until it is over.")
 
 
@@ -41,7 +50,7 @@ def release() -> None:
     """
 
 
-@release.command(cls=PenstockCommand, short_help="Start a release.")
+@release.command(short_help="Start a release.")
 @_model_option
 @click.option("--weights", metavar="MODEL", help="New weights, as `penstock serve MODEL` takes them.")
 @click.option(
@@ -59,47 +68,28 @@ def release() -> None:
     metavar="SHARES",
     help="Growing shares of requests for the new revision, separated by commas.  [default: 0.01,0.05,0.25,0.5]",
 )
-@click.option(
-    "--mirror",
-    type=click.FloatRange(0, 1),
-    metavar="SHARE",
-    help="Share of requests to mirror at first.  [default: 0.1]",
+@_number("--mirror", click.FloatRange(0, 1), "SHARE", "Share of requests to mirror at first.  [default: 0.1]")
+@_number("--stage-s", click.FloatRange(0), "SECONDS", "Shortest time for each step.  [default: 60]")
+@_number(
+    "--min-requests", click.IntRange(1), "N", "Requests of each revision that a step needs.  [default: 200]"
 )
-@click.option(
-    "--stage-s",
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="Shortest time for each step.  [default: 60]",
+@_number(
+    "--min-compared", click.IntRange(0), "N", "Mirrored answers that must have been compared.  [default: 50]"
 )
-@click.option(
-    "--min-requests",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Requests of each revision that a step needs.  [default: 200]",
+@_number(
+    "--max-divergence", click.FloatRange(0, 1), "SHARE", "Compared answers that may differ.  [default: 0.2]"
 )
-@click.option(
-    "--min-compared",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Mirrored answers that must have been compared.  [default: 50]",
-)
-@click.option(
-    "--max-divergence",
-    type=click.FloatRange(0, 1),
-    metavar="SHARE",
-    help="Compared answers that may differ.  [default: 0.2]",
-)
-@click.option(
+@_number(
     "--max-ttft-ratio",
-    type=click.FloatRange(0),
-    metavar="RATIO",
-    help="Allowed ratio of the p95 time to first token, new to old.  [default: 1.25]",
+    click.FloatRange(0),
+    "RATIO",
+    "Allowed ratio of the p95 time to first token, new to old.  [default: 1.25]",
 )
-@click.option(
+@_number(
     "--max-itl-ratio",
-    type=click.FloatRange(0),
-    metavar="RATIO",
-    help="Allowed ratio of the p95 time between tokens, new to old.  [default: 1.25]",
+    click.FloatRange(0),
+    "RATIO",
+    "Allowed ratio of the p95 time between tokens, new to old.  [default: 1.25]",
 )
 @_watch_option
 @json_option
@@ -131,7 +121,7 @@ def start(
             _watch(client, model)
 
 
-@release.command(cls=PenstockCommand, short_help="Show the current or last release.")
+@release.command(short_help="Show the current or last release.")
 @_model_option
 @_watch_option
 @json_option
@@ -150,7 +140,7 @@ def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str
             _watch(client, model)
 
 
-@release.command(cls=PenstockCommand, short_help="Give all traffic to the new revision now.")
+@release.command(short_help="Give all traffic to the new revision now.")
 @_model_option
 @json_option
 @server_options
@@ -160,7 +150,7 @@ def promote(model: str | None, as_json: bool, url: str, api_key: str | None) -> 
         _show(client.promote_release(model), as_json=as_json)
 
 
-@release.command(cls=PenstockCommand, short_help="Take the new revision out of service.")
+@release.command(short_help="Take the new revision out of service.")
 @_model_option
 @json_option
 @server_options

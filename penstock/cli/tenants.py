@@ -96,7 +96,7 @@ def workspaces() -> None:
     """
 
 
-@organizations.command("create", cls=PenstockCommand, short_help="Make an organisation.")
+@organizations.command("create", short_help="Make an organisation.")
 @click.argument("name")
 @json_option
 @config_options(StoreConfig)
@@ -106,7 +106,7 @@ def create_organization(name: str, as_json: bool, config: StoreConfig) -> None:
     _report("Made", made, as_json, config)
 
 
-@organizations.command("list", cls=PenstockCommand, short_help="List organisations, newest first.")
+@organizations.command("list", short_help="List organisations, newest first.")
 @limit_option
 @after_option
 @json_option
@@ -118,32 +118,7 @@ def list_organizations(limit: int, after: str | None, as_json: bool, config: Sto
     _print_page(page, as_json, ("ID", "NAME", "MADE", "ARCHIVED"), rows)
 
 
-@organizations.command("rename", cls=PenstockCommand, short_help="Give an organisation another name.")
-@click.argument("organization_id")
-@click.argument("name")
-@json_option
-@config_options(StoreConfig)
-def rename_organization(organization_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
-    """Change the name of an organisation to NAME. The id stays the same."""
-    renamed = in_directory(
-        config, lambda directory: directory.rename_organization(_actor(), organization_id, name)
-    )
-    _report("Renamed", renamed, as_json, config)
-
-
-@organizations.command("archive", cls=PenstockCommand, short_help="Archive an organisation and end its keys.")
-@click.argument("organization_id")
-@json_option
-@config_options(StoreConfig)
-def archive_organization(organization_id: str, as_json: bool, config: StoreConfig) -> None:
-    """Archive an organisation. All keys of its workspaces stop working; its usage is kept."""
-    archived = in_directory(
-        config, lambda directory: directory.archive_organization(_actor(), organization_id)
-    )
-    _report("Archived", archived, as_json, config)
-
-
-@workspaces.command("create", cls=PenstockCommand, short_help="Make a workspace.")
+@workspaces.command("create", short_help="Make a workspace.")
 @click.argument("name")
 @click.option(
     "--organization",
@@ -160,7 +135,7 @@ def create_workspace(name: str, organization: str, as_json: bool, config: StoreC
     _report("Made", made, as_json, config)
 
 
-@workspaces.command("list", cls=PenstockCommand, short_help="List workspaces, newest first.")
+@workspaces.command("list", short_help="List workspaces, newest first.")
 @click.option("--organization", metavar="ID", help="Only the workspaces of this organisation.")
 @limit_option
 @after_option
@@ -181,25 +156,38 @@ def list_workspaces(
     _print_page(page, as_json, ("ID", "NAME", "ORGANIZATION", "MADE", "ARCHIVED"), rows)
 
 
-@workspaces.command("rename", cls=PenstockCommand, short_help="Give a workspace another name.")
-@click.argument("workspace_id")
-@click.argument("name")
-@json_option
-@config_options(StoreConfig)
-def rename_workspace(workspace_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
-    """Change the name of a workspace to NAME. The id stays the same."""
-    renamed = in_directory(config, lambda directory: directory.rename_workspace(_actor(), workspace_id, name))
-    _report("Renamed", renamed, as_json, config)
+def _add_changes(group: click.Group, method: str, noun: str, what_ends: str) -> None:
+    """Add `rename` and `archive` to the commands of organisations or workspaces. `method` is the end of the names of
+    the directory's methods."""
+    given_id = click.argument("record_id", metavar=f"{method.upper()}_ID")
+
+    @group.command(
+        short_help=f"Give {noun} another name.", help=f"Change the name of {noun}. The id stays the same."
+    )
+    @given_id
+    @click.argument("name")
+    @json_option
+    @config_options(StoreConfig)
+    def rename(record_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
+        work = f"rename_{method}"
+        renamed = in_directory(config, lambda directory: getattr(directory, work)(_actor(), record_id, name))
+        _report("Renamed", renamed, as_json, config)
+
+    @group.command(
+        short_help=f"Archive {noun} and end its keys.",
+        help=f"Archive {noun}. {what_ends} stop working; its usage is kept.",
+    )
+    @given_id
+    @json_option
+    @config_options(StoreConfig)
+    def archive(record_id: str, as_json: bool, config: StoreConfig) -> None:
+        work = f"archive_{method}"
+        archived = in_directory(config, lambda directory: getattr(directory, work)(_actor(), record_id))
+        _report("Archived", archived, as_json, config)
 
 
-@workspaces.command("archive", cls=PenstockCommand, short_help="Archive a workspace and end its keys.")
-@click.argument("workspace_id")
-@json_option
-@config_options(StoreConfig)
-def archive_workspace(workspace_id: str, as_json: bool, config: StoreConfig) -> None:
-    """Archive a workspace. All its keys stop working; its usage is kept."""
-    archived = in_directory(config, lambda directory: directory.archive_workspace(_actor(), workspace_id))
-    _report("Archived", archived, as_json, config)
+_add_changes(organizations, "organization", "an organisation", "All keys of its workspaces")
+_add_changes(workspaces, "workspace", "a workspace", "All its keys")
 
 
 @click.command(cls=PenstockCommand, short_help="Show the audit log of tenants and keys.")

@@ -17,8 +17,7 @@ from penstock.core.gateway_config import StoreConfig
 from penstock.serve.stores import open_database
 
 if TYPE_CHECKING:
-    from penstock.gateway.ledger.report import UsageEntry, UsagePage
-    from penstock.gateway.ledger.usage_store import UsageQuery
+    from penstock.gateway.ledger.usage_store import UsageEntry, UsagePage, UsageQuery
 
 _COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
@@ -70,8 +69,13 @@ def usage(
       penstock usage --by workspace,model --start 2026-11-01
       penstock usage --by day,key --csv > usage.csv
     """
-    from penstock.gateway.ledger.report import default_start, parse_groups, parse_moment, parse_page
-    from penstock.gateway.ledger.usage_store import UsageQuery
+    from penstock.gateway.ledger.usage_store import (
+        UsageQuery,
+        default_start,
+        parse_groups,
+        parse_moment,
+        parse_page,
+    )
 
     if as_json and as_csv:
         raise ConfigError("Choose either --json or --csv.")
@@ -108,8 +112,7 @@ def usage(
 def _read(config: StoreConfig, query: UsageQuery) -> UsagePage:
     import msgspec
 
-    from penstock.gateway.ledger.report import usage_page
-    from penstock.gateway.ledger.usage_store import usage_totals
+    from penstock.gateway.ledger.usage_store import usage_page, usage_totals
 
     database = open_database(config)
     try:

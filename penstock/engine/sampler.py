@@ -24,8 +24,8 @@ from penstock.core.plan import NOT_A_NUMBER, SampledToken, TokenLogprobs
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.batch import Samples, Staging
 from penstock.engine.grammar_masks import StepMasks
-from penstock.kernels.bitmask import forbid
 from penstock.kernels.interface import Ops, SamplingBatch
+from penstock.kernels.sampling import forbid
 
 # Below this, float32 quotients overflow; the argmax wins in any case.
 MIN_TEMPERATURE = 1e-5

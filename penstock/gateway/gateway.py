@@ -35,7 +35,7 @@ from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.queue_times import QueueTimes
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.settings.settings import TierSettings, least_urgent
-from penstock.gateway.telemetry.record import current_record
+from penstock.gateway.telemetry import current_record
 from penstock.gateway.text.caching import PromptCacheSettings
 
 

@@ -18,8 +18,7 @@ from penstock.gateway.accounts import Admission, Claim
 from penstock.gateway.answers.choice import Choice
 from penstock.gateway.answers.prompt_scores import PromptScores
 from penstock.gateway.checks import check_num_prompt_logprobs, max_tokens_lowered, resolve_max_tokens
-from penstock.gateway.external.calls import calls_for
-from penstock.gateway.external.models import ExternalModel
+from penstock.gateway.external.models import ExternalModel, calls_for
 from penstock.gateway.guards.policy import Case
 from penstock.gateway.models.catalogue import AnsweringModel
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel

@@ -9,7 +9,11 @@ until their cumulative weight passes a random share of the total. The random num
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.interface import SamplingBatch
@@ -68,3 +72,31 @@ def _mix(state: Tensor) -> Tensor:
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     """A logical shift of an int64, whose own shift is arithmetic."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def forbid_reference(logits: Tensor, rows: Sequence[int], words: Tensor) -> None:
+    """Forbid tokens by a packed bit mask: bit i % 32 of word i // 32 is set where token i may be sampled. A token
+    beyond the mask is forbidden. Takes float32 [S, V] and int32 [K, W], K rows of logits; other rows are not
+    touched."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = ((words.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)
+    num_tokens = min(allowed.shape[1], logits.shape[1])
+    index = torch.tensor(list(rows), device=logits.device)
+    masked = torch.full_like(logits[index], float("-inf"))
+    masked[:, :num_tokens] = logits[index, :num_tokens].masked_fill(~allowed[:, :num_tokens], float("-inf"))
+    logits[index] = masked
+
+
+def forbid(logits: Tensor, rows: Sequence[int], words: NDArray[np.int32]) -> None:
+    """Do the same with words from host memory. A device gets the packed words, which are 32 times smaller than its
+    logits; a CPU unpacks bytes in one pass, without torch, whose threads would contend with those of the model's
+    kernels."""
+    if logits.device.type != "cpu":
+        forbid_reference(logits, rows, torch.from_numpy(words).to(logits.device, non_blocking=True))
+        return
+    values = logits.numpy()
+    forbidden = np.unpackbits(~words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+    num_tokens = min(forbidden.shape[1], values.shape[1])
+    for row, row_forbidden in zip(rows, forbidden, strict=True):
+        np.putmask(values[row, :num_tokens], row_forbidden[:num_tokens], -np.inf)
+        values[row, num_tokens:] = -np.inf

@@ -24,8 +24,7 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layers import Decoder
-from penstock.models.llama import Llama, Mistral, Qwen2, Qwen3
-from penstock.models.mixtures import Mixtral, Qwen2MoE, Qwen3MoE
+from penstock.models.llama import Llama, Mistral, Mixtral, Qwen2, Qwen2MoE, Qwen3, Qwen3MoE
 from penstock.models.model import StagedModel
 from penstock.models.quantized_source import QuantizedSource
 from penstock.models.safetensors_source import SafetensorsSource

@@ -105,7 +105,7 @@ class WeightSource(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Of the files, so far."""
+        """Return the bytes of the files that were read so far."""
         ...
 
     def names(self) -> frozenset[str]: ...
@@ -118,7 +118,7 @@ class WeightSource(Protocol):
 
 
 class ExpertNames(NamedTuple):
-    """What a checkpoint calls the three matrices of one expert."""
+    """The names of the three matrices of one expert in a checkpoint."""
 
     gate: str
     up: str
@@ -127,8 +127,8 @@ class ExpertNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """What a rank takes of stacked matrices: some rows of each, or some columns of all. Ranks that took columns add
-    up what comes out, so the first alone adds the bias."""
+    """A rank's part of stacked matrices: some rows of each, or some columns of all. Ranks that took columns add up
+    their results, so only the first rank adds the bias."""
 
     rows: Sequence[range] | None = None
     columns: range | None = None
@@ -145,7 +145,7 @@ class NamedProduct:
 
 
 class WeightLoader:
-    """Packs a source's weights for a backend, one layer at a time, and keeps count."""
+    """Packs a source's weights for a backend, one layer at a time, and counts parameters and bytes."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class WeightLoader:
         bias: bool = False,
         part: LinearPart | None = None,
     ) -> PackedLinear:
-        """The matrices `{name}.weight`, stacked, with the vectors `{name}.bias` when `bias` is set."""
+        """Load the matrices `{name}.weight`, stacked, with the vectors `{name}.bias` if `bias` is set."""
         taken_rows = [range(height) for height in rows]
         if part is not None and part.rows is not None:
             taken_rows = list(part.rows)
@@ -238,7 +238,8 @@ class WeightLoader:
     def embedding_and_head(
         self, vocab_size: int, hidden_size: int, *, tied: bool
     ) -> tuple[PackedEmbedding | None, PackedLinear | None]:
-        """Of a pipeline, the first stage embeds and the last has the head."""
+        """Load the embedding and the head. In a pipeline, the first stage has the embedding and the last stage the
+        head."""
         is_first, is_last = self.shard.is_first_stage, self.shard.is_last_stage
         rows = self.shard.vocabulary(vocab_size)
         table: PackedEmbedding | None = None
@@ -256,7 +257,7 @@ class WeightLoader:
         return table, head
 
     def _quantized(self, name: str, rows: int, columns: int, part: Part) -> WeightData:
-        """A matrix in the type that was asked for."""
+        """Return a matrix in the type that was asked for."""
         matrix = self._matrix(name, rows, columns, part)
         if self._quantization is not None and isinstance(matrix, DenseWeight):
             return quantize(matrix, self._quantization)
@@ -287,8 +288,8 @@ _STANDARD_DEVIATION = 0.02
 
 
 class RandomSource:
-    """Matrices and biases from N(0, 0.02), norms as if they were 1. A tensor depends on the seed and its name
-    alone, not on what was asked for before: of a part, the rest is drawn too."""
+    """Random weights: matrices and biases from N(0, 0.02), and norms that act as 1. A tensor depends on the seed and
+    its name alone, so a part of it has the same numbers as in the whole."""
 
     bytes_read = 0
 
@@ -342,7 +343,8 @@ def quantize_fp8(weight: DenseWeight) -> Float8Weight:
 
 
 def quantize_int4(weight: DenseWeight) -> WeightData:
-    """Four bits with a scale and an offset for each 128 neighbours; a matrix whose rows do not divide so stays."""
+    """Round to four bits with a scale and an offset for each 128 neighbours. A matrix whose rows are no multiple of
+    that stays as it is."""
     rows, columns = weight.shape
     if columns % _INT4_GROUP:
         return weight

@@ -29,8 +29,8 @@ from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
-from penstock.gateway.models.adapter_trial import try_given
 from penstock.gateway.models.adapters import open_adapters
+from penstock.gateway.models.catalogue import try_given
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
 from penstock.gateway.tenants.authenticator import Tenants

@@ -1,6 +1,6 @@
-"""Builds the state of a gateway: the settings file, the usage ledger, and stored answers.
+"""Builds the state of a gateway: the settings file, the limiter, the usage ledger, and stored answers.
 
-The one decision made here is whether the server keeps a usage ledger.
+Two decisions are made here: whether limits are shared through Redis, and whether the server keeps a usage ledger.
 """
 
 from __future__ import annotations
@@ -11,28 +11,67 @@ import signal
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from starlette.routing import Route
 
-from penstock.api.admin.fleet import SettingsEndpoints
-from penstock.api.admin.usage import UsageEndpoints
+from penstock.api.admin.fleet import SettingsEndpoints, UsageEndpoints
 from penstock.cluster.replica import EngineClient
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import GatewayConfig
-from penstock.gateway.accounts import Accounts, Observer
+from penstock.core.installation import install_command
+from penstock.gateway.accounts import Accounts, Limiter, Observer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
 from penstock.gateway.ledger.prices import PriceSettings, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendTracker
-from penstock.gateway.ratelimits.build import RunningLimiter, build_limiter
+from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.ratelimits.refusals import LimiterMetrics
+from penstock.gateway.ratelimits.settings import LimitSettings
+from penstock.gateway.ratelimits.spend import SpendTracker
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.settings.file import SettingsFile
 from penstock.gateway.settings.settings import Settings
 from penstock.gateway.store.database import Database
 from penstock.serve.stores import data_dir
+
+
+class RunningLimiter(Limiter, Protocol):
+    """A limiter as the composition root sees it."""
+
+    metrics: LimiterMetrics
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+
+    def apply(self, settings: LimitSettings) -> None:
+        """Take over new limits. What callers have used, run and owe stays."""
+        ...
+
+
+def build_limiter(
+    config: GatewayConfig,
+    settings: LimitSettings | None = None,
+    *,
+    spending: SpendTracker | None = None,
+    num_processes: int = 1,
+) -> RunningLimiter:
+    """Build the limiter. With Redis, all processes share every limit. Without Redis, or while Redis is away, each of
+    `num_processes` grants an equal part of every limit."""
+    settings = settings or LimitSettings()
+    local = LocalLimiter(settings, spending=spending, share=1 / num_processes)
+    if config.redis_url is None:
+        return local
+    try:
+        from penstock.gateway.ratelimits.shared import RedisLimiter
+    except ImportError as error:
+        raise ConfigError(
+            "Limits shared through Redis need the redis package.", hint=f"Run: {install_command('redis')}"
+        ) from error
+    return RedisLimiter.at(config.redis_url, settings, local, policy=config.redis_policy)
 
 
 @dataclass(frozen=True, slots=True)

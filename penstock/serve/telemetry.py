@@ -13,7 +13,7 @@ from penstock import __version__
 from penstock.api.http.access_log import RequestLog
 from penstock.core.gateway_config import TelemetryConfig
 from penstock.core.log_format import formatter
-from penstock.gateway.telemetry.record import RequestObserver
+from penstock.gateway.telemetry import RequestObserver
 from penstock.serve.environment import otel_sampled_share, otel_service_name, otlp_headers
 
 MAX_WAITING_LINES = 20_000
@@ -88,7 +88,7 @@ def build_observer(config: TelemetryConfig) -> RequestObserver:
     """Build the observer of requests. Raises UsageError if tracing is on and the extra `otel` is not installed."""
     if config.otlp_endpoint is None:
         return RequestObserver()
-    from penstock.gateway.telemetry.tracing import OpenTelemetryTracing, TracingConfig, otlp_exporter
+    from penstock.gateway.telemetry import OpenTelemetryTracing, TracingConfig, otlp_exporter
 
     tracing = TracingConfig(
         endpoint=config.otlp_endpoint,

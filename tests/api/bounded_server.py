@@ -18,7 +18,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.telemetry.record import RequestObserver
+from penstock.gateway.telemetry import RequestObserver
 from tests.api.conftest import Served
 from tests.gateway.fake_engine import FakeEngine
 

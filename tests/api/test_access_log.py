@@ -19,7 +19,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.log_format import JsonFormatter, TextFormatter, without_secrets
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.telemetry.record import NoTracing, RequestObserver
+from penstock.gateway.telemetry import NoTracing, RequestObserver
 from tests.api.bounded_server import bounded_server
 from tests.gateway.fake_engine import FakeEngine, script_text
 

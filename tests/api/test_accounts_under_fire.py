@@ -21,7 +21,6 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import Principal, RateLimits
 from penstock.gateway.accounts import Accounts, Claim, Lease, Outcome
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.guards.settings import guard_settings
 from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
 from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
@@ -29,8 +28,8 @@ from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.responses.store import DatabaseResponses
-from penstock.gateway.reuse.cache import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
+from penstock.gateway.reuse.replay import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import usage
@@ -39,6 +38,7 @@ from penstock.gateway.tenants.directory import Actor
 from penstock.gateway.tenants.records import NewKey
 from tests.api.fire import FickleClient, UnreliableEngine
 from tests.gateway.fake_engine import until
+from tests.gateway.guards.read_settings import guard_settings
 from tests.gateway.store.ready_made import ready_made_database
 
 NUM_REQUESTS = 150

@@ -21,8 +21,7 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 from starlette.websockets import WebSocket
 
-from penstock.api.admin.fleet import SettingsEndpoints
-from penstock.api.admin.usage import UsageEndpoints
+from penstock.api.admin.fleet import SettingsEndpoints, UsageEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.authenticate import OPEN_PATHS, Authenticate, scope_of
 from penstock.api.http.context import principal_of
@@ -30,7 +29,7 @@ from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.tenants.authenticator import Authenticator
-from penstock.gateway.tenants.key_secret import new_secret
+from penstock.gateway.tenants.records import new_secret
 from tests.api.conftest import Serve
 from tests.api.tenant_server import ACTOR, TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text

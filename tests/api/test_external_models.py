@@ -25,13 +25,13 @@ from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.guards.settings import guard_settings
 from penstock.gateway.models.settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
 from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks
 from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.gateway.guards.read_settings import guard_settings
 
 USER: Any = {"role": "user", "content": "Hello there"}
 CHAT = {"model": "theirs", "messages": [USER]}

@@ -8,9 +8,9 @@ import anthropic
 import openai
 import pytest
 
-from penstock.gateway.guards.settings import guard_settings
 from tests.api.conftest import Serve, Served
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+from tests.gateway.guards.read_settings import guard_settings
 
 CARD = "4111 1111 1111 1111"
 RULES = [{"guard": "pii"}, {"guard": "blocklist", "terms": ["nightfall"]}]

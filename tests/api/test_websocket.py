@@ -18,10 +18,10 @@ from websockets.typing import Subprotocol
 from penstock.core.errors import AuthenticationFailed
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason, Request
-from penstock.gateway.guards.settings import guard_settings
 from penstock.gateway.tenants.authenticator import Authenticator
 from tests.api.bounded_server import BoundedServed, ThreadedEngine, bounded_server
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+from tests.gateway.guards.read_settings import guard_settings
 
 
 @contextmanager

@@ -8,13 +8,17 @@ import pytest
 
 from penstock.bench.http import Endpoint
 from penstock.bench.load import LoadResult, Outcome, Target
-from penstock.bench.report import comparison_table, plot_comparison, plot_latencies, serve_table, totals_line
 from penstock.bench.summary import (
     Distribution,
     Summary,
     compare,
+    comparison_table,
     median_run,
+    plot_comparison,
+    plot_latencies,
+    serve_table,
     summarize,
+    totals_line,
     write_json,
 )
 from penstock.bench.workload import ClosedLoop, Workload

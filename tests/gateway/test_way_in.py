@@ -24,7 +24,6 @@ from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.guards.settings import guard_settings
 from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -41,6 +40,7 @@ from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
 from penstock.gateway.text.tokenizer import TextTokenizer
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+from tests.gateway.guards.read_settings import guard_settings
 
 CALLER = Principal(workspace_id="ws-1", key_id="key-1")
 CARD = "4111 1111 1111 1111"

@@ -16,8 +16,8 @@ from starlette.routing import Route
 from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.models.adapter_trial import AdapterTrial
 from penstock.gateway.models.adapters import RegisteredAdapter, register
+from penstock.gateway.models.catalogue import try_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class AdapterEndpoints:
         wire = self._load_decoder.decode(await read_body(request, self._max_body_bytes))
         entry = await register(wire.lora_name, wire.lora_path, wire.base_model_name)
         self._gateway.catalogue.check_free(entry)
-        await AdapterTrial(self._gateway.engine, self._gateway.catalogue).run(entry)
+        await try_adapter(self._gateway.engine, self._gateway.catalogue, entry)
         await self._gateway.catalogue.adapters.add(entry)
         logger.info(
             "adapter %s added from %s by %s", wire.lora_name, wire.lora_path, principal_of(request).key_id

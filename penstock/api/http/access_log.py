@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.core.identity import Principal
-from penstock.gateway.telemetry.record import RequestRecord, Tracing, current_record, parse_traceparent
+from penstock.gateway.telemetry import RequestRecord, Tracing, current_record, parse_traceparent
 
 access_logger = logging.getLogger("penstock.access")
 

@@ -32,7 +32,7 @@ from penstock.api.websocket.endpoint import (
 )
 from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, RateLimited
 from penstock.gateway.answers.stream import ReaderGone
-from penstock.gateway.responses.events import split_events
+from penstock.gateway.responses.service import split_events
 from penstock.gateway.responses.store import MAX_HISTORY_BYTES, StoredResponse
 
 logger = logging.getLogger(__name__)

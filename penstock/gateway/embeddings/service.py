@@ -31,7 +31,7 @@ from penstock.gateway.gateway import Gateway, granted_tier
 from penstock.gateway.metrics.table import metric
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
-from penstock.gateway.telemetry.record import current_record
+from penstock.gateway.telemetry import current_record
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
 
 _ENTRY_BYTES = 200  # what Python needs for an entry besides its vector

@@ -19,7 +19,7 @@ Plain data: `policy.compile_policy` turns it into something that runs.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -97,16 +97,6 @@ class GuardSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     policies: dict[Name, PolicySettings] = {}
     default_policy: str | None = None  # for workspaces that are not listed
     workspaces: dict[str, str] = {}  # workspace id → policy, or "none"
-
-
-def guard_settings(raw: Any) -> GuardSettings:
-    """From a parsed file, or a ConfigError that says what is wrong with it."""
-    try:
-        settings = msgspec.convert(raw, GuardSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"The guard settings are wrong: {error}.") from error
-    check_guard_settings(settings)
-    return settings
 
 
 def check_guard_settings(settings: GuardSettings) -> None:

@@ -22,8 +22,7 @@ from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.metrics.table import metric_by
 from penstock.gateway.models.catalogue import Catalogue
-from penstock.gateway.models.complexity import Assessment, PromptText, assess
-from penstock.gateway.models.settings import AUTO, AutoSettings
+from penstock.gateway.models.settings import AUTO, Assessment, AutoSettings, PromptText, assess
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPart, TextPrompt, Usage
 
 logger = logging.getLogger(__name__)

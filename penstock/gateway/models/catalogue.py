@@ -6,15 +6,27 @@ the settings. Knows no request that runs.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.cluster.replica import EngineClient
-from penstock.core.errors import Conflict, EngineUnavailable, ModelNotFound, PermissionDenied
+from penstock.core.errors import (
+    Conflict,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    PenstockError,
+    PermissionDenied,
+)
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.messages import EngineReady
+from penstock.core.plan import TokenEvent
+from penstock.core.request import Request, SamplingParams
 from penstock.gateway.external.models import ExternalModel, ExternalModels
 from penstock.gateway.models.adapters import AdapterRegistry, RegisteredAdapter
 from penstock.gateway.models.served_model import ServedModel
@@ -22,6 +34,10 @@ from penstock.gateway.models.settings import AUTO, ModelSettings
 
 # The wait for an engine that starts or a server that drains, because neither has a queue to estimate from.
 RETRY_AFTER_S = 5.0
+_TRIAL_TIMEOUT_S = 60.0
+_TRIAL_TENANT = "\x01adapter-trial"  # no workspace has this name, so that no cache is touched
+
+logger = logging.getLogger(__name__)
 
 
 # A model of our own engines, or of an external server.
@@ -212,3 +228,48 @@ class Catalogue:
         if adapted is None:
             adapted = self._adapted[key] = base.adapted(adapter)
         return adapted
+
+
+async def try_adapter(engine: EngineClient, catalogue: Catalogue, entry: RegisteredAdapter) -> None:
+    """Generate one token with an adapter before clients may use it, because only an engine can tell whether the
+    adapter fits the model. Nobody is charged for the token. Raises what is wrong with the adapter, or with the
+    engine."""
+    base = catalogue.base_of(entry)
+    if not base.engine.max_lora_rank:
+        raise InvalidRequest(f"The model {base.card.name!r} takes no LoRA adapters.", param="base_model_name")
+    request = Request(
+        id=f"adapter-{uuid.uuid4().hex}",
+        prompt_token_ids=(base.card.bos_token_id or 0,),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        tenant=_TRIAL_TENANT,
+        model=base.base_name,
+        adapter=entry.adapter,
+    )
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_event(event: TokenEvent) -> None:
+        if event.error is not None:
+            on_error(PenstockError(event.error))
+        elif event.finish_reason is not None and not done.done():
+            done.set_result(None)
+
+    def on_error(error: PenstockError) -> None:
+        if not done.done():
+            done.set_exception(error)
+
+    engine.add(request, timeout_s=_TRIAL_TIMEOUT_S, on_event=on_event, on_error=on_error)
+    try:
+        await done
+    except asyncio.CancelledError:
+        engine.abort(request.id)
+        raise
+
+
+async def try_given(engine: EngineClient, catalogue: Catalogue) -> None:
+    """Try the adapters of the command line before the first client comes. An adapter that does not fit is logged, and
+    requests for it are refused."""
+    for entry in catalogue.adapters.given:
+        try:
+            await try_adapter(engine, catalogue, entry)
+        except PenstockError as error:
+            logger.error("the adapter %s cannot be used: %s", entry.adapter.name, error.message)

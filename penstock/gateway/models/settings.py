@@ -16,6 +16,9 @@ Plain data: `catalogue` and `auto` act on it.
 
 from __future__ import annotations
 
+import enum
+import re
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -23,7 +26,145 @@ from msgspec import Meta
 
 from penstock.core.errors import ConfigError
 from penstock.core.identity import Principal
-from penstock.gateway.models.complexity import Complexity, Thresholds
+
+# What one sign at its strongest contributes. Two strong signs make a large prompt, one makes a medium one.
+WEIGHTS = {
+    "length": 0.35,  # of the whole prompt
+    "code": 0.35,  # in the question or around it
+    "maths": 0.35,
+    "reasoning": 0.30,  # words that ask for an argument instead of a fact
+    "instructions": 0.30,  # how many demands there are
+    "language": 0.20,  # other than English, in which small models are weakest
+    "tools": 0.20,  # to choose from
+    "turns": 0.10,  # to keep in mind
+}
+_CHARACTERS_FOR_FULL_LENGTH = 8_000
+_CHARACTERS_PER_TOKEN = 4
+_READ_CHARACTERS = 4_000  # from each end: a long text is not read whole to know that it is long
+
+_CODE_BLOCK = re.compile(r"```|^\s{4,}\S.*[;{}()=]\s*$", re.MULTILINE)
+_CODE_WORDS = re.compile(
+    r"\b(?:def|class|return|import|function|const|struct|SELECT|INSERT|UPDATE|public static|fn|"
+    r"regex|SQL|API|JSON|stack ?trace|traceback|exception|compile[rs]?|refactor|unit tests?|"
+    r"algorithm|complexity|python|javascript|typescript|java|rust|golang|c\+\+)\b",
+    re.IGNORECASE,
+)
+_MATHS = re.compile(
+    r"\\(?:frac|sum|int|sqrt|begin|alpha|beta|cdot|lim)|[∑∫√≤≥≠∞∂π]|\d\s*[-+*/^=<>]\s*\d|\b[a-z]\s*[\^=]\s*[\da-z(]|"
+    r"\b(?:prove|proof|theorem|lemma|integral|derivative|equation|polynomial|matrix|matrices|eigenvalues?|"
+    r"probability|calculate|compute|solve|percent|average speed|how many)\b",
+    re.IGNORECASE,
+)
+_REASONING = re.compile(
+    r"\b(?:why|explain|analy[sz]e|compare|contrast|evaluate|justify|derive|design|plan|prioriti[sz]e|critique|"
+    r"trade-?offs?|implications?|step by step|pros and cons|root cause|argue|assess|infer|hypothes[ie]s)\b",
+    re.IGNORECASE,
+)
+_DEMANDS = re.compile(
+    r"^\s*(?:[-*•]|\d+[.)])\s+\S|\b(?:must|should|make sure|ensure|do not|don't|exactly|at least|at most|"
+    r"only if|unless|then|also|finally)\b|\?",
+    re.IGNORECASE | re.MULTILINE,
+)
+_WORD = re.compile(r"[^\W\d_]+")
+_ENGLISH_WORDS = (
+    "a an and are as at be but by can do for from how i if in is it me my not of on or please so that the this to "
+    "was we what when where which who why will with write you your"
+)
+_ENGLISH = frozenset(_ENGLISH_WORDS.split())
+_MIN_WORDS_TO_TELL_A_LANGUAGE = 6
+_ENGLISH_SHARE = 0.2  # of these words, in ordinary text; other languages share few of them
+
+
+class Complexity(enum.StrEnum):
+    """The size of model that a prompt calls for, in ascending order."""
+
+    SMALL = "small"
+    MEDIUM = "medium"
+    LARGE = "large"
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    medium_from: float = 0.3
+    large_from: float = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """`question` is what is asked now; `context` everything before it. Prompts of token ids have a length only."""
+
+    question: str
+    context: str = ""
+    num_token_ids: int = 0  # whose text is not known
+    num_turns: int = 1
+    num_tools: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    score: float  # 0 to 1
+    complexity: Complexity
+    reasons: tuple[tuple[str, float], ...]  # signs and what they contributed, the strongest first
+
+
+def assess(prompt: PromptText, thresholds: Thresholds | None = None) -> Assessment:
+    """Estimate how hard a prompt is, by counting signs in its text.
+
+    Each sign is a number from 0 to 1, times a weight; the sum, cut off at 1, is the score. A prompt with several
+    signs goes to the larger model. A prompt without signs counts as easy however important it is; the cascade on low
+    confidence is for such prompts."""
+    thresholds = thresholds or Thresholds()
+    contributions = {name: WEIGHTS[name] * strength for name, strength in _signs(prompt).items() if strength}
+    score = min(1.0, sum(contributions.values()))
+    if score >= thresholds.large_from:
+        complexity = Complexity.LARGE
+    elif score >= thresholds.medium_from:
+        complexity = Complexity.MEDIUM
+    else:
+        complexity = Complexity.SMALL
+    reasons = sorted(contributions.items(), key=lambda reason: (-reason[1], reason[0]))
+    return Assessment(score, complexity, tuple(reasons))
+
+
+def _signs(prompt: PromptText) -> dict[str, float]:
+    question = _excerpt(prompt.question)
+    context = _excerpt(prompt.context)
+    num_characters = len(prompt.question) + len(prompt.context) + _CHARACTERS_PER_TOKEN * prompt.num_token_ids
+    blocks = len(_CODE_BLOCK.findall(question)) + 0.5 * len(_CODE_BLOCK.findall(context))
+    return {
+        "length": _share(num_characters, _CHARACTERS_FOR_FULL_LENGTH),
+        "code": min(1.0, _share(blocks, 2) + _share(len(_CODE_WORDS.findall(question)), 2)),
+        "maths": _share(len(_MATHS.findall(question)), 2),
+        "reasoning": _share(len(_REASONING.findall(question)), 2),
+        "instructions": _share(max(0, len(_DEMANDS.findall(question)) - 1), 6),
+        "language": _foreign_share(question),
+        "tools": _share(prompt.num_tools, 4),
+        "turns": _share(prompt.num_turns - 1, 10),
+    }
+
+
+def _excerpt(text: str) -> str:
+    if len(text) <= 2 * _READ_CHARACTERS:
+        return text
+    return text[:_READ_CHARACTERS] + "\n" + text[-_READ_CHARACTERS:]
+
+
+def _share(count: float, full: float) -> float:
+    return min(1.0, max(0.0, count / full))
+
+
+def _foreign_share(text: str) -> float:
+    """How little a text looks like English: by letters of other scripts, or by the lack of everyday English words."""
+    words: list[str] = _WORD.findall(text.lower())
+    letters = sum(map(len, words))
+    if not letters:
+        return 0.0
+    other_scripts = sum(letter > "\u024f" for word in words for letter in word) / letters
+    if other_scripts > 0.5 or len(words) < _MIN_WORDS_TO_TELL_A_LANGUAGE:
+        return other_scripts
+    everyday = sum(word in _ENGLISH for word in words) / len(words)
+    return max(other_scripts, 1.0 - _share(everyday, _ENGLISH_SHARE))
+
 
 AUTO = "auto"  # the name that leaves the choice to the gateway
 

@@ -20,9 +20,15 @@ from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.metrics.table import metrics
 from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.prompts import GenerationRequest
-from penstock.gateway.reuse.cache import AnswerCache, IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.reuse.idempotency import Generate, IdempotentAnswers, open_replay
-from penstock.gateway.reuse.replay import RecordingAnswer, ReplayedAnswer, decode_answer
+from penstock.gateway.reuse.replay import (
+    AnswerCache,
+    IdempotencySettings,
+    RecordingAnswer,
+    ReplayedAnswer,
+    ResponseCacheSettings,
+    decode_answer,
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -25,7 +25,7 @@ from penstock.gateway.ledger.prices import PriceSettings
 from penstock.gateway.models.settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.ratelimits.settings import LimitSettings
-from penstock.gateway.reuse.cache import IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.reuse.replay import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.text.caching import PromptCacheSettings
 
 _URGENCY = {tier: rank for rank, tier in enumerate(Tier)}  # most urgent first

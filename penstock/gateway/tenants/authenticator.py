@@ -14,8 +14,8 @@ from penstock.core.identity import OPEN_PRINCIPAL, Principal, Scope
 from penstock.core.request import Tier
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.directory import Directory
-from penstock.gateway.tenants.key_secret import KEY_START, digest_of
 from penstock.gateway.tenants.keyring import AuthenticationMetrics, KeyRing
+from penstock.gateway.tenants.records import KEY_START, digest_of
 from penstock.gateway.tenants.tokens import PublicKeys, TokenVerifier
 
 STATIC_KEY_ID = "static"

@@ -18,7 +18,6 @@ from sqlalchemy import ColumnElement, Connection, insert, select
 from penstock.core.errors import Conflict, InvalidRequest
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import audit_log, keys, workspaces
-from penstock.gateway.tenants.key_secret import new_secret
 from penstock.gateway.tenants.records import (
     DEFAULT_ID,
     KEYS,
@@ -42,6 +41,7 @@ from penstock.gateway.tenants.records import (
     checked_scopes,
     equals,
     find,
+    new_secret,
     page,
 )
 

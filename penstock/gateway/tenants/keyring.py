@@ -22,7 +22,6 @@ from penstock.core.errors import AuthenticationFailed, PenstockError, StoreUnava
 from penstock.core.identity import Principal
 from penstock.gateway.metrics.table import metric, metric_by
 from penstock.gateway.store.database import Database
-from penstock.gateway.tenants.key_secret import PREFIX_LENGTH, is_secret_of, prefix_of
 from penstock.gateway.tenants.lookups import (
     Changes,
     KnownKey,
@@ -34,7 +33,7 @@ from penstock.gateway.tenants.lookups import (
     read_workspace,
     write_uses,
 )
-from penstock.gateway.tenants.records import DEFAULT_ID, could_be_id
+from penstock.gateway.tenants.records import DEFAULT_ID, PREFIX_LENGTH, could_be_id, is_secret_of, prefix_of
 
 
 class AuthenticationMetrics(Collector):

@@ -19,8 +19,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.grammar_text import decode_tags, grammar_text, is_lenient, lenient
-from penstock.core.patterns import without_assertions
+from penstock.core.grammar_text import decode_tags, grammar_text, is_lenient, lenient, without_assertions
 from penstock.core.request import Grammar
 
 logger = logging.getLogger(__name__)

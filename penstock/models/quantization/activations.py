@@ -1,16 +1,18 @@
-"""Scaling of weights by the activations they meet, before rounding: to four bits, after the idea of AWQ, and to int8,
-after the idea of SmoothQuant.
+"""Scales weights by the activations that they are multiplied with, before rounding: to four bits, after the idea of
+AWQ, and to int8, after the idea of SmoothQuant.
 
-AWQ: inputs of a product that tend to be large matter more. Multiplying their columns of the weights by s, and
-dividing what makes those inputs by s, leaves the model as it is but gives those columns finer steps. s is a power of
-the mean size of each input; the power is the one that, on the calibration text, leaves the outputs nearest to what
-they were. Where the division goes: into the norm in front, or into the rows of the matrix in front.
+AWQ: large inputs of a product matter more. Multiplying their columns of the weights by s, and dividing those inputs
+by s at their origin, leaves the model's results unchanged and gives those columns finer steps. s is a power of the
+mean size of each input; the search picks the power that changes the outputs on the calibration text the least. The
+division goes into the norm before the product, or into the rows of the matrix before it.
 
-SmoothQuant: a few inputs of a product are much larger than the others, and a row of activations has one scale, so
-those few leave the others hardly any steps. Dividing each input by s and multiplying its column of the weights by s
-moves some of the difficulty into the weights, whose columns are more even. s is the largest size of the input to a
-power, over that of the column to the rest of 1; the power is the one that, on the calibration text, leaves the
-outputs nearest to what they were. Where the division goes is as for AWQ.
+SmoothQuant: a few inputs of a product are much larger than the others. A row of activations has one scale, so the
+large inputs leave few steps for the others. Dividing each input by s and multiplying its column of the weights by s
+moves some of the difficulty into the weights, whose columns are more even. s is (largest input) ** power / (largest
+weight of the column) ** (1 - power), with a power that is found as for AWQ. The division goes to the same places as
+for AWQ.
+
+An inventory lists the tensors that a model loads, with their shapes, and which matrices are multiplied together.
 """
 
 from __future__ import annotations
@@ -22,15 +24,85 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.kernels.interface import DenseWeight, GroupQuantWeight, PackedLinear, WeightData
+from penstock.kernels.interface import (
+    DenseWeight,
+    GroupQuantWeight,
+    Ops,
+    PackedExperts,
+    PackedLinear,
+    WeightData,
+)
 from penstock.kernels.reference import TorchLinear, TorchOps
 from penstock.kernels.tensor_kv import to_codes
 from penstock.models.config import ArchitectureConfig
 from penstock.models.load import Checkpoint
+from penstock.models.model import Model
 from penstock.models.quantization.evaluation import WindowRunner
-from penstock.models.quantization.inventory import Inventory, load_listed
 from penstock.models.quantization.layouts import round_to_groups
-from penstock.models.weights import Part, WeightSource, take_part
+from penstock.models.weights import (
+    ExpertNames,
+    OnProgress,
+    Part,
+    WeightLoader,
+    WeightSource,
+    take_part,
+)
+
+_HEAD = "lm_head"
+_ROUTER_ENDS = (".gate", ".shared_expert_gate")
+
+
+@dataclass(slots=True)
+class Inventory:
+    matrices: dict[str, tuple[int, int]] = field(default_factory=dict)  # by full name
+    vectors: dict[str, int] = field(default_factory=dict)
+    stacks: list[tuple[str, ...]] = field(default_factory=list)  # of names without `.weight`
+    experts: list[str] = field(default_factory=list)  # likewise
+
+    def quantizable(self) -> list[str]:
+        """Return the full names of the matrices of layers. The head and routers are not quantized, as is usual."""
+        stems = [stem for stack in self.stacks for stem in stack] + self.experts
+        return [f"{stem}.weight" for stem in stems if stem != _HEAD and not stem.endswith(_ROUTER_ENDS)]
+
+
+class ListingLoader(WeightLoader):
+    """Loads a model and writes down what the model asks for, so that no list of names has to be kept for each
+    architecture."""
+
+    def __init__(self, source: WeightSource, ops: Ops, on_progress: OnProgress | None) -> None:
+        super().__init__(source, ops, on_progress=on_progress)
+        self.inventory = Inventory()
+
+    def experts(
+        self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int
+    ) -> PackedExperts:
+        self.inventory.experts += [stem for expert in names for stem in expert]
+        return super().experts(names, intermediate_size, hidden_size)
+
+    def _matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
+        self.inventory.matrices[name] = (rows, columns)
+        return super()._matrix(name, rows, columns, part)
+
+    def _host_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        self.inventory.vectors[name] = size
+        return super()._host_vector(name, size, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    model: Model
+    inventory: Inventory
+    stack_of: dict[int, tuple[str, ...]]
+
+
+def load_listed(
+    checkpoint: Checkpoint, ops: Ops, num_positions: int, on_progress: OnProgress | None = None
+) -> Listed:
+    loader = ListingLoader(checkpoint.source(), ops, on_progress)
+    model = checkpoint.architecture(checkpoint.config, loader, num_positions)
+    loader.inventory.stacks = [product.names for product in loader.products]
+    return Listed(model, loader.inventory, {id(product.packed): product.names for product in loader.products})
+
 
 _ROWS_PER_STACK = 192  # inputs kept to judge a scaling by
 _NUM_POWERS = 16
@@ -38,7 +110,7 @@ _NUM_POWERS = 16
 
 @dataclass(slots=True)
 class Inputs:
-    """What one stack of matrices is multiplied with."""
+    """Statistics of the inputs of one stack of matrices."""
 
     total: Tensor  # float32 [in], sum of sizes
     largest: Tensor  # float32 [in]
@@ -51,7 +123,7 @@ class Inputs:
 
 
 class RecordingOps(TorchOps):
-    """Plain torch that looks at every input on its way."""
+    """Plain torch that records the inputs of every product."""
 
     def __init__(self, dtype: torch.dtype, rows_per_call: int) -> None:
         super().__init__("cpu", dtype)
@@ -91,15 +163,15 @@ def record_inputs(
 
 @dataclass(slots=True)
 class Scaling:
-    """Factors by full tensor name."""
+    """Factors by the full names of tensors."""
 
     columns: dict[str, Tensor] = field(default_factory=dict)  # a matrix's columns are multiplied
     rows: dict[str, Tensor] = field(default_factory=dict)  # a matrix's rows, or a vector, are divided
 
 
 class ScaledSource:
-    """Another source's weights, scaled: the same model in other numbers. `norm_offset` is what the model adds to the
-    norms it reads."""
+    """A source with scaled weights of another source: the same model in other numbers. The model adds `norm_offset`
+    to the norms that it reads."""
 
     def __init__(self, source: WeightSource, scaling: Scaling, norm_offset: float) -> None:
         self._source = source
@@ -139,7 +211,7 @@ class ScaledSource:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Matrices that share an input, and the tensors that its factors can be divided out of."""
+    """Matrices that share an input, and the tensors that can be divided by the factors of that input."""
 
     consumers: tuple[str, ...]  # without `.weight`
     producers: tuple[str, ...]  # full names
@@ -177,7 +249,7 @@ def dense_values(weight: WeightData) -> Tensor:
 
 
 def factors_for_int4(weight: Tensor, seen: Inputs, *, group: int) -> Tensor:
-    """The factors of AWQ."""
+    """Return the factors of AWQ."""
     rows = torch.cat(seen.rows)
     size = seen.mean_size.clamp_min(1e-4 * float(seen.mean_size.max()) + 1e-12)
     best, least = torch.ones_like(size), float("inf")
@@ -224,7 +296,7 @@ _SMALLEST = 1e-5
 
 
 def factors_for_int8(weight: Tensor, seen: Inputs) -> Tensor:
-    """The factors of SmoothQuant."""
+    """Return the factors of SmoothQuant."""
     rows = torch.cat(seen.rows)
     wanted = rows @ weight.T
     input_sizes = seen.largest.clamp_min(_SMALLEST)
@@ -242,13 +314,14 @@ def factors_for_int8(weight: Tensor, seen: Inputs) -> Tensor:
 
 
 def _rounded(values: Tensor) -> Tensor:
-    """What int8 with a scale for each row makes of them."""
+    """Round values to int8 with a scale for each row, and back."""
     codes, scales = to_codes(values)
     return codes.float() * scales.unsqueeze(1)
 
 
 class RoundedInputsOps(TorchOps):
-    """Plain torch that rounds the inputs of products whose weights were made for it, as CUDA does for many rows."""
+    """Plain torch that rounds the inputs of products whose weights were made for int8 inputs, as CUDA does for many
+    rows."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__("cpu", dtype)

@@ -1,6 +1,5 @@
-"""Measures how well a model predicts a text, and how far its predictions are from another model's; and provides the
-text to calibrate and to measure with.
-"""
+"""Measures how well a model predicts a text, and how far its predictions are from those of another model. Also
+provides the texts for calibration and for measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from penstock.models.model import Model
 
 
 def default_texts() -> tuple[str, str]:
-    """To calibrate with, to measure with; they have no paragraph in common."""
+    """Return the text for calibration and the text for measurement. They share no paragraph."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -60,7 +59,7 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of two models' predictions of the same tokens."""
+    """The difference between two models' predictions of the same tokens."""
 
     logit_error: float  # root mean square of the difference, as a share of the logits' own spread
     divergence: float  # mean Kullback-Leibler divergence, in nats
@@ -70,7 +69,7 @@ class Difference:
 def windows(
     token_ids: Sequence[int], num_tokens: int, window_tokens: int, bos_token_id: int | None
 ) -> list[list[int]]:
-    """The first `num_tokens` of a text in pieces, one after the other; the last may be shorter."""
+    """Return the first `num_tokens` of a text in pieces, one after the other. The last piece may be shorter."""
     start = [] if bos_token_id is None else [bos_token_id]
     size = window_tokens - len(start)
     count = max(1, num_tokens // window_tokens)
@@ -93,7 +92,7 @@ class WindowRunner:
         )
 
     def hidden(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, hidden] after the final norm."""
+        """Return [T, hidden] after the final norm."""
         count = len(token_ids)
         places = torch.arange(count, dtype=torch.int32, device=self._device)
         batch = AttentionBatch(
@@ -113,7 +112,7 @@ class WindowRunner:
             return self._model.forward(ids, batch, self._kv)
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Some rows of logits at a time, each with the token that really followed."""
+        """Yield some rows of logits at a time, each with the token that really followed."""
         hidden = self.hidden(token_ids)[:-1]
         followed = torch.tensor(token_ids[1:], device=self._device)
         with torch.inference_mode():

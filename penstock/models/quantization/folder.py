@@ -22,7 +22,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pth", "*.pt", "*.h5", "*
 
 
 class ShardWriter:
-    """Takes tensors one after the other and holds no more than one shard of them."""
+    """Writes tensors into shards, and holds at most one shard in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +67,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_settings(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any]) -> None:
-    """config.json and the tokenizer; everything a folder needs beside its weights."""
+    """Write config.json and the tokenizer: everything that a folder needs beside its weights."""
     if checkpoint.gguf is not None:
         settings = _settings_of_gguf(checkpoint)
         _write_tokenizer(checkpoint.path, folder)

@@ -15,6 +15,7 @@ from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.select import preferred_cpu_dtype, select_ops
 from penstock.models.load import Checkpoint, load_model, load_tokenizer, open_checkpoint
 from penstock.models.quantization import activations, folder
+from penstock.models.quantization.activations import Inventory, load_listed
 from penstock.models.quantization.evaluation import (
     WINDOW_TOKENS,
     Difference,
@@ -23,7 +24,6 @@ from penstock.models.quantization.evaluation import (
     predict,
     windows,
 )
-from penstock.models.quantization.inventory import Inventory, load_listed
 from penstock.models.quantization.layouts import METHODS, Method
 from penstock.models.weights import WeightSource
 
@@ -146,7 +146,8 @@ def _write(
     group: int,
     on_stage: OnStage,
 ) -> int:
-    """The bytes of the weights written. All or nothing: the folder appears under its name when it is complete."""
+    """Write the folder, and return the bytes of its weights. The folder appears under its name only when it is
+    complete."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -177,7 +178,7 @@ def _write(
 
 
 def _fitting_group(inventory: Inventory, wanted: int) -> int:
-    """The largest power of two, no larger than wanted, that divides every row."""
+    """Return the largest power of two, at most the wanted group, that divides every row."""
     group = wanted
     for name in inventory.quantizable():
         columns = inventory.matrices[name][1]

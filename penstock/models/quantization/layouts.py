@@ -1,4 +1,4 @@
-"""The layouts that `penstock quantize` writes, all of them published ones that `quantized_source.py` reads back.
+"""The layouts that `penstock quantize` writes. All are published layouts, which `quantized_source.py` reads.
 
 A method rounds one matrix to the tensors of its layout. Knows no files and no models.
 """
@@ -35,7 +35,7 @@ class Rounded:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`encode(weight, group)` gives the tensors of a matrix by the ends of their names."""
+    """A way to quantize. `encode(weight, group)` returns the tensors of a matrix by the ends of their names."""
 
     name: MethodName
     has_groups: bool
@@ -87,7 +87,7 @@ def _encode_rows(weight: Tensor, group: int) -> dict[str, Tensor]:
 
 
 def _encode_packed(weight: Tensor, group: int, bits: Literal[4, 8]) -> dict[str, Tensor]:
-    """As compressed-tensors packs integers; four bits have zero points, eight do without."""
+    """Pack integers as compressed-tensors does. Four bits have zero points, eight bits have none."""
     rounded = round_to_groups(weight, group, bits, symmetric=bits == 8)
     tensors = {
         "weight_packed": pack_words(rounded.codes, bits),

@@ -11,7 +11,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import lenient
 from penstock.core.identity import Principal
 from penstock.core.request import Grammar
-from penstock.gateway.external.calls import calls_for
+from penstock.gateway.external.models import calls_for
 from penstock.gateway.prompts import (
     CacheMark,
     ChatMessage,

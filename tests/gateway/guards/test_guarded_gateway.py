@@ -27,7 +27,7 @@ from penstock.gateway.answers.choice import Delta, ToolCallDelta
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.policies import GuardedChoice
 from penstock.gateway.guards.policy import Case, GuardMetrics, compile_policy
-from penstock.gateway.guards.settings import GuardSettings, PolicySettings, guard_settings
+from penstock.gateway.guards.settings import GuardSettings, PolicySettings
 from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -40,6 +40,7 @@ from penstock.gateway.prompts import (
     ToolCall,
 )
 from tests.gateway.fake_engine import FakeEngine, Script, engine_ready, model_card, script_text, until
+from tests.gateway.guards.read_settings import guard_settings
 
 CARD = "4111 1111 1111 1111"
 

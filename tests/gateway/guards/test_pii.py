@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.gateway.guards.pii import KINDS, passes_luhn, pii_detectors
+from penstock.gateway.guards.policy import KINDS, passes_luhn, pii_detectors
 from penstock.gateway.guards.scanner import Scanner, scan_whole
 
 DETECTORS = pii_detectors(KINDS, {"swedish_id": r"\b\d{6}-\d{4}\b"})

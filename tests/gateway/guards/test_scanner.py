@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
 from penstock.gateway.guards.detector import Detector
-from penstock.gateway.guards.pii import KINDS, pii_detectors
-from penstock.gateway.guards.policy import blocklist_detectors
+from penstock.gateway.guards.policy import KINDS, blocklist_detectors, pii_detectors
 from penstock.gateway.guards.scanner import Scanner, scan_whole
 
 PATTERNS = (

@@ -22,8 +22,8 @@ from penstock.core.gateway_config import GatewayConfig, NamesConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.request import Adapter
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.models.adapter_trial import AdapterTrial, try_given
 from penstock.gateway.models.adapters import AdapterRegistry, RegisteredAdapter, open_adapters, register
+from penstock.gateway.models.catalogue import try_adapter, try_given
 from penstock.gateway.models.settings import ModelAccess, ModelSettings
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
@@ -198,16 +198,15 @@ class TestAdapters:
 
     async def test_a_trial_asks_an_engine(self) -> None:
         gateway, engine = gateway_with("small")
-        trial = AdapterTrial(engine, gateway.catalogue)
-        await trial.run(SQL)
+        await try_adapter(engine, gateway.catalogue, SQL)
         assert engine.added[-1].adapter == SQL.adapter
         assert engine.added[-1].sampling.max_tokens == 1
         engine.script = lambda request: [InvalidRequest("It was made for another model.")]
         with pytest.raises(InvalidRequest, match="made for another model"):
-            await trial.run(SQL)
+            await try_adapter(engine, gateway.catalogue, SQL)
         engine.ready = engine_ready(model_card(name="small"))
         with pytest.raises(InvalidRequest, match="takes no LoRA adapters"):
-            await trial.run(SQL)
+            await try_adapter(engine, gateway.catalogue, SQL)
 
     def test_names_that_are_taken(self) -> None:
         gateway, _ = gateway_with("small", aliases={"fast": "small"})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.models.complexity import WEIGHTS, Complexity, PromptText, Thresholds, assess
+from penstock.gateway.models.settings import WEIGHTS, Complexity, PromptText, Thresholds, assess
 
 SMALL = (
     "Hi!",

@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import QuotaExceeded, RateLimited, RequestExceedsLimit
 from penstock.gateway.accounts import Claim, Lease, Outcome
-from penstock.gateway.ratelimits.build import RunningLimiter
 from penstock.gateway.ratelimits.settings import (
     LimitResolver,
     Limits,
@@ -26,6 +25,7 @@ from penstock.gateway.ratelimits.settings import (
     Subject,
 )
 from penstock.gateway.ratelimits.spend import Demand, demand_of, used_by
+from penstock.serve.gateway_state import RunningLimiter
 from tests.gateway.ratelimits.claims import SettableSpend, claim, outcome, reserve
 
 T = TypeVar("T")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-from penstock.gateway.ratelimits.build import RunningLimiter
 from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.serve.gateway_state import RunningLimiter
 from tests.gateway.ratelimits.machine import SETTINGS, LimiterMachine
 
 

@@ -18,10 +18,10 @@ from penstock.core.errors import (
 from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.accounts import Lease
 from penstock.gateway.ratelimits import script_pipe, shared
-from penstock.gateway.ratelimits.build import build_limiter
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
 from penstock.gateway.ratelimits.shared import RedisLimiter
+from penstock.serve.gateway_state import build_limiter
 from tests.gateway.ratelimits.claims import SettableSpend, claim, outcome, reserve
 from tests.gateway.ratelimits.redis_server import RedisServer
 

@@ -28,8 +28,7 @@ from penstock.gateway.prompts import (
     TextPrompt,
     Tool,
 )
-from penstock.gateway.reuse.cache import AnswerCache, IdempotencySettings, ResponseCacheSettings
-from penstock.gateway.reuse.replay import merged
+from penstock.gateway.reuse.replay import AnswerCache, IdempotencySettings, ResponseCacheSettings, merged
 from penstock.gateway.reuse.reuse import request_fingerprint
 from tests.gateway.fake_engine import FakeEngine, script_text
 

@@ -21,7 +21,6 @@ from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.reuse import idempotency
-from penstock.gateway.reuse.cache import IdempotencySettings
 from penstock.gateway.reuse.idempotency import (
     Answered,
     Claimed,
@@ -34,6 +33,7 @@ from penstock.gateway.reuse.idempotency import (
     release_key,
     renew_leases,
 )
+from penstock.gateway.reuse.replay import IdempotencySettings
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.fake_engine import FakeEngine, script_text, until

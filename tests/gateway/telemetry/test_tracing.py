@@ -21,10 +21,15 @@ from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.guards.settings import guard_settings
-from penstock.gateway.telemetry.record import RequestObserver, parse_traceparent
-from penstock.gateway.telemetry.tracing import OpenTelemetryTracing, TracingConfig, otlp_exporter
+from penstock.gateway.telemetry import (
+    OpenTelemetryTracing,
+    RequestObserver,
+    TracingConfig,
+    otlp_exporter,
+    parse_traceparent,
+)
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+from tests.gateway.guards.read_settings import guard_settings
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"

@@ -8,8 +8,7 @@ from penstock.core.errors import AuthenticationFailed
 from penstock.core.identity import OPEN_PRINCIPAL, Scope
 from penstock.gateway.tenants import authenticator as module
 from penstock.gateway.tenants.authenticator import STATIC_PRINCIPAL, Authenticator
-from penstock.gateway.tenants.key_secret import new_secret
-from penstock.gateway.tenants.records import NewKey
+from penstock.gateway.tenants.records import NewKey, new_secret
 from tests.gateway.tenants.conftest import ACTOR, World
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.tenants import key_secret
-from penstock.gateway.tenants.key_secret import digest_of, is_secret_of, new_secret, prefix_of
+from penstock.gateway.tenants import records
+from penstock.gateway.tenants.records import digest_of, is_secret_of, new_secret, prefix_of
 
 
 def test_a_key_begins_with_its_prefix_and_has_the_entropy_it_claims() -> None:
@@ -59,6 +59,6 @@ def test_digests_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) 
         compared.append((one, other))
         return one == other
 
-    monkeypatch.setattr(key_secret.hmac, "compare_digest", compare)
+    monkeypatch.setattr(records.hmac, "compare_digest", compare)
     assert is_secret_of(digest_of("a"), "a")
     assert compared == [(digest_of("a"), digest_of("a"))]

@@ -12,11 +12,10 @@ from penstock.core.errors import AuthenticationFailed, StoreUnavailable
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
 from penstock.gateway.store.database import Database, sqlite_url
-from penstock.gateway.tenants import key_secret
+from penstock.gateway.tenants import records
 from penstock.gateway.tenants.directory import Directory
-from penstock.gateway.tenants.key_secret import new_secret, prefix_of
 from penstock.gateway.tenants.keyring import CHECK_EVERY_S, OUTAGE_GRACE_S, TRUST_S, KeyRing
-from penstock.gateway.tenants.records import KeyChanges, NewKey
+from penstock.gateway.tenants.records import KeyChanges, NewKey, new_secret, prefix_of
 from tests.gateway.tenants.conftest import ACTOR, World
 
 
@@ -49,7 +48,7 @@ async def test_wrong_keys_are_refused_alike(world: World) -> None:
     await ring.identify(issued.secret)
     # The right prefix with another's secret: found, compared, refused.
     start = issued.secret[:16] + stranger[16:48]
-    impostor = start + key_secret._checksum(start)
+    impostor = start + records._checksum(start)
     assert prefix_of(impostor) == issued.key.prefix
     for secret in (stranger, impostor):
         with pytest.raises(AuthenticationFailed, match=r"^Incorrect API key provided\.$"):

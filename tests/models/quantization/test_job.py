@@ -21,8 +21,8 @@ from penstock.kernels.interface import DenseWeight
 from penstock.kernels.reference import TorchOps
 from penstock.models.load import load_model, load_tokenizer, open_checkpoint
 from penstock.models.quantization import activations
+from penstock.models.quantization.activations import load_listed
 from penstock.models.quantization.evaluation import compare, predict
-from penstock.models.quantization.inventory import load_listed
 from penstock.models.quantization.job import QuantizeJob, quantize_model
 from penstock.models.weights import WeightLoader
 from tests.models.checkpoints import VOCAB_SIZE, make_reference
