@@ -53,6 +53,7 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
     grade: int = 0
 
 
+PREDICTION = "prediction"  # the drafter of tokens from an answer that the client has predicted
 NO_DRAFTS: Mapping[str, Draft] = MappingProxyType({})
 
 

@@ -47,6 +47,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None = None  # None when no token came
     queue_s: float | None = None  # of the first answer, as the engine measured it
     finish_reasons: tuple[FinishReason, ...] = ()  # of the answers that came to their own end
+    draft_tokens: int = 0  # that engines verified
+    accepted_draft_tokens: int = 0
     is_cached: bool = False  # a recorded answer was replayed: no engine worked for it
 
 

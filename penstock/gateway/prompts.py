@@ -164,3 +164,5 @@ class Usage(msgspec.Struct, frozen=True):
     cache_write_5m_tokens: int = 0
     cache_write_1h_tokens: int = 0
     reasoning_tokens: int = 0  # of the completion
+    accepted_prediction_tokens: int = 0  # of the completion: copied from the client's prediction
+    rejected_prediction_tokens: int = 0  # tried in vain, and not part of the completion

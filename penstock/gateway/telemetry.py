@@ -255,6 +255,9 @@ class OpenTelemetryTracing:
         if outcome.first_token_s is not None:
             span.set_attribute("gen_ai.response.time_to_first_chunk", outcome.first_token_s)
             span.add_event("first_token", timestamp=started_ns + int(outcome.first_token_s * _NS))
+        if outcome.draft_tokens:
+            span.set_attribute("penstock.draft_tokens", outcome.draft_tokens)
+            span.set_attribute("penstock.accepted_draft_tokens", outcome.accepted_draft_tokens)
         span.add_event("finish", {"penstock.status": outcome.status}, timestamp=ended_ns)
         span.end(end_time=ended_ns)
 

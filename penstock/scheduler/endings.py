@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.core.plan import SampledToken, TokenEvent, TokenLogprobs
+from msgspec.structs import replace
+
+from penstock.core.plan import DraftUse, SampledToken, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason
 from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.prefix import Breakpoints
@@ -71,6 +73,15 @@ def token_event(
         queue_s(sequence),
         cache_use=breakpoints.use(sequence),
     )
+
+
+def with_draft_use(event: TokenEvent, use: DraftUse | None) -> TokenEvent:
+    """Return an event that also tells of the drafts that its step verified. Those behind the end of the answer do not
+    count as accepted."""
+    if use is None:
+        return event
+    num_accepted = min(use.num_accepted, len(event.token_ids))
+    return replace(event, draft_use=DraftUse(use.drafter, use.num_drafted, num_accepted))
 
 
 def last_event(

@@ -32,7 +32,14 @@ from penstock.core.plan import (
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request
-from penstock.scheduler.endings import Deadlines, finish_reason_of, last_event, take_tokens, token_event
+from penstock.scheduler.endings import (
+    Deadlines,
+    finish_reason_of,
+    last_event,
+    take_tokens,
+    token_event,
+    with_draft_use,
+)
 from penstock.scheduler.exchange import BlockExchange
 from penstock.scheduler.preemption import Preemption, Swapping
 from penstock.scheduler.prefix import Breakpoints, PrefixSharing
@@ -222,12 +229,11 @@ class Scheduler:
             sequence = step.sampling[sampled.request_id]
             if sequence.state is State.ENDED:  # while this step was in flight
                 continue
-            if sequence.num_drafted:
-                self._speculation.settle(sequence, sampled)
+            use = self._speculation.settle(sequence, sampled) if sequence.num_drafted else None
             if sampled.is_postponed:
                 self._postpone(sequence)
             else:
-                events.append(self._take_sample(sequence, sampled, now))
+                events.append(with_draft_use(self._take_sample(sequence, sampled, now), use))
         return events
 
     def take_events(self) -> list[TokenEvent]:

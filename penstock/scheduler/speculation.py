@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.messages import DrafterStats
-from penstock.core.plan import Draft, SampledToken
+from penstock.core.plan import Draft, DraftUse, SampledToken
 from penstock.scheduler.acceptance import Kind, Tally
 from penstock.scheduler.running import RunningSet, Work
 from penstock.scheduler.sequence import Sequence, State
@@ -109,7 +109,7 @@ class Speculation:
                 sequence.drafting.pause(sequence.num_known)
         return drafted
 
-    def settle(self, sequence: Sequence, sampled: SampledToken) -> None:
+    def settle(self, sequence: Sequence, sampled: SampledToken) -> DraftUse:
         """Count the drafts of a request that were in flight, and take back those that were not accepted."""
         draft, num_drafted, num_accepted = sequence.draft, sequence.num_drafted, len(sampled.accepted)
         assert draft is not None
@@ -122,6 +122,7 @@ class Speculation:
         if sequence.state is State.RUNNING:
             self._running.take_back(sequence, num_rejected)
         sequence.draft, sequence.num_drafted = None, 0
+        return DraftUse(draft.drafter, num_drafted, num_accepted)
 
     def _lengths(self, offers: list[tuple[Sequence, Draft]], load: StepLoad, max_tokens: int) -> list[int]:
         """Return how many tokens of each draft a step takes. `load` is the step without drafts. All drafts together

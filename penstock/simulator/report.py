@@ -6,7 +6,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
 
 from penstock.core.figures import percentile
 from penstock.core.plan import TokenEvent
@@ -103,7 +103,7 @@ class Latency:
     """Seconds, over requests that were answered in full."""
 
     ttft_s: Summary  # arrival to first token
-    itl_s: Summary  # between tokens
+    itl_s: Summary  # between tokens; tokens that come together share the time since the last ones
     tpot_s: Summary  # mean time between tokens of each request that has several
     e2e_s: Summary  # arrival to last token
     queue_s: Summary  # arrival to first planned chunk
@@ -123,8 +123,13 @@ class _Times:
             self.ttft_s.add(times_s[0] - arrived_s)
         if len(times_s) > 1:
             self.tpot_s.add((times_s[-1] - times_s[0]) / (len(times_s) - 1))
-            for earlier, later in pairwise(times_s):
-                self.itl_s.add(later - earlier)
+            last_s = times_s[0]
+            for time_s, together in groupby(times_s):  # tokens that come together share the time
+                num_tokens = sum(1 for _ in together)
+                if time_s > times_s[0]:
+                    for _ in range(num_tokens):
+                        self.itl_s.add((time_s - last_s) / num_tokens)
+                last_s = time_s
 
     def latency(self) -> Latency:
         return Latency(

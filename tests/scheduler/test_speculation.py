@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.engine_config import SchedulerConfig
-from penstock.core.plan import Draft, SampledToken, StepResult
+from penstock.core.plan import Draft, DraftUse, SampledToken, StepResult
 from penstock.core.request import FinishReason
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler import Scheduler
@@ -150,6 +150,25 @@ def test_more_tokens_than_were_drafted_are_refused() -> None:
     sampled = SampledToken("r", 4, accepted=(1, 2, 3))
     with pytest.raises(ValueError, match="3 of 2 drafts"):
         scheduler.commit(plan, StepResult(plan.step_id, (sampled,), 0.01), 0.0)
+
+
+def test_events_tell_of_the_drafts_that_were_verified() -> None:
+    cache = KVCache(16, block_size=4, enable_prefix_caching=True)
+    config = SchedulerConfig(max_draft_tokens=3)
+    scheduler = Scheduler(config, cache, max_model_len=64, eos_token_ids=frozenset({9}))
+    scheduler.add(make_request("r", 5, 20), 0.0)
+    uses = []
+    for drafts, accepted, token_id in (((), (), 1), ((2, 3, 4), (2,), 7), ((8, 9, 4), (8, 9, 4), 5)):
+        plan = scheduler.plan(0.0, {"r": Draft(drafts, "test")} if drafts else {})
+        assert plan is not None
+        sampled = SampledToken("r", token_id, accepted=accepted)
+        (event,) = scheduler.commit(plan, StepResult(plan.step_id, (sampled,), 0.01), 0.0)
+        uses.append((event.token_ids, event.draft_use))
+    assert uses == [
+        ((1,), None),
+        ((2, 7), DraftUse("test", 3, 1)),
+        ((8, 9), DraftUse("test", 3, 2)),  # the answer ends with 9
+    ]
 
 
 def test_a_tally_starts_from_what_is_known_of_others() -> None:

@@ -88,3 +88,6 @@ def test_drafts_save_steps_and_change_no_answer() -> None:
     assert drafted.replicas[0].num_steps < 0.6 * plain.replicas[0].num_steps
     assert drafted.latency.e2e_s.p50 < 0.6 * plain.latency.e2e_s.p50
     assert wrong.latency.e2e_s.p50 < 1.02 * plain.latency.e2e_s.p50
+    # Tokens that come together share the time: no gap is zero.
+    assert drafted.latency.itl_s.count == plain.latency.itl_s.count
+    assert 0.0 < drafted.latency.itl_s.p50 < 0.8 * plain.latency.itl_s.p50

@@ -25,6 +25,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class WireUsage(msgspec.Struct):
@@ -166,7 +168,9 @@ def wire_usage(usage: Usage) -> WireUsage:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(usage.reasoning_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            usage.reasoning_tokens, usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+        ),
     )
 
 

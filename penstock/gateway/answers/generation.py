@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
-from penstock.core.plan import TokenEvent
+from penstock.core.plan import PREDICTION, DraftUse, TokenEvent
 from penstock.core.request import FinishReason, Request
+from penstock.gateway.accounts import Outcome
 from penstock.gateway.answers.choice import Choice
 from penstock.gateway.answers.stream import ENGINE_GRACE_S, MeteredAnswer
 from penstock.gateway.prompts import Usage
@@ -17,6 +20,9 @@ from penstock.gateway.text.caching import written_by_ttl
 
 class Generation(MeteredAnswer[Choice]):
     """`start` it once."""
+
+    _num_drafted = _num_accepted = 0  # tokens of drafts that engines have verified for this request
+    _num_predicted = _num_predicted_right = 0  # those of them that came from the client's prediction
 
     def start(self, requests: Sequence[Request], timeout_s: float | None) -> None:
         """Send one request per choice to the engine."""
@@ -43,7 +49,11 @@ class Generation(MeteredAnswer[Choice]):
             short, long = written_by_ttl(leader.cache_breakpoints, leader.cache_use)
             written_5m += short
             written_1h += long
-        return Usage(prompt, completion, cached, read, written_5m, written_1h, reasoning)
+        return Usage(
+            *(prompt, completion, cached, read, written_5m, written_1h, reasoning),
+            accepted_prediction_tokens=self._num_predicted_right,
+            rejected_prediction_tokens=self._num_predicted - self._num_predicted_right,
+        )
 
     def _abandon(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
@@ -62,6 +72,8 @@ class Generation(MeteredAnswer[Choice]):
         num_tokens += choice.num_tokens
         if num_tokens or (is_beginning and event.finish_reason is FinishReason.LENGTH):  # the prompt alone
             self._time_tokens(choice, event, num_tokens)
+        if event.draft_use is not None:
+            self._count_drafts(event.draft_use, num_tokens)
         if choice.prompt_scores is not None:
             self._end_scores(choice)
         if choice.finish_reason is not None:
@@ -123,6 +135,20 @@ class Generation(MeteredAnswer[Choice]):
         else:
             metrics.inter_token_s.observe((now - choice.last_token_at) / num_tokens, num_tokens)
         choice.last_token_at = now
+
+    def _count_drafts(self, use: DraftUse, num_tokens: int) -> None:
+        num_accepted = min(use.num_accepted, num_tokens)  # a stop string may have ended the answer before
+        self._num_drafted += use.num_drafted
+        self._num_accepted += num_accepted
+        if use.drafter == PREDICTION:
+            self._num_predicted += use.num_drafted
+            self._num_predicted_right += num_accepted
+
+    def _outcome(self) -> Outcome:
+        outcome = super()._outcome()
+        if not self._num_drafted:
+            return outcome
+        return replace(outcome, draft_tokens=self._num_drafted, accepted_draft_tokens=self._num_accepted)
 
     def _early_end(self, event: TokenEvent, choice: Choice) -> PenstockError | None:
         """The error that a last event stands for; None when it is an ordinary end, such as a deadline with an answer

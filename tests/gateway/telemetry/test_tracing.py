@@ -19,6 +19,8 @@ from penstock.api.app import create_app
 from penstock.api.http.access_log import RequestLog
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
+from penstock.core.plan import PREDICTION, DraftUse, TokenEvent
+from penstock.core.request import Request
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.telemetry import (
@@ -58,6 +60,31 @@ class Traced:
     def spans(self) -> dict[str, ReadableSpan]:
         self.tracing.close()
         return {span.name: span for span in self._exporter.get_finished_spans()}
+
+
+async def test_drafts_of_a_request_are_in_its_trace_and_its_usage() -> None:
+    def script(request: Request) -> list[TokenEvent]:
+        return [
+            TokenEvent(request.id, (104,), queue_s=0.0),
+            TokenEvent(request.id, (105, 106), draft_use=DraftUse("lookup", 3, 1)),
+            TokenEvent(request.id, (107, 108, 109), draft_use=DraftUse(PREDICTION, 4, 2)),
+            # A stop string ends the answer inside of this group.
+            TokenEvent(request.id, (110, 111, 112, 113), draft_use=DraftUse(PREDICTION, 5, 3)),
+        ]
+
+    traced = Traced(FakeEngine(script))
+    answer = await traced.post("/v1/chat/completions", {**CHAT, "stop": ["no"]})
+    usage = answer.json()["usage"]
+    assert usage["completion_tokens"] == 8
+    assert usage["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 4,
+        "rejected_prediction_tokens": 5,
+    }
+    attributes = traced.spans()["engine"].attributes
+    assert attributes is not None
+    assert attributes["penstock.draft_tokens"] == 12
+    assert attributes["penstock.accepted_draft_tokens"] == 5
 
 
 async def test_a_request_is_a_server_span_a_generation_and_its_time_in_the_engine() -> None:
