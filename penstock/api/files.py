@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import timestamp
@@ -119,7 +120,7 @@ class FilesEndpoints:
         finally:
             if reader.form.upload is not None:
                 await reader.form.upload.abandon()
-        return _json(_shown(file, request))
+        return json_response(_shown(file, request))
 
     async def list_files(self, request: Request) -> Response:
         if is_anthropic(request.scope):
@@ -133,7 +134,7 @@ class FilesEndpoints:
         )
         data = [file_object(file) for file in page.files]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return _json(FileList(data, page.has_more, first_id, last_id))
+        return json_response(FileList(data, page.has_more, first_id, last_id))
 
     async def _list_for_anthropic(self, request: Request) -> Response:
         page = await self._files.page(
@@ -144,15 +145,17 @@ class FilesEndpoints:
         data = [_file_metadata(file) for file in page.files]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         next_page = last_id if page.has_more else None
-        return _json(FileMetadataList(data, page.has_more, first_id, last_id, next_page))
+        return json_response(FileMetadataList(data, page.has_more, first_id, last_id, next_page))
 
     async def show_file(self, request: Request) -> Response:
-        return _json(_shown(await self._file_of(request), request))
+        return json_response(_shown(await self._file_of(request), request))
 
     async def delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
         await self._files.delete(principal_of(request).workspace_id, file_id)
-        return _json(FileMetadataDeleted(file_id) if is_anthropic(request.scope) else FileDeleted(file_id))
+        return json_response(
+            FileMetadataDeleted(file_id) if is_anthropic(request.scope) else FileDeleted(file_id)
+        )
 
     async def read_file(self, request: Request) -> Response:
         file = await self._file_of(request)
@@ -221,7 +224,3 @@ def _file_metadata(file: StoredFile) -> FileMetadata:
 def file_object(file: StoredFile) -> FileObject:
     expires_at = None if file.expires_at is None else int(file.expires_at)
     return FileObject(file.id, file.num_bytes, int(file.created_at), file.filename, file.purpose, expires_at)
-
-
-def _json(shape: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(shape), media_type="application/json")

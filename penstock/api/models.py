@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.api.anthropic.answers import model_info, model_page
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
 from penstock.core.errors import ModelNotFound
@@ -50,8 +51,8 @@ class ModelsEndpoints:
         self._gateway.catalogue.answering(None)  # raises when no model is ready
         models = self._gateway.catalogue.listed(principal_of(request))
         if is_anthropic(request.scope):
-            return _json(model_page([model_info(model, self._started) for model in models]))
-        return _json(ModelList([self._entry(model) for model in models]))
+            return json_response(model_page([model_info(model, self._started) for model in models]))
+        return json_response(ModelList([self._entry(model) for model in models]))
 
     async def show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -61,8 +62,8 @@ class ModelsEndpoints:
         if found is None:  # without a word about models that this key does not see
             raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
         if is_anthropic(request.scope):
-            return _json(model_info(found, self._started))
-        return _json(self._entry(found))
+            return json_response(model_info(found, self._started))
+        return json_response(self._entry(found))
 
     def _entry(self, listed: ListedModel) -> ModelEntry:
         model = listed.model
@@ -70,7 +71,3 @@ class ModelsEndpoints:
         return ModelEntry(
             listed.name, self._started, model.max_model_len, model.name, listed.parent, owned_by=owner
         )
-
-
-def _json(shape: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(shape), media_type="application/json")

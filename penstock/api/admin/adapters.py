@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.gateway.gateway import Gateway
@@ -71,15 +72,15 @@ class AdapterEndpoints:
         ]
 
     async def list_adapters(self, request: Request) -> Response:
-        return _json(AdapterList([_shown(entry) for entry in self._gateway.catalogue.adapters.all()]))
+        return json_response(AdapterList([_shown(entry) for entry in self._gateway.catalogue.adapters.all()]))
 
     async def create_adapter(self, request: Request) -> Response:
-        return _json(_shown(await self._load(request)))
+        return json_response(_shown(await self._load(request)))
 
     async def delete_adapter(self, request: Request) -> Response:
         name = request.path_params["name"]
         await self._unload(request, name)
-        return _json(AdapterDeleted(name))
+        return json_response(AdapterDeleted(name))
 
     async def load_lora_adapter(self, request: Request) -> Response:
         entry = await self._load(request)
@@ -111,7 +112,3 @@ def _shown(entry: RegisteredAdapter) -> AdapterObject:
     return AdapterObject(
         id=adapter.name, path=adapter.path, digest=adapter.digest, base_model=entry.base_model
     )
-
-
-def _json(shape: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(shape), media_type="application/json")

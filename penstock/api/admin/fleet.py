@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.http.answers import json_response, private_json
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
 from penstock.core.cluster_view import FleetControl, ReleaseOrder, ReleaseView
@@ -78,11 +79,11 @@ class ClusterEndpoints:
         if self._external is not None:
             replicas = (*view.replicas, *self._external.replica_views())
             view = msgspec.structs.replace(view, replicas=replicas)
-        return _json(view)
+        return private_json(view)
 
     async def list_releases(self, request: Request) -> Response:
         view = await self._control.cluster()
-        return _json(ReleaseList([_shown(release) for release in view.releases]))
+        return private_json(ReleaseList([_shown(release) for release in view.releases]))
 
     async def start(self, request: Request) -> Response:
         order = self._order.decode(await read_body(request, self._max_body_bytes))
@@ -108,17 +109,11 @@ class ClusterEndpoints:
                 )
             )
         )
-        return _json(shown)
+        return private_json(shown)
 
 
 def _shown(release: ReleaseView) -> ReleaseObject:
     return ReleaseObject(**msgspec.structs.asdict(release))
-
-
-def _json(body: msgspec.Struct) -> Response:
-    return Response(
-        msgspec.json.encode(body), headers={"cache-control": "no-store"}, media_type="application/json"
-    )
 
 
 class Reloaded(msgspec.Struct, frozen=True):
@@ -153,7 +148,7 @@ class SettingsEndpoints:
                 )
             )
         )
-        return Response(msgspec.json.encode(reloaded), media_type="application/json")
+        return json_response(reloaded)
 
 
 USAGE_PARAMETERS = frozenset(
@@ -183,7 +178,7 @@ class UsageEndpoints:
             totals = await self._ledger.totals(ask)
         else:
             totals = []  # another's workspace looks like one that does not exist
-        return Response(msgspec.json.encode(usage_page(query, totals)), media_type="application/json")
+        return json_response(usage_page(query, totals))
 
 
 def _query(request: Request) -> UsageQuery:

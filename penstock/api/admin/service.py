@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import note_model, principal_of
 from penstock.api.http.errors import error_response
 from penstock.api.http.parsing import BodyDecoder, read_body
@@ -95,13 +96,17 @@ class ServiceEndpoints:
         ]
 
     async def health(self, request: Request) -> Response:
-        return _json({"status": "ok"}) if self._gateway.is_healthy else error_response(self._refusal())
+        return (
+            json_response({"status": "ok"}) if self._gateway.is_healthy else error_response(self._refusal())
+        )
 
     async def ready(self, request: Request) -> Response:
-        return _json({"status": "ready"}) if self._gateway.is_ready else error_response(self._refusal())
+        return (
+            json_response({"status": "ready"}) if self._gateway.is_ready else error_response(self._refusal())
+        )
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
         return Response(await self._gateway.metrics_page(), headers={"content-type": CONTENT_TYPE})
@@ -118,7 +123,7 @@ class ServiceEndpoints:
     async def tokenizer_info(self, request: Request) -> Response:
         card = self._model(request, request.query_params.get("model")).card
         special = {f"{kind}_token": card.special_tokens.get(f"{kind}_token") for kind in SPECIAL_TOKENS}
-        return _json(
+        return json_response(
             TokenizerInfo(
                 **special,
                 add_bos_token=card.add_bos_token,
@@ -141,14 +146,14 @@ class ServiceEndpoints:
                 for token_id in set(tokens)
             }
             pieces = [spelt[token_id] for token_id in tokens]
-        return _json(TokenizeResponse(len(tokens), model.card.max_model_len, tokens, pieces))
+        return json_response(TokenizeResponse(len(tokens), model.card.max_model_len, tokens, pieces))
 
     async def detokenize(self, request: Request) -> Response:
         wire = self._detokenize_decoder.decode(await read_body(request, self._max_body_bytes))
         model = self._model(request, wire.model)
         check_token_ids(wire.tokens, model.card.vocab_size, param="tokens")
         async with self._gateway.accounts.errand(principal_of(request), model.card.name, "detokenize"):
-            return _json(DetokenizeResponse(await model.tokenizer.decode_later(wire.tokens)))
+            return json_response(DetokenizeResponse(await model.tokenizer.decode_later(wire.tokens)))
 
     def _model(self, request: Request, name: str | None) -> ServedModel:
         note_model(request, name)
@@ -172,10 +177,6 @@ async def _tokens(wire: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     return await model.tokenizer.encode(
         rendered.text, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
     )
-
-
-def _json(shape: msgspec.Struct | dict[str, str]) -> Response:
-    return Response(msgspec.json.encode(shape), media_type="application/json")
 
 
 def _content_security_policy(page: bytes) -> str:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.http.answers import private_json
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest
@@ -141,16 +142,16 @@ class AdminEndpoints:
 
     async def create_organization(self, request: Request) -> Response:
         wire = self._new_organization.decode(await read_body(request, self._max_body_bytes))
-        return _json(
+        return private_json(
             _shown_organization(await self._directory.create_organization(_actor(request), wire.name))
         )
 
     async def get_organization(self, request: Request) -> Response:
-        return _json(_shown_organization(await self._directory.organization(_id(request))))
+        return private_json(_shown_organization(await self._directory.organization(_id(request))))
 
     async def update_organization(self, request: Request) -> Response:
         wire = self._renaming.decode(await read_body(request, self._max_body_bytes))
-        return _json(
+        return private_json(
             _shown_organization(
                 await self._directory.rename_organization(_actor(request), _id(request), wire.name)
             )
@@ -158,7 +159,7 @@ class AdminEndpoints:
 
     async def archive_organization(self, request: Request) -> Response:
         archived = await self._directory.archive_organization(_actor(request), _id(request))
-        return _json(_shown_organization(archived))
+        return private_json(_shown_organization(archived))
 
     async def list_workspaces(self, request: Request) -> Response:
         page = await self._directory.workspaces(
@@ -171,18 +172,20 @@ class AdminEndpoints:
     async def create_workspace(self, request: Request) -> Response:
         wire = self._new_workspace.decode(await read_body(request, self._max_body_bytes))
         made = await self._directory.create_workspace(_actor(request), wire.name, wire.organization_id)
-        return _json(_shown_workspace(made))
+        return private_json(_shown_workspace(made))
 
     async def get_workspace(self, request: Request) -> Response:
-        return _json(_shown_workspace(await self._directory.workspace(_id(request))))
+        return private_json(_shown_workspace(await self._directory.workspace(_id(request))))
 
     async def update_workspace(self, request: Request) -> Response:
         wire = self._renaming.decode(await read_body(request, self._max_body_bytes))
         renamed = await self._directory.rename_workspace(_actor(request), _id(request), wire.name)
-        return _json(_shown_workspace(renamed))
+        return private_json(_shown_workspace(renamed))
 
     async def archive_workspace(self, request: Request) -> Response:
-        return _json(_shown_workspace(await self._directory.archive_workspace(_actor(request), _id(request))))
+        return private_json(
+            _shown_workspace(await self._directory.archive_workspace(_actor(request), _id(request)))
+        )
 
     async def list_keys(self, request: Request) -> Response:
         page = await self._directory.keys(
@@ -195,17 +198,19 @@ class AdminEndpoints:
     async def create_key(self, request: Request) -> Response:
         wire = self._new_key.decode(await read_body(request, self._max_body_bytes))
         issued = await self._directory.create_key(_actor(request), wire)
-        return _json(self._shown_new_key(issued))
+        return private_json(self._shown_new_key(issued))
 
     async def get_key(self, request: Request) -> Response:
-        return _json(self._shown_key(await self._directory.key(_id(request))))
+        return private_json(self._shown_key(await self._directory.key(_id(request))))
 
     async def update_key(self, request: Request) -> Response:
         wire = self._key_changes.decode(await read_body(request, self._max_body_bytes))
-        return _json(self._shown_key(await self._directory.update_key(_actor(request), _id(request), wire)))
+        return private_json(
+            self._shown_key(await self._directory.update_key(_actor(request), _id(request), wire))
+        )
 
     async def revoke_key(self, request: Request) -> Response:
-        return _json(self._shown_key(await self._directory.revoke_key(_actor(request), _id(request))))
+        return private_json(self._shown_key(await self._directory.revoke_key(_actor(request), _id(request))))
 
     async def list_audit(self, request: Request) -> Response:
         after = _query(request, "after")
@@ -241,14 +246,7 @@ def _shown_entry(entry: AuditEntry) -> AuditObject:
 def _list(page: Page[Record], shown: Callable[[Record], Shown]) -> Response:
     data = [shown(record) for record in page.data]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return _json(Listing(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
-
-
-def _json(body: msgspec.Struct) -> Response:
-    # Secrets and the names of tenants have no place in a cache on the way.
-    return Response(
-        msgspec.json.encode(body), headers={"cache-control": "no-store"}, media_type="application/json"
-    )
+    return private_json(Listing(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
 
 
 def _actor(request: Request) -> Actor:

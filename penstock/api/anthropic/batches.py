@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from penstock.api.anthropic.endpoints import check_version, json_response
+from penstock.api.anthropic.endpoints import check_version
+from penstock.api.http.answers import json_response
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import anthropic_error_body, anthropic_status

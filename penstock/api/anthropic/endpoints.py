@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.anthropic.answers import PING, MessageEvents, message
 from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
-from penstock.api.http.answers import EventStream, answer_whole
+from penstock.api.http.answers import EventStream, answer_whole, json_response
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import InvalidRequest
@@ -78,7 +78,3 @@ def check_version(request: Request) -> None:
         raise InvalidRequest(
             f"anthropic-version: {version[:40]!r} is not a version from {OLDEST_VERSION!r} on."
         )
-
-
-def json_response(shape: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(shape), media_type="application/json")

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, Self, TypeVar
 
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.api.http.context import answer_headers, note_limits_told, watch_of
@@ -27,6 +29,17 @@ _STREAM_HEADERS = (
 FIRST_BYTES_S = 5.0  # how long a stream's status and headers wait for its first tokens
 KEEP_ALIVE_S = 15.0
 SSE_COMMENT = b": waiting\n\n"  # which readers of server-sent events skip
+
+
+def json_response(shape: object) -> Response:
+    return Response(msgspec.json.encode(shape), media_type="application/json")
+
+
+def private_json(shape: object) -> Response:
+    """An answer with secrets or names of tenants, which no cache on the way may keep."""
+    return Response(
+        msgspec.json.encode(shape), headers={"cache-control": "no-store"}, media_type="application/json"
+    )
 
 
 class Cancellable(Protocol):

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.api.ollama.requests import ModelRequest
@@ -102,7 +103,7 @@ class OllamaModelEndpoints:
         ]
 
     async def list_models(self, request: Request) -> Response:
-        return _json(
+        return json_response(
             TaggedModels([self._tagged(each, modified_at=self._started) for each in self._listed(request)])
         )
 
@@ -111,12 +112,12 @@ class OllamaModelEndpoints:
             self._tagged(each, expires_at=_NEVER, context_length=each.model.max_model_len or UNSET)
             for each in self._listed(request)
         ]
-        return _json(TaggedModels(loaded))
+        return json_response(TaggedModels(loaded))
 
     async def show_model(self, request: Request) -> Response:
         listed = await self._asked_for(request)
         model, card = listed.model, listed.model.card if isinstance(listed.model, ServedModel) else None
-        return _json(
+        return json_response(
             ShownModel(
                 modelfile=f"# Served by Penstock.\nFROM {listed.name}\n",
                 parameters="",
@@ -129,11 +130,11 @@ class OllamaModelEndpoints:
         )
 
     async def version(self, request: Request) -> Response:
-        return _json(Version(OLLAMA_VERSION, __version__))
+        return json_response(Version(OLLAMA_VERSION, __version__))
 
     async def pull_model(self, request: Request) -> Response:
         await self._asked_for(request)
-        return _json(PullStatus("success"))
+        return json_response(PullStatus("success"))
 
     def _listed(self, request: Request) -> list[ListedModel]:
         return self._gateway.catalogue.listed(principal_of(request))
@@ -208,7 +209,3 @@ def _size(num_parameters: int) -> str:
             return f"{amount:.4g}{unit}"
         amount /= _UNIT
     return f"{amount:.4g}T"
-
-
-def _json(shape: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(shape), media_type="application/json")

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.api.files import checked_expiry
+from penstock.api.http.answers import json_response
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import error_body
@@ -221,7 +222,7 @@ class OpenAIBatchEndpoints:
         await asyncio.to_thread(self._work.files.folder.copy, file.id, batch.input_id)
         await self._work.batches.create(batch)
         self._work.runner.wake()
-        return _json(_wire_batch(batch))
+        return json_response(_wire_batch(batch))
 
     async def list_batches(self, request: Request) -> Response:
         batches, has_more = await self._work.batches.page(
@@ -232,17 +233,17 @@ class OpenAIBatchEndpoints:
         )
         data = [_wire_batch(batch) for batch in batches]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return _json(BatchList(data, has_more, first_id, last_id))
+        return json_response(BatchList(data, has_more, first_id, last_id))
 
     async def show_batch(self, request: Request) -> Response:
         workspace_id, batch_id = principal_of(request).workspace_id, request.path_params["batch_id"]
-        return _json(_wire_batch(await self._work.batches.get(workspace_id, batch_id, KIND)))
+        return json_response(_wire_batch(await self._work.batches.get(workspace_id, batch_id, KIND)))
 
     async def cancel_batch(self, request: Request) -> Response:
         workspace_id, batch_id = principal_of(request).workspace_id, request.path_params["batch_id"]
         batch = await self._work.batches.cancel(workspace_id, batch_id, KIND)
         self._work.runner.wake()
-        return _json(_wire_batch(batch))
+        return json_response(_wire_batch(batch))
 
 
 def refuse_stream(body: bytes) -> None:
@@ -296,7 +297,3 @@ def _wire_batch(batch: Batch) -> WireBatch:
         cancelling_at=entered(BatchStatus.CANCELLING),
         cancelled_at=entered(BatchStatus.CANCELLED),
     )
-
-
-def _json(shape: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(shape), media_type="application/json")

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, read_body, text_of
 from penstock.api.openai.responses_endpoints import DEFAULT_PAGE, MAX_PAGE, item_list
@@ -20,7 +21,6 @@ from penstock.core.errors import NotFound
 from penstock.gateway.responses.objects import ObjectStore, StoredObject
 from penstock.gateway.responses.service import Responses
 
-_to_json = msgspec.json.Encoder().encode
 _decode_item = msgspec.json.Decoder(InputItem).decode
 
 
@@ -89,10 +89,10 @@ class ConversationEndpoints:
         )
         await self._objects.add([made])
         await history.add_to_conversation(made.id, items)
-        return _json(_shown(made))
+        return json_response(_shown(made))
 
     async def show_conversation(self, request: Request) -> Response:
-        return _json(_shown(await self._found(request)))
+        return json_response(_shown(await self._found(request)))
 
     async def change_conversation(self, request: Request) -> Response:
         wire = self._changes.decode(await read_body(request, self._max_body_bytes))
@@ -100,7 +100,7 @@ class ConversationEndpoints:
         found = msgspec.structs.replace(await self._found(request), metadata=wire.metadata or {})
         if not await self._objects.change(found):
             raise no_conversation(found.id)
-        return _json(_shown(found))
+        return json_response(_shown(found))
 
     async def delete_conversation(self, request: Request) -> Response:
         """The responses that were made in the conversation stay."""
@@ -108,7 +108,7 @@ class ConversationEndpoints:
         workspace_id = principal_of(request).workspace_id
         if not await self._objects.delete(workspace_id, CONVERSATION, conversation_id):
             raise no_conversation(conversation_id)
-        return _json(ConversationDeleted(conversation_id))
+        return json_response(ConversationDeleted(conversation_id))
 
     async def create_items(self, request: Request) -> Response:
         wire = self._new_items.decode(await read_body(request, self._max_body_bytes))
@@ -116,7 +116,7 @@ class ConversationEndpoints:
         history = self._history(request)
         items = await self._checked(request, history, wire.items)
         history.check_room(await history.conversation_items(found.id), items)
-        return _json(item_list(await history.add_to_conversation(found.id, items), has_more=False))
+        return json_response(item_list(await history.add_to_conversation(found.id, items), has_more=False))
 
     async def list_items(self, request: Request) -> Response:
         found = await self._found(request)
@@ -128,7 +128,9 @@ class ConversationEndpoints:
             order=choice_of(request, "order", default="desc", choices=("asc", "desc")),
             after=text_of(request, "after"),
         )
-        return _json(item_list([_decode_item(each.body) for each in page.objects], has_more=page.has_more))
+        return json_response(
+            item_list([_decode_item(each.body) for each in page.objects], has_more=page.has_more)
+        )
 
     async def show_item(self, request: Request) -> Response:
         found, item_id = await self._found(request), request.path_params["item_id"]
@@ -141,7 +143,7 @@ class ConversationEndpoints:
         found, item_id = await self._found(request), request.path_params["item_id"]
         if not await self._objects.delete(found.workspace_id, ITEM, item_id, parent_id=found.id):
             raise _no_item(item_id)
-        return _json(_shown(found))
+        return json_response(_shown(found))
 
     def _history(self, request: Request) -> History:
         return History(self._responses, self._objects, principal_of(request))
@@ -166,7 +168,3 @@ def _shown(found: StoredObject) -> ConversationObject:
 
 def _no_item(item_id: str) -> NotFound:
     return NotFound(f"There is no item with the id {item_id[:64]!r}.", param="item_id")
-
-
-def _json(shape: msgspec.Struct) -> Response:
-    return Response(_to_json(shape), media_type="application/json")

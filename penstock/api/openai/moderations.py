@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, read_body
 from penstock.core.errors import ContentRefused, InvalidRequest, NotFound
@@ -114,7 +115,7 @@ class ModerationEndpoints:
                 types = {name: ["text"] if name in rules else [] for name in found}
                 results.append(Moderation(is_refused or any(found.values()), found, scores, types))
         body = ModerationList(f"modr-{request_id_of(request)}", policy.name, results)
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return json_response(body)
 
 
 async def _no_tokens(token_ids: object) -> str:

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole
+from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response
 from penstock.api.http.context import (
     answer_headers,
     note_model,
@@ -196,7 +196,7 @@ class ResponsesEndpoints:
             own_items = await history.own_items(wire.input, request_id_of(request))
             earlier = await history.earlier_items(wire.previous_response_id, wire.conversation_id)
             items = [*earlier, *own_items]
-            return _json(
+            return json_response(
                 InputTokens(len(await model.token_ids(wire.chat_prompt(items, Toolbox(wire.tools)))))
             )
 
@@ -224,7 +224,7 @@ class ResponsesEndpoints:
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         await self._responses.delete(principal_of(request), response_id)
-        return _json(DeletedResponse(response_id))
+        return json_response(DeletedResponse(response_id))
 
     async def cancel(self, request: Request) -> Response:
         body = await self._responses.cancel(principal_of(request), request.path_params["response_id"])
@@ -236,14 +236,10 @@ class ResponsesEndpoints:
         if choice_of(request, "order", default="desc", choices=("asc", "desc")) == "desc":
             items.reverse()
         limit = integer_of(request, "limit", default=DEFAULT_PAGE, low=1, high=MAX_PAGE)
-        return _json(item_list(*page_of(items, request.query_params.get("after"), limit)))
+        return json_response(item_list(*page_of(items, request.query_params.get("after"), limit)))
 
     async def _read(self, request: Request) -> ResponseRequest:
         wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
         note_model(request, wire.model)
         wire.check()
         return wire
-
-
-def _json(shape: msgspec.Struct) -> Response:
-    return Response(_to_json(shape), media_type="application/json")

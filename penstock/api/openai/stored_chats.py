@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, read_body, text_of
 from penstock.api.openai.messages import Message
@@ -173,7 +174,7 @@ class StoredChatEndpoints:
         completion_id = request.path_params["completion_id"]
         if not await self._objects.delete(principal_of(request).workspace_id, KIND, completion_id):
             raise _not_found(completion_id)
-        return Response(_to_json(CompletionDeleted(completion_id)), media_type="application/json")
+        return json_response(CompletionDeleted(completion_id))
 
     async def list_messages(self, request: Request) -> Response:
         found = await self._found(request)
@@ -224,7 +225,7 @@ def _stored_message(message_id: str, message: Message) -> StoredMessage:
 def _listed(data: Sequence[bytes], ids: Sequence[str], has_more: bool) -> Response:
     first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
     body = StoredList([msgspec.Raw(each) for each in data], first_id, last_id, has_more)
-    return Response(_to_json(body), media_type="application/json")
+    return json_response(body)
 
 
 def _not_found(completion_id: str) -> NotFound:

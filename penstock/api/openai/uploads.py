@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.api.files import UPLOAD_PURPOSES, FileObject, checked_expiry, file_object
+from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.multipart import UploadReader
 from penstock.api.http.parsing import BodyDecoder, read_body
@@ -87,7 +88,7 @@ class UploadEndpoints:
             expires_after_s=None if expiry is None else checked_expiry(expiry.seconds, "expires_after"),
         )
         workspace_id = principal_of(request).workspace_id
-        return _json(_shown(await self._uploads.create(workspace_id, wire.filename, plan)))
+        return json_response(_shown(await self._uploads.create(workspace_id, wire.filename, plan)))
 
     async def add_part(self, request: Request) -> Response:
         files = self._uploads.files
@@ -106,16 +107,18 @@ class UploadEndpoints:
         finally:
             if reader.form.upload is not None:
                 await reader.form.upload.abandon()
-        return _json(UploadPart(part.id, int(part.created_at), upload.id))
+        return json_response(UploadPart(part.id, int(part.created_at), upload.id))
 
     async def complete_upload(self, request: Request) -> Response:
         wire = self._completing.decode(await read_body(request, self._max_body_bytes))
         workspace_id, upload_id = principal_of(request).workspace_id, request.path_params["upload_id"]
-        return _json(_shown(*await self._uploads.complete(workspace_id, upload_id, wire.part_ids, wire.md5)))
+        return json_response(
+            _shown(*await self._uploads.complete(workspace_id, upload_id, wire.part_ids, wire.md5))
+        )
 
     async def cancel_upload(self, request: Request) -> Response:
         workspace_id, upload_id = principal_of(request).workspace_id, request.path_params["upload_id"]
-        return _json(_shown(await self._uploads.cancel(workspace_id, upload_id)))
+        return json_response(_shown(await self._uploads.cancel(workspace_id, upload_id)))
 
 
 def _shown(upload: StoredFile, file: StoredFile | None = None) -> UploadObject:
@@ -131,7 +134,3 @@ def _shown(upload: StoredFile, file: StoredFile | None = None) -> UploadObject:
         int(upload.expires_at or 0),
         None if file is None else file_object(file),
     )
-
-
-def _json(shape: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(shape), media_type="application/json")
