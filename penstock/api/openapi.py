@@ -81,8 +81,13 @@ from penstock.api.openai.embeddings import CreateEmbeddings, EmbeddingList
 from penstock.api.openai.moderations import CreateModeration, ModerationList
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.responses_answers import ResponseBody
-from penstock.api.openai.responses_compact import CompactedResponse, CompactRequest
-from penstock.api.openai.responses_endpoints import DeletedResponse, InputItemList, InputTokens
+from penstock.api.openai.responses_endpoints import (
+    CompactedResponse,
+    CompactRequest,
+    DeletedResponse,
+    InputItemList,
+    InputTokens,
+)
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.stored_chats import CompletionChanges, CompletionDeleted, StoredList

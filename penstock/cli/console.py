@@ -20,7 +20,7 @@ import click
 import msgspec
 
 from penstock.core.log_format import TextFormatter
-from penstock.serve.stores import model_hub
+from penstock.serve.environment import model_hub
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,7 +21,7 @@ from penstock.cli.console import spinner, stdout_console
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.installation import reinstall_command
 from penstock.models.hub import ModelHub
-from penstock.serve.stores import model_hub
+from penstock.serve.environment import model_hub
 
 Level = Literal["ok", "warn", "fail"]
 _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}

@@ -22,9 +22,8 @@ from penstock.cli.console import (
     stdout_console,
 )
 from penstock.core.figures import format_bytes
-from penstock.serve.environment import API_KEY_VARIABLE, URL_VARIABLE
+from penstock.serve.environment import API_KEY_VARIABLE, URL_VARIABLE, model_hub
 from penstock.serve.running import RunningServer, running_servers
-from penstock.serve.stores import model_hub
 
 
 @click.command(cls=PenstockCommand, short_help="Fetch a model into the cache.")

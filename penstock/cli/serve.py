@@ -21,9 +21,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import ServerConfig, TenantsConfig
 from penstock.core.messages import EngineReady, LoadProgress, ModelCard
 from penstock.models.catalog import BUILT_IN_MODELS
-from penstock.serve.environment import bytecode_dir
+from penstock.serve.environment import bytecode_dir, open_database
 from penstock.serve.running import announced
-from penstock.serve.stores import open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable

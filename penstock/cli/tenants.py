@@ -18,7 +18,7 @@ from penstock.cli.commands import PenstockCommand, PenstockGroup
 from penstock.cli.console import json_option, print_json, print_rows, shown_time
 from penstock.cli.options import config_options
 from penstock.core.gateway_config import StoreConfig
-from penstock.serve.stores import open_database
+from penstock.serve.environment import open_database
 
 if TYPE_CHECKING:
     from penstock.gateway.tenants.directory import Actor, Directory

@@ -14,7 +14,7 @@ from penstock.cli.console import json_option, print_json, print_rows
 from penstock.cli.options import config_options
 from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.core.gateway_config import StoreConfig
-from penstock.serve.stores import open_database
+from penstock.serve.environment import open_database
 
 if TYPE_CHECKING:
     from penstock.gateway.ledger.usage_store import UsageEntry, UsagePage, UsageQuery

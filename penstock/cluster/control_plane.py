@@ -21,6 +21,7 @@ from penstock.cluster.control_messages import (
     Directive,
     FromControl,
     PromoteRelease,
+    RecentTimes,
     Refused,
     ReleaseShown,
     Report,
@@ -32,7 +33,6 @@ from penstock.cluster.control_messages import (
     decode_to_control,
     encode_line,
 )
-from penstock.cluster.figures import RecentTimes
 from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaSpec

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 
-from penstock.cluster.figures import EvidenceCollector
+from penstock.cluster.control_messages import EvidenceCollector
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.scaling import PoolScaler

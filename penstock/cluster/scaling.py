@@ -14,8 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from penstock.cluster.control_messages import Report, Sample
-from penstock.cluster.figures import RecentRate, RecentTimes
+from penstock.cluster.control_messages import RecentRate, RecentTimes, Report, Sample
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import (

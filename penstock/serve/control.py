@@ -22,7 +22,7 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ServeConfig
 from penstock.core.errors import InvalidRequest, UsageError
 from penstock.gateway.releases import DatabaseReleases
-from penstock.serve.stores import model_hub, open_database
+from penstock.serve.environment import model_hub, open_database
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,19 @@
-"""Every environment variable that Penstock reads. Knows nothing of flags or files."""
+"""Every environment variable that Penstock reads, and the places where a server keeps its data, its database and its
+models. Knows no flags."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
+
+from penstock.core.gateway_config import StoreConfig
+
+if TYPE_CHECKING:
+    from penstock.gateway.store.database import Database
+    from penstock.models.hub import ModelHub
+
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"  # a TOML file, as --config
 DEBUG_VARIABLE = "PENSTOCK_DEBUG"  # as --debug
@@ -75,3 +84,22 @@ def visible_gpus() -> tuple[str, ...]:
         return tuple(name.strip() for name in chosen.split(",") if name.strip())
     numbers = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
     return tuple(sorted((number for number in numbers if number.isdecimal()), key=int))
+
+
+def data_dir(config: StoreConfig) -> Path:
+    """Return the data folder of a server as an absolute path. The folder may not exist yet."""
+    return (Path(config.data_dir).expanduser() if config.data_dir else state_dir()).absolute()
+
+
+def open_database(config: StoreConfig) -> Database:
+    """Return the database of a server. Nothing is read or written before the first query."""
+    from penstock.gateway.store.database import Database, sqlite_url
+
+    return Database(config.database_url or sqlite_url(data_dir(config)))
+
+
+def model_hub() -> ModelHub:
+    """The cache of models on this machine, with the user's Hugging Face token."""
+    from penstock.models.hub import ModelHub
+
+    return ModelHub(cache_dir(), hub_token=hub_token())

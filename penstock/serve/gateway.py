@@ -34,8 +34,8 @@ from penstock.gateway.models.catalogue import try_given
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
 from penstock.gateway.tenants.authenticator import Tenants
+from penstock.serve.environment import data_dir, open_database
 from penstock.serve.gateway_state import open_gateway_state
-from penstock.serve.stores import data_dir, open_database
 from penstock.serve.telemetry import build_observer, build_request_log
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.settings.file import SettingsFile
 from penstock.gateway.settings.settings import Settings
 from penstock.gateway.store.database import Database
-from penstock.serve.stores import data_dir
+from penstock.serve.environment import data_dir
 
 
 class RunningLimiter(Limiter, Protocol):

@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import OidcConfig, ServerConfig, StoreConfig, TenantsConfig
 from penstock.gateway.tenants.directory import Actor, Directory
 from penstock.gateway.tenants.records import NewKey
-from penstock.serve.stores import open_database
+from penstock.serve.environment import open_database
 
 ACTOR = Actor("test", "request-1")
 

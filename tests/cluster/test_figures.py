@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.control_messages import ModelReport, Sample
-from penstock.cluster.figures import EvidenceCollector, RecentRate, RecentTimes
+from penstock.cluster.control_messages import EvidenceCollector, ModelReport, RecentRate, RecentTimes, Sample
 from penstock.core.figures import percentile
 
 

@@ -1,9 +1,11 @@
-"""/v1/responses: create, stream, look up, list input, cancel and delete."""
+"""/v1/responses: create, stream, look up, list input, compact, cancel and delete."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.requests import HTTPConnection, Request
@@ -21,14 +23,22 @@ from penstock.api.http.context import (
 )
 from penstock.api.http.errors import named_params
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, read_body
-from penstock.api.openai.responses_answers import PARAMS, ResponseEvents, new_response
-from penstock.api.openai.responses_compact import Compaction
+from penstock.api.openai.requests import ServiceTier
+from penstock.api.openai.responses_answers import (
+    PARAMS,
+    ResponseEvents,
+    ResponseUsage,
+    new_response,
+    response_usage,
+)
 from penstock.api.openai.responses_history import History, decode_items, page_of
-from penstock.api.openai.responses_items import InputItem
+from penstock.api.openai.responses_items import InputItem, compaction_item
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.responses_tools import Toolbox
 from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, EmptyAnswer
+from penstock.gateway.prompts import RequestWarning
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import StoredResponse
@@ -64,6 +74,31 @@ class InputTokens(msgspec.Struct):
     object: str = "response.input_tokens"
 
 
+MAX_SUMMARY_TOKENS = 2048
+_ASK = (
+    "Summarize the conversation so far, so that it can be continued from the summary alone. Keep the goals, the "
+    "decisions, the facts, the names of files and functions, the results of tools, and what is still to be done."
+)
+
+
+class CompactRequest(msgspec.Struct):
+    model: str | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: ServiceTier | None = None
+
+
+class CompactedResponse(msgspec.Struct, kw_only=True):
+    id: str
+    created_at: int
+    output: list[InputItem]
+    usage: ResponseUsage
+    warnings: tuple[RequestWarning, ...] | msgspec.UnsetType = msgspec.UNSET
+    object: str = "response.compaction"
+
+
 @dataclass(frozen=True, slots=True)
 class BegunResponse:
     answer: AnswerStream
@@ -81,7 +116,7 @@ class ResponsesEndpoints:
         self._objects = objects
         self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(ResponseRequest)
-        self._compaction = Compaction(responses, objects, max_body_bytes)
+        self._compact_decoder = BodyDecoder(CompactRequest)
 
     def routes(self) -> list[Route]:
         one = "/v1/responses/{response_id}"
@@ -90,7 +125,7 @@ class ResponsesEndpoints:
             Route(
                 "/v1/responses/input_tokens", named_params(self.count_input_tokens, PARAMS), methods=["POST"]
             ),
-            Route("/v1/responses/compact", named_params(self._compaction.compact, PARAMS), methods=["POST"]),
+            Route("/v1/responses/compact", named_params(self.compact, PARAMS), methods=["POST"]),
             Route(one, self.retrieve, methods=["GET"]),
             Route(one, self.delete, methods=["DELETE"]),
             Route(f"{one}/cancel", self.cancel, methods=["POST"]),
@@ -200,6 +235,29 @@ class ResponsesEndpoints:
                 InputTokens(len(await model.token_ids(wire.chat_prompt(items, Toolbox(wire.tools)))))
             )
 
+    async def compact(self, request: Request) -> ASGIApp:
+        """Answer with a shorter form of a long conversation: the user's messages, and one compaction item with the
+        model's summary of everything. Clients send the item back in place of the items that it stands for."""
+        wire = self._compact_decoder.decode(await read_body(request, self._max_body_bytes))
+        note_model(request, wire.model)
+        history = History(self._responses, self._objects, principal_of(request))
+        own_items = await history.own_items(wire.input or [], request_id_of(request))
+        items = [*await history.earlier_items(wire.previous_response_id, None), *own_items]
+        if not items:
+            raise InvalidRequest("There is nothing to compact.", param="input")
+        asked = ResponseRequest(
+            input=[],
+            model=wire.model,
+            instructions=wire.instructions,
+            prompt_cache_key=wire.prompt_cache_key,
+            service_tier=wire.service_tier,
+            truncation="auto",
+        )
+        generation = asked.to_generation([*items, InputItem(role="user", content=_ASK)], Toolbox(None))
+        generation = msgspec.structs.replace(generation, default_max_tokens=MAX_SUMMARY_TOKENS)
+        submitted = self._responses.gateway.submit(with_context(request, generation))
+        return await answer_whole(request, submitted, partial(_compacted, request_id_of(request), items))
+
     async def retrieve(self, request: Request) -> Response:
         found = await self._responses.find(principal_of(request), request.path_params["response_id"])
         if request.query_params.get("stream", "false").lower() != "true":
@@ -243,3 +301,21 @@ class ResponsesEndpoints:
         note_model(request, wire.model)
         wire.check()
         return wire
+
+
+def _compacted(
+    request_id: str,
+    items: Sequence[InputItem],
+    answer: AnswerStream,
+    deltas: Sequence[Delta],
+) -> bytes:
+    said = [item for item in items if item.type == "message" and item.role == "user"]
+    return _to_json(
+        CompactedResponse(
+            id=f"resp_{request_id}",
+            created_at=int(time.time()),
+            output=[*said, compaction_item(f"cmp_{request_id}", deltas[0].text.strip())],
+            usage=response_usage(answer.usage),
+            warnings=answer.warnings or msgspec.UNSET,
+        )
+    )

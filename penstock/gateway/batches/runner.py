@@ -18,9 +18,8 @@ from msgspec import Meta
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus
-from penstock.gateway.batches.lease import LeaseLost, new_holder
 from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
-from penstock.gateway.batches.store import BatchStore, ResultWriter
+from penstock.gateway.batches.store import BatchStore, LeaseLost, ResultWriter, new_holder
 from penstock.gateway.files import FilesConfig, FileStore
 from penstock.gateway.store.database import Database
 

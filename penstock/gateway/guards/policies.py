@@ -22,8 +22,8 @@ from penstock.gateway.answers.choice import Delta, ToolCallDelta, merge_deltas
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.guards.detector import Subject
 from penstock.gateway.guards.inputs import Decode, RunLater, check_input, reviewed, watch
-from penstock.gateway.guards.judge import Ask
 from penstock.gateway.guards.policy import Case, GuardMetrics, Policy, compile_policy
+from penstock.gateway.guards.reviews import Ask
 from penstock.gateway.guards.scanner import Scanner
 from penstock.gateway.guards.settings import NO_POLICY, GuardSettings, check_guard_settings
 from penstock.gateway.prompts import GenerationRequest

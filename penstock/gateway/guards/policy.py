@@ -25,8 +25,7 @@ from prometheus_client.registry import Collector
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.guards.detector import Check, Detector, Guard, PatternGuard
-from penstock.gateway.guards.injection import InjectionGuard
-from penstock.gateway.guards.judge import Ask, JudgeGuard
+from penstock.gateway.guards.reviews import Ask, InjectionGuard, JudgeGuard
 from penstock.gateway.guards.scanner import Scanner
 from penstock.gateway.guards.settings import (
     Action,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.batches.batch import BatchLine, BatchStatus, LineResult
-from penstock.gateway.batches.lease import LeaseLost
-from penstock.gateway.batches.store import BatchStore
+from penstock.gateway.batches.store import BatchStore, LeaseLost
 from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
 

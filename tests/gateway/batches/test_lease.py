@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.batches.lease import is_dead, new_holder
+from penstock.gateway.batches.store import is_dead, new_holder
 
-_MAKE = "from penstock.gateway.batches.lease import new_holder; print(new_holder())"
+_MAKE = "from penstock.gateway.batches.store import new_holder; print(new_holder())"
 
 
 def test_dead_and_alive() -> None:
