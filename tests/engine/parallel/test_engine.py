@@ -20,7 +20,8 @@ from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar, Pooling, Request, SamplingParams
 from penstock.engine.build import Engine
-from tests.engine.byte_model import constrained, text_of, write_byte_model
+from tests.engine.byte_model import END, constrained, text_of, write_byte_model
+from tests.engine.drafting import KnowingDrafter, num_accepted, speculate
 from tests.engine.tiny import request, run, teach_short_answers, tiny_engine, tokens, unpacked
 
 TOPOLOGIES = {
@@ -45,12 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(model: Path) -> Engine:
-    return tiny_engine(model, **SETTINGS)
+    return tiny_engine(model, speculate="off", **SETTINGS)
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def several(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
-    engine = tiny_engine(model, parallel=TOPOLOGIES[request.param], **SETTINGS)
+    engine = tiny_engine(model, parallel=TOPOLOGIES[request.param], speculate="off", **SETTINGS)
     yield engine
     engine.close()
 
@@ -128,6 +129,25 @@ def test_grammars_hold_answers(several: Engine) -> None:
     events = answers(several, [constrained("choice", choices), constrained("free", None, max_tokens=8)])
     assert text_of(events["choice"]) in ("yes", "no")
     assert events["choice"][-1].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("spoiled", [0.0, 0.4])
+def test_drafts_change_nothing(one: Engine, several: Engine, spoiled: float) -> None:
+    """All ranks compute the drafts; the rank that samples verifies them."""
+    schema = Grammar("regex", "name: [a-z]{2,6}, year: [0-9]{4}")
+    requests = [
+        *(request(f"drafted-{n}", prompt, 20) for n, prompt in enumerate(PROMPTS[:4])),
+        request("drafted", PROMPTS[4], 20, temperature=0.8, seed=3, frequency_penalty=0.3, logprobs=1),
+        constrained("drafted-grammar", schema, 40),
+    ]
+    expected = {name: tokens(events) for name, events in answers(one, requests).items()}
+    speculate(several, KnowingDrafter(expected, spoiled, vocab_size=END))
+    try:
+        given = answers(several, requests)
+    finally:
+        several.loop.drafter = None
+    assert {name: tokens(events) for name, events in given.items()} == expected
+    assert num_accepted(several) > 0
 
 
 def test_embeddings(one: Engine, several: Engine) -> None:
