@@ -209,7 +209,12 @@ class EngineLoop:
     def _plan(self) -> StepPlan | None:
         drafts = NO_DRAFTS
         if self.drafter is not None and (wanted := self.scheduler.wants_drafts()):
-            drafts = self.drafter.propose(wanted)
+            # Looking up a token that the model does not have would end the engine.
+            drafts = {
+                request_id: draft
+                for request_id, draft in self.drafter.propose(wanted).items()
+                if draft.token_ids and 0 <= min(draft.token_ids) <= max(draft.token_ids) < self._vocab_size
+            }
         now = self._clock.now()
         plan = self.scheduler.plan(now, drafts)
         for collaborator in self._collaborators:

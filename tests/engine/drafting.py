@@ -49,8 +49,9 @@ class KnowingDrafter:
             # Answers that end early have drafts behind their end, too.
             right = [*self._answers.get(request_id, ()), *(5, 6, 7, 8)][start : start + rng.randint(1, most)]
             token_ids = [
-                (token_id + (rng.random() < self._spoiled) * rng.randrange(1, self._vocab_size))
-                % self._vocab_size
+                (token_id + rng.randrange(1, self._vocab_size)) % self._vocab_size
+                if rng.random() < self._spoiled
+                else token_id
                 for token_id in right
             ]
             drafts[request_id] = Draft(tuple(token_ids), "test")

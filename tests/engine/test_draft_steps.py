@@ -77,7 +77,8 @@ def test_a_step_without_room_samples_every_draft_in_pieces(
 def test_pieces_sample_where_the_chunk_does(num_known: int, num_drafts: int, most: int) -> None:
     size = num_known + num_drafts
     whole = Chunk("r", 7, size, True, (1, 2), drafts=tuple(range(100, 100 + num_drafts)), begins=True)
-    pieces, done = [(whole,)], []
+    pieces: list[tuple[Chunk, ...]] = [(whole,)]
+    done: list[Chunk] = []
     while pieces:
         (piece,) = pieces.pop()
         parts = halves([piece]) if piece.num_tokens > most else None
@@ -176,8 +177,10 @@ def test_embeddings_and_scores_beside_drafts(model: Path) -> None:
     for name in expected:
         assert tokens([event for event in events if event.request_id == name]) == tokens(expected[name])
     (embedded,) = (event for event in events if event.request_id == "embedded")
-    vectors = [np.frombuffer(each.embedding or b"", "<f4") for each in (embedded, expected["embedded"][0])]
-    np.testing.assert_allclose(*vectors, atol=1e-6)
+    made, vector = (
+        np.frombuffer(each.embedding or b"", "<f4") for each in (embedded, expected["embedded"][0])
+    )
+    np.testing.assert_allclose(made, vector, atol=1e-6)
     assert num_accepted(engine) > 0
 
 
@@ -224,10 +227,11 @@ def write_adapter(folder: Path, seed: int) -> Adapter:
 @pytest.mark.parametrize("spoiled", [0.0, 0.5])
 def test_adapters(model: Path, tmp_path: Path, spoiled: float) -> None:
     adapters = [write_adapter(tmp_path / "a", 1), write_adapter(tmp_path / "b", 2), None]
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": 4}
     requests = [
         replace(request(f"{n}-{name}", PROMPTS[n], 16, logprobs=1, **sampling), adapter=adapter)
         for n, adapter in enumerate(adapters)
-        for name, sampling in (("greedy", {}), ("drawn", {"temperature": 1.0, "seed": 4}))
+        for name, sampling in (("greedy", {}), ("drawn", drawn))
     ]
     expected = answers(tiny_engine(model, speculate="off"), requests)
     assert len({tuple(found[0]) for found in expected.values()}) == 6
@@ -235,6 +239,16 @@ def test_adapters(model: Path, tmp_path: Path, spoiled: float) -> None:
     speculate(engine, KnowingDrafter({name: found[0] for name, found in expected.items()}, spoiled))
     assert answers(engine, requests) == expected
     assert num_accepted(engine) > 0
+
+
+@pytest.mark.parametrize("wrong", [VOCAB_SIZE, -1])
+def test_a_draft_of_tokens_that_the_model_does_not_have_is_left_out(model: Path, wrong: int) -> None:
+    expected = known(model, greedy())
+    drafter = KnowingDrafter(
+        {name: [*found[:9], wrong, *found[10:]] for name, found in expected.items()}, 0.0
+    )
+    engine = speculate(tiny_engine(model, speculate="off"), drafter)
+    assert {name: found[0] for name, found in answers(engine, greedy()).items()} == expected
 
 
 def test_an_aborted_request_leaves_no_trace_in_its_row(model: Path) -> None:
