@@ -17,6 +17,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
+from penstock.bench.drafts import DrafterReport
 from penstock.bench.load import LoadResult, OfflineSummary, Target
 from penstock.bench.workload import Workload
 from penstock.core.errors import UsageError
@@ -74,6 +75,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Distribution | None
     itl_ms: Distribution | None
     e2e_ms: Distribution | None
+    tpot_ms: Distribution | None = (
+        None  # of each answer, the mean time between tokens, however they came together
+    )
+    drafters: tuple[DrafterReport, ...] | None = None  # None: not asked for
 
 
 def summarize(target: Target, workload: Workload, result: LoadResult) -> Summary:
@@ -101,6 +106,7 @@ def summarize(target: Target, workload: Workload, result: LoadResult) -> Summary
         ),
         itl_ms=Distribution.of_seconds([gap for outcome in good for gap in outcome.gaps_s]),
         e2e_ms=Distribution.of_seconds([o.end_s - o.start_s for o in good if o.end_s is not None]),
+        tpot_ms=Distribution.of_seconds([tpot for o in good if (tpot := o.time_per_token_s) is not None]),
     )
 
 
@@ -152,7 +158,8 @@ def serve_table(summary: Summary) -> Table:
     for heading in ("mean", "p50", "p90", "p95", "p99", "max"):
         table.add_column(heading, justify="right")
     _add_distribution(table, "First token, ms", summary.ttft_ms)
-    _add_distribution(table, "Between tokens, ms", summary.itl_ms)
+    _add_distribution(table, "Between events, ms", summary.itl_ms)
+    _add_distribution(table, "Per token, ms", summary.tpot_ms)
     _add_distribution(table, "End to end, ms", summary.e2e_ms)
     return table
 
@@ -244,7 +251,7 @@ def plot_latencies(path: Path, summary: Summary, result: LoadResult) -> None:
     good = [outcome for outcome in result.outcomes if outcome.error is None]
     panels = {
         "Time to first token, ms": [o.first_token_s - o.start_s for o in good if o.first_token_s is not None],
-        "Between tokens, ms": [gap for outcome in good for gap in outcome.gaps_s],
+        "Between events, ms": [gap for outcome in good for gap in outcome.gaps_s],
         "End to end, ms": [o.end_s - o.start_s for o in good if o.end_s is not None],
     }
     figure = Figure(figsize=(12, 4), layout="constrained")

@@ -81,12 +81,16 @@ _length_help = "{}: a number, or a range such as 100:1024."
 @click.option(
     "--vocabulary", default="1000:39999", show_default=True, help="Range of token ids to draw from."
 )
+@click.option("--speculate-report", "reports_drafts", is_flag=True,
+              help="Also report drafted and accepted tokens by drafter and position, from the server's /metrics. "
+              "Other load on the server counts too.")  # fmt: skip
 @_measurement_options
 @_output_options
 def bench_serve(
     url: str,
     model: str | None,
     api_key: str | None,
+    reports_drafts: bool,
     json_file: Path | None,
     plot_file: Path | None,
     **load: Any,
@@ -96,7 +100,11 @@ def bench_serve(
     \b
       penstock bench serve --concurrency 32 --requests 96
       penstock bench serve --rate 4 --input-len 100:1024 --json report.json --plot report.png
+      penstock bench serve --concurrency 1 --speculate-report
     """
+    import msgspec
+
+    from penstock.bench.drafts import drafts_table, read_drafters, reports_since
     from penstock.bench.load import find_target
     from penstock.bench.summary import (
         plot_latencies,
@@ -111,14 +119,23 @@ def bench_serve(
         require_matplotlib()
     workload = _workload(**{name: load[name] for name in load if name not in ("warmup", "timeout_s")})
     target = _run(find_target(None, url, model, api_key))
-    result = _measure(target, workload, load["warmup"], load["timeout_s"])
+    if reports_drafts:
+        _run(read_drafters(target))  # refuses a server without these counts before the load
+    _warm_up(target, workload, load["warmup"], load["timeout_s"])
+    before = _run(read_drafters(target, settles=True)) if reports_drafts else {}
+    result = _put_load(target, workload, load["timeout_s"])
     summary = summarize(target, workload, result)
+    if reports_drafts:
+        drafters = reports_since(before, _run(read_drafters(target, settles=True)))
+        summary = msgspec.structs.replace(summary, drafters=drafters)
     if json_file:
         write_json(json_file, summary)
     if plot_file and summary.num_completed:
         plot_latencies(plot_file, summary, result)
     console = stdout_console()
     console.print(serve_table(summary))
+    if summary.drafters is not None:
+        console.print(drafts_table(summary.drafters))
     console.print(totals_line(summary))
     _fail_on_errors([summary])
 
@@ -278,7 +295,13 @@ def _workload(
 
 
 def _measure(target: Target, workload: Workload, num_warmup: int, timeout_s: float) -> LoadResult:
-    """Warm up, then measure. Raises UsageError if every request of the warm-up fails."""
+    """Warm up, then measure."""
+    _warm_up(target, workload, num_warmup, timeout_s)
+    return _put_load(target, workload, timeout_s)
+
+
+def _warm_up(target: Target, workload: Workload, num_warmup: int, timeout_s: float) -> None:
+    """Send requests that are not measured. Raises UsageError if all of them fail."""
     from penstock.bench.load import run_load
 
     if num_warmup:
@@ -286,6 +309,11 @@ def _measure(target: Target, workload: Workload, num_warmup: int, timeout_s: flo
             warm = _run(run_load(target, workload.warm_up(num_warmup), timeout_s=timeout_s, on_done=done))
         if all(outcome.error is not None for outcome in warm.outcomes):
             raise UsageError(f"{target.name} answers no request: {warm.outcomes[0].error}.")
+
+
+def _put_load(target: Target, workload: Workload, timeout_s: float) -> LoadResult:
+    from penstock.bench.load import run_load
+
     with count_progress(f"{target.name}: {workload}", workload.num_requests) as done:
         return _run(run_load(target, workload, timeout_s=timeout_s, on_done=done))
 

@@ -18,6 +18,7 @@ class FakeServer:
 
     behaviour: Behaviour = "good"
     num_cached_tokens: int = 0
+    metrics: str | None = None  # "{n}" stands for the number of answers so far
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
     most_at_once: int = 0
@@ -44,6 +45,10 @@ class FakeServer:
             body = await reader.readexactly(int(headers["Content-Length"]))
             if head.startswith("GET /v1/models "):
                 self._plain(writer, 200, {"object": "list", "data": [{"id": "fake-model"}]})
+            elif head.startswith("GET /metrics ") and self.metrics is not None:
+                self._plain(writer, 200, self.metrics.replace("{n}", str(len(self.bodies))))
+            elif head.startswith("GET "):
+                self._plain(writer, 404, {"error": {"message": "no such page"}})
             else:
                 await self._complete(writer, json.loads(body))
             await writer.drain()
@@ -89,6 +94,6 @@ class FakeServer:
     def _chunk(self, writer: asyncio.StreamWriter, content: bytes) -> None:
         writer.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
 
-    def _plain(self, writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
+    def _plain(self, writer: asyncio.StreamWriter, status: int, body: dict[str, Any] | str) -> None:
+        content = (body if isinstance(body, str) else json.dumps(body)).encode()
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)

@@ -60,6 +60,59 @@ def test_serve_reports_figures_in_a_table_a_file_and_a_picture(tmp_path: Path) -
     assert (tmp_path / "plot.png").exists()
 
 
+OUR_DRAFTS = """\
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{model_name="fake-model"} {n}0
+vllm:spec_decode_num_drafts_total{model_name="another"} 9
+# TYPE penstock_drafter_draft_tokens counter
+penstock_drafter_draft_tokens_total{model_name="fake-model",drafter="lookup",position="0"} {n}0
+penstock_drafter_draft_tokens_total{model_name="fake-model",drafter="lookup",position="1"} {n}
+penstock_drafter_draft_tokens_total{model_name="fake-model",drafter="heads",position="0"} 5
+# TYPE penstock_drafter_accepted_tokens counter
+penstock_drafter_accepted_tokens_total{model_name="fake-model",drafter="lookup",position="0"} {n}
+penstock_drafter_accepted_tokens_total{model_name="fake-model",drafter="lookup",position="1"} {n}
+penstock_drafter_accepted_tokens_total{model_name="fake-model",drafter="heads",position="0"} 5
+"""
+VLLM_DRAFTS = """\
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="fake-model"} {n}0.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake-model",position="0"} {n}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake-model",position="1"} 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        pytest.param(OUR_DRAFTS, {"drafter": "lookup", "drafted": [30, 3], "accepted": [3, 3]}, id="ours"),
+        pytest.param(VLLM_DRAFTS, {"drafter": "all", "drafted": [30, 30], "accepted": [3, 0]}, id="vllm"),
+    ],
+)
+def test_drafts_of_a_run_are_reported_without_those_before(
+    tmp_path: Path, metrics: str, expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.bench.drafts.SETTLING_S", 0.0)
+    with serving(FakeServer(metrics=metrics)) as server:
+        result = run(
+            *("serve", "--url", server.url, "--requests", "3", "--warmup", "2", "--speculate-report"),
+            *("--output-len", "3", "--json", str(tmp_path / "report.json")),
+        )
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "report.json").read_text())["drafters"] == [expected]
+    assert "tokens/step" in result.stdout
+    assert "10%" in result.stdout
+
+
+def test_a_server_without_counts_of_drafts_is_refused_before_the_load() -> None:
+    for metrics in (None, "up 1\n", "no{ metrics", OUR_DRAFTS.replace("fake-model", "third")):
+        with serving(FakeServer(metrics=metrics)) as server:
+            result = run("serve", "--url", server.url, "--speculate-report")
+        assert result.exit_code == 1
+        assert "metrics" in result.stderr
+        assert not server.bodies
+
+
 def test_a_seed_repeats_the_prompts_and_its_absence_does_not(tmp_path: Path) -> None:
     with serving(FakeServer()) as server:
         for seed in (["--seed", "1"], ["--seed", "1"], [], []):
