@@ -90,7 +90,7 @@ def create_app(
     embeddings = Embeddings(gateway)
     objects = objects or ObjectStore(Database("sqlite://"), max_workspace_bytes=MAX_MEMORY_BYTES)
     stored = Responses(gateway, responses or MemoryResponses(), StoredBodies())
-    responses_api = ResponsesEndpoints(stored, objects, config.max_body_bytes)
+    responses_api = ResponsesEndpoints(stored, objects)
     sockets = WebSocketEndpoint(gateway, config, request_log)
 
     async def serve_responses(socket: WebSocket) -> None:
@@ -99,24 +99,24 @@ def create_app(
     chats = StoredChats(objects, stored.ttl_s)
     inference_routes = [
         *ModelsEndpoints(gateway).routes(),
-        *AnthropicEndpoints(gateway, config.max_body_bytes).routes(),
-        *OpenAIEndpoints(gateway, chats, config.max_body_bytes).routes(),
+        *AnthropicEndpoints(gateway).routes(),
+        *OpenAIEndpoints(gateway, chats).routes(),
         *responses_api.routes(),
-        *ModerationEndpoints(gateway, config.max_body_bytes).routes(),
-        *EmbeddingEndpoints(embeddings, config.max_body_bytes).routes(),
+        *ModerationEndpoints(gateway).routes(),
+        *EmbeddingEndpoints(embeddings).routes(),
     ]
     app = Application(
         routes=[
             *inference_routes,
-            *OllamaEndpoints(gateway, embeddings, config.max_body_bytes).routes(),
-            *StoredChatEndpoints(chats, config.max_body_bytes).routes(),
-            *ConversationEndpoints(stored, objects, config.max_body_bytes).routes(),
+            *OllamaEndpoints(gateway, embeddings).routes(),
+            *StoredChatEndpoints(chats).routes(),
+            *ConversationEndpoints(stored, objects).routes(),
             *sockets.routes(),
             WebSocketRoute(RESPONSES_PATH, serve_responses),
-            *(stored_work_routes(work, inference_routes, config.max_body_bytes) if work else ()),
-            *ServiceEndpoints(gateway, config.max_body_bytes).routes(),
-            *(AdminEndpoints(tenants.directory, config.max_body_bytes).routes() if tenants else ()),
-            *AdapterEndpoints(gateway, config.max_body_bytes).routes(),
+            *(stored_work_routes(work, inference_routes) if work else ()),
+            *ServiceEndpoints(gateway).routes(),
+            *(AdminEndpoints(tenants.directory).routes() if tenants else ()),
+            *AdapterEndpoints(gateway).routes(),
             *more_routes,
             *OpenAPIEndpoint(OPERATIONS).routes(),
         ],
@@ -127,14 +127,13 @@ def create_app(
             ReaderGone: on_reader_gone,
         },
     )
+    app.state.max_body_bytes = config.max_body_bytes
     app.router.redirect_slashes = False
     app.router.default = answer_unknown_path
     return app
 
 
-def stored_work_routes(
-    work: StoredWork, inference_routes: Sequence[Route], max_body_bytes: int
-) -> list[Route]:
+def stored_work_routes(work: StoredWork, inference_routes: Sequence[Route]) -> list[Route]:
     """Also teaches the runner of batches to answer their lines as `inference_routes` would."""
     endpoints = posted_endpoints(inference_routes)
     openai = OpenAIBatches(endpoints)
@@ -143,7 +142,7 @@ def stored_work_routes(
     work.runner.teach(ANTHROPIC, anthropic)
     return [
         *FilesEndpoints(work.files).routes(),
-        *UploadEndpoints(Uploads(work.files), max_body_bytes).routes(),
-        *OpenAIBatchEndpoints(work, openai, max_body_bytes).routes(),
-        *MessageBatchEndpoints(work, anthropic, max_body_bytes).routes(),
+        *UploadEndpoints(Uploads(work.files)).routes(),
+        *OpenAIBatchEndpoints(work, openai).routes(),
+        *MessageBatchEndpoints(work, anthropic).routes(),
     ]

@@ -116,9 +116,7 @@ async def open_gateway(
         gateway.metrics.register(connections)
         gateway.metrics.register(PoolMetrics(control))
         gateway.metrics.register(ReplicaMetrics(fleet))
-        cluster = ClusterEndpoints(
-            control, database, config.server.max_body_bytes, external=gateway.catalogue.external
-        )
+        cluster = ClusterEndpoints(control, database, external=gateway.catalogue.external)
         app = create_app(
             gateway,
             config.server,

@@ -50,7 +50,7 @@ class FakeControl:
 async def server(tmp_path: Path) -> AsyncIterator[TenantServer]:
     server = TenantServer(tmp_path, static_key="root")
     server.control = FakeControl()  # type: ignore[attr-defined]
-    endpoints = ClusterEndpoints(server.control, server.database, 1 << 20)  # type: ignore[attr-defined]
+    endpoints = ClusterEndpoints(server.control, server.database)  # type: ignore[attr-defined]
     server.app = create_app(
         server.gateway, ServerConfig(), tenants=server.tenants, more_routes=endpoints.routes()
     )

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.adapters import RegisteredAdapter, register
 from penstock.gateway.models.catalogue import try_adapter
@@ -56,9 +56,8 @@ class AdapterDeleted(msgspec.Struct, frozen=True):
 
 
 class AdapterEndpoints:
-    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._max_body_bytes = max_body_bytes
         self._load_decoder = BodyDecoder(LoadAdapter)
         self._unload_decoder = BodyDecoder(UnloadAdapter)
 
@@ -87,12 +86,12 @@ class AdapterEndpoints:
         return PlainTextResponse(f"Success: LoRA adapter '{entry.adapter.name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        wire = self._unload_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._unload_decoder.read(request)
         await self._unload(request, wire.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{wire.lora_name}' removed successfully.")
 
     async def _load(self, request: Request) -> RegisteredAdapter:
-        wire = self._load_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._load_decoder.read(request)
         entry = await register(wire.lora_name, wire.lora_path, wire.base_model_name)
         self._gateway.catalogue.check_free(entry)
         await try_adapter(self._gateway.engine, self._gateway.catalogue, entry)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from penstock.api.http.answers import json_response, private_json
 from penstock.api.http.context import principal_of, request_id_of
-from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
+from penstock.api.http.parsing import BodyDecoder, integer_of
 from penstock.core.cluster_view import FleetControl, ReleaseOrder, ReleaseView
 from penstock.core.errors import ConfigError, InvalidRequest, NotFound, PermissionDenied
 from penstock.core.identity import Scope
@@ -54,14 +54,12 @@ class ClusterEndpoints:
         self,
         control: FleetControl,
         database: Database,
-        max_body_bytes: int,
         external: ExternalModels | None = None,
     ) -> None:
         """`external` servers are shown beside the replicas."""
         self._control = control
         self._external = external
         self._database = database
-        self._max_body_bytes = max_body_bytes
         self._order = BodyDecoder(ReleaseOrder)
         self._which = BodyDecoder(WhichModel)
 
@@ -86,15 +84,15 @@ class ClusterEndpoints:
         return private_json(ReleaseList([_shown(release) for release in view.releases]))
 
     async def start(self, request: Request) -> Response:
-        order = self._order.decode(await read_body(request, self._max_body_bytes))
+        order = await self._order.read(request)
         return await self._done(request, "release.start", await self._control.start_release(order))
 
     async def promote(self, request: Request) -> Response:
-        which = self._which.decode(await read_body(request, self._max_body_bytes) or b"{}")
+        which = await self._which.read(request, default=b"{}")
         return await self._done(request, "release.promote", await self._control.promote_release(which.model))
 
     async def roll_back(self, request: Request) -> Response:
-        which = self._which.decode(await read_body(request, self._max_body_bytes) or b"{}")
+        which = await self._which.read(request, default=b"{}")
         return await self._done(
             request, "release.rollback", await self._control.roll_back_release(which.model)
         )

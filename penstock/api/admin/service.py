@@ -16,7 +16,7 @@ from penstock import __version__
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import note_model, principal_of
 from penstock.api.http.errors import error_response
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.messages import Message, chat_messages
 from penstock.core.errors import (
     EngineUnavailable,
@@ -75,9 +75,8 @@ class TokenizerInfo(msgspec.Struct):
 
 
 class ServiceEndpoints:
-    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._max_body_bytes = max_body_bytes
         self._tokenize_decoder = BodyDecoder(TokenizeRequest)
         self._detokenize_decoder = BodyDecoder(DetokenizeRequest)
         self._page = resources.files("penstock.api").joinpath("static/chat.html").read_bytes()
@@ -133,7 +132,7 @@ class ServiceEndpoints:
         )
 
     async def tokenize(self, request: Request) -> Response:
-        wire = self._tokenize_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._tokenize_decoder.read(request)
         if (wire.prompt is None) == (wire.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
         model = self._model(request, wire.model)
@@ -149,7 +148,7 @@ class ServiceEndpoints:
         return json_response(TokenizeResponse(len(tokens), model.card.max_model_len, tokens, pieces))
 
     async def detokenize(self, request: Request) -> Response:
-        wire = self._detokenize_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._detokenize_decoder.read(request)
         model = self._model(request, wire.model)
         check_token_ids(wire.tokens, model.card.vocab_size, param="tokens")
         async with self._gateway.accounts.errand(principal_of(request), model.card.name, "detokenize"):

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from penstock.api.http.answers import private_json
 from penstock.api.http.context import principal_of, request_id_of
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.tenants.directory import DEFAULT_PAGE, Actor, AuditEntry, Directory
 from penstock.gateway.tenants.records import (
@@ -107,9 +107,8 @@ class AuditList(Listing[AuditObject], frozen=True, kw_only=True):
 
 
 class AdminEndpoints:
-    def __init__(self, directory: Directory, max_body_bytes: int) -> None:
+    def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._max_body_bytes = max_body_bytes
         self._new_organization = BodyDecoder(NewOrganization)
         self._new_workspace = BodyDecoder(NewWorkspace)
         self._renaming = BodyDecoder(Renaming)
@@ -141,7 +140,7 @@ class AdminEndpoints:
         return _list(page, _shown_organization)
 
     async def create_organization(self, request: Request) -> Response:
-        wire = self._new_organization.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._new_organization.read(request)
         return private_json(
             _shown_organization(await self._directory.create_organization(_actor(request), wire.name))
         )
@@ -150,7 +149,7 @@ class AdminEndpoints:
         return private_json(_shown_organization(await self._directory.organization(_id(request))))
 
     async def update_organization(self, request: Request) -> Response:
-        wire = self._renaming.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._renaming.read(request)
         return private_json(
             _shown_organization(
                 await self._directory.rename_organization(_actor(request), _id(request), wire.name)
@@ -170,7 +169,7 @@ class AdminEndpoints:
         return _list(page, _shown_workspace)
 
     async def create_workspace(self, request: Request) -> Response:
-        wire = self._new_workspace.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._new_workspace.read(request)
         made = await self._directory.create_workspace(_actor(request), wire.name, wire.organization_id)
         return private_json(_shown_workspace(made))
 
@@ -178,7 +177,7 @@ class AdminEndpoints:
         return private_json(_shown_workspace(await self._directory.workspace(_id(request))))
 
     async def update_workspace(self, request: Request) -> Response:
-        wire = self._renaming.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._renaming.read(request)
         renamed = await self._directory.rename_workspace(_actor(request), _id(request), wire.name)
         return private_json(_shown_workspace(renamed))
 
@@ -196,7 +195,7 @@ class AdminEndpoints:
         return _list(page, self._shown_key)
 
     async def create_key(self, request: Request) -> Response:
-        wire = self._new_key.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._new_key.read(request)
         issued = await self._directory.create_key(_actor(request), wire)
         return private_json(self._shown_new_key(issued))
 
@@ -204,7 +203,7 @@ class AdminEndpoints:
         return private_json(self._shown_key(await self._directory.key(_id(request))))
 
     async def update_key(self, request: Request) -> Response:
-        wire = self._key_changes.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._key_changes.read(request)
         return private_json(
             self._shown_key(await self._directory.update_key(_actor(request), _id(request), wire))
         )

@@ -20,7 +20,7 @@ from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import anthropic_error_body, anthropic_status
 from penstock.api.http.limit_headers import timestamp
-from penstock.api.http.parsing import BodyDecoder, integer_of, read_body, text_of
+from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
 from penstock.api.openai.batches import refuse_stream
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.request import Tier
@@ -110,10 +110,9 @@ class MessageBatches:
 
 
 class MessageBatchEndpoints:
-    def __init__(self, work: StoredWork, dialect: MessageBatches, max_body_bytes: int) -> None:
+    def __init__(self, work: StoredWork, dialect: MessageBatches) -> None:
         self._work = work
         self._dialect = dialect
-        self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(CreateMessageBatch)
 
     def routes(self) -> list[Route]:
@@ -129,7 +128,7 @@ class MessageBatchEndpoints:
 
     async def create_batch(self, request: Request) -> Response:
         check_version(request)
-        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._decoder.read(request)
         self._check(wire.requests)
         principal = principal_of(request)
         now = time.time()

@@ -15,7 +15,7 @@ from penstock.api.anthropic.answers import PING, MessageEvents, message
 from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
 from penstock.api.http.answers import EventStream, answer_whole, json_response
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream
@@ -31,9 +31,8 @@ class TokenCount(msgspec.Struct):
 
 
 class AnthropicEndpoints:
-    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(MessagesRequest, GUARDED_FIELDS)
         self._count_decoder = BodyDecoder(CountTokensRequest, GUARDED_FIELDS)
 
@@ -45,7 +44,7 @@ class AnthropicEndpoints:
 
     async def create_message(self, request: Request) -> ASGIApp:
         check_version(request)
-        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._decoder.read(request)
         generation = wire.to_generation()
         request_id = request_id_of(request)
         submitted = self._gateway.submit(with_context(request, generation))
@@ -62,7 +61,7 @@ class AnthropicEndpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         check_version(request)
-        wire = self._count_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._count_decoder.read(request)
         note_model(request, wire.model)
         principal = principal_of(request)
         model = self._gateway.catalogue.permitted(principal, wire.model)

@@ -20,6 +20,9 @@ Shape = TypeVar("Shape", bound=msgspec.Struct)
 
 _FIELD_IN_MESSAGE = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z0-9_]+)")
 _SIMILAR_ENOUGH = 0.85
+MAX_INNER_BYTES = (
+    1 << 30
+)  # of requests from inside the server, such as lines of batches, which are bounded already
 _MAX_UNKNOWN_FIELDS_CHECKED = 256
 
 
@@ -85,6 +88,13 @@ class BodyDecoder(Generic[Shape]):
         self._field_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._known = frozenset(field.encode_name for field in msgspec.structs.fields(shape))
         self._guarded = tuple(guarded_fields)
+
+    async def read(self, request: Request, *, default: bytes = b"") -> Shape:
+        """Read and decode the body of a request, within the bound of the application. `default` stands for an empty
+        body."""
+        app = request.scope.get("app")
+        max_bytes = MAX_INNER_BYTES if app is None else app.state.max_body_bytes
+        return self.decode(await read_body(request, max_bytes) or default)
 
     def decode(self, body: bytes) -> Shape:
         try:

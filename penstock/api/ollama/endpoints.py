@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer, answer_whole
 from penstock.api.http.context import note_model, principal_of, request_id_of, timeout_s_of, with_context
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.api.ollama.answers import (
     AnswerWriter,
     AnyPart,
@@ -53,10 +53,9 @@ class EmbeddingsResponse(msgspec.Struct):
 
 
 class OllamaEndpoints:
-    def __init__(self, gateway: Gateway, embeddings: Embeddings, max_body_bytes: int) -> None:
+    def __init__(self, gateway: Gateway, embeddings: Embeddings) -> None:
         self._gateway = gateway
         self._embeddings = embeddings
-        self._max_body_bytes = max_body_bytes
         self._chat_decoder = BodyDecoder(ChatRequest)
         self._generate_decoder = BodyDecoder(GenerateRequest)
         self._embed_decoder = BodyDecoder(EmbedRequest)
@@ -68,17 +67,17 @@ class OllamaEndpoints:
             Route("/api/generate", self.generate, methods=["POST"]),
             Route("/api/embed", self.embed, methods=["POST"]),
             Route("/api/embeddings", self.embed_one, methods=["POST"]),
-            *OllamaModelEndpoints(self._gateway, self._max_body_bytes).routes(),
+            *OllamaModelEndpoints(self._gateway).routes(),
         ]
 
     async def chat(self, request: Request) -> ASGIApp:
         arrived_ns = time.monotonic_ns()
-        wire = self._chat_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._chat_decoder.read(request)
         return await self._answer(request, wire, wire.to_generation(), ChatPart, arrived_ns)
 
     async def generate(self, request: Request) -> ASGIApp:
         arrived_ns = time.monotonic_ns()
-        wire = self._generate_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._generate_decoder.read(request)
         return await self._answer(request, wire, wire.to_generation(), GeneratePart, arrived_ns)
 
     async def _answer(
@@ -118,7 +117,7 @@ class OllamaEndpoints:
 
     async def embed(self, request: Request) -> ASGIApp:
         arrived_ns = time.monotonic_ns()
-        wire = self._embed_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._embed_decoder.read(request)
         inputs = (wire.input,) if isinstance(wire.input, str) else tuple(wire.input)
         answer = await self._embedded(
             request, wire.model, inputs, truncates=wire.truncate is not False, dimensions=wire.dimensions
@@ -135,7 +134,7 @@ class OllamaEndpoints:
         return WholeAnswer(before + b"[" + b",".join(entries) + b"]" + after, answer.rate_limits)
 
     async def embed_one(self, request: Request) -> ASGIApp:
-        wire = self._embeddings_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._embeddings_decoder.read(request)
         answer = await self._embedded(request, wire.model, (wire.prompt,), truncates=True)
         body = msgspec.json.encode(EmbeddingsResponse(numbers(answer.vectors[0])))
         return WholeAnswer(body, answer.rate_limits)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.api.ollama.requests import ModelRequest
 from penstock.core.errors import InvalidRequest, ModelNotFound
 from penstock.gateway.gateway import Gateway
@@ -87,9 +87,8 @@ def model_name(gateway: Gateway, asked: str | None) -> str | None:
 
 
 class OllamaModelEndpoints:
-    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(ModelRequest)
         self._started = datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
@@ -140,7 +139,7 @@ class OllamaModelEndpoints:
         return self._gateway.catalogue.listed(principal_of(request))
 
     async def _asked_for(self, request: Request) -> ListedModel:
-        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._decoder.read(request)
         asked = model_name(self._gateway, wire.model or wire.name)
         if asked is None:
             raise InvalidRequest("model is missing.", param="model")

@@ -18,7 +18,7 @@ from penstock.api.http.answers import json_response
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import error_body
-from penstock.api.http.parsing import BodyDecoder, integer_of, read_body, text_of
+from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Details, LineAnswer, LineResult
@@ -171,10 +171,9 @@ class OpenAIBatches:
 
 
 class OpenAIBatchEndpoints:
-    def __init__(self, work: StoredWork, dialect: OpenAIBatches, max_body_bytes: int) -> None:
+    def __init__(self, work: StoredWork, dialect: OpenAIBatches) -> None:
         self._work = work
         self._dialect = dialect
-        self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(CreateBatch)
 
     def routes(self) -> list[Route]:
@@ -186,7 +185,7 @@ class OpenAIBatchEndpoints:
         ]
 
     async def create_batch(self, request: Request) -> Response:
-        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._decoder.read(request)
         if wire.endpoint not in self._dialect.endpoints:
             known = ", ".join(self._dialect.endpoints)
             raise InvalidRequest(

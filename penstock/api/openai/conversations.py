@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of, request_id_of
-from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, read_body, text_of
+from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, text_of
 from penstock.api.openai.responses_endpoints import DEFAULT_PAGE, MAX_PAGE, item_list
 from penstock.api.openai.responses_history import CONVERSATION, ITEM, History, no_conversation
 from penstock.api.openai.responses_items import InputItem, messages_of
@@ -51,10 +51,9 @@ class ConversationDeleted(msgspec.Struct):
 
 
 class ConversationEndpoints:
-    def __init__(self, responses: Responses, objects: ObjectStore, max_body_bytes: int) -> None:
+    def __init__(self, responses: Responses, objects: ObjectStore) -> None:
         self._responses = responses
         self._objects = objects
-        self._max_body_bytes = max_body_bytes
         self._new = BodyDecoder(NewConversation)
         self._changes = BodyDecoder(ConversationChanges)
         self._new_items = BodyDecoder(NewItems)
@@ -73,7 +72,7 @@ class ConversationEndpoints:
         ]
 
     async def create_conversation(self, request: Request) -> Response:
-        wire = self._new.decode(await read_body(request, self._max_body_bytes) or b"{}")
+        wire = await self._new.read(request, default=b"{}")
         check_metadata(wire.metadata)
         history = self._history(request)
         items = await self._checked(request, history, wire.items or [])
@@ -95,7 +94,7 @@ class ConversationEndpoints:
         return json_response(_shown(await self._found(request)))
 
     async def change_conversation(self, request: Request) -> Response:
-        wire = self._changes.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._changes.read(request)
         check_metadata(wire.metadata)
         found = msgspec.structs.replace(await self._found(request), metadata=wire.metadata or {})
         if not await self._objects.change(found):
@@ -111,7 +110,7 @@ class ConversationEndpoints:
         return json_response(ConversationDeleted(conversation_id))
 
     async def create_items(self, request: Request) -> Response:
-        wire = self._new_items.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._new_items.read(request)
         found = await self._found(request)
         history = self._history(request)
         items = await self._checked(request, history, wire.items)

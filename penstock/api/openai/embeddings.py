@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.http.answers import Departure, WholeAnswer
 from penstock.api.http.context import CACHE_HEADER, principal_of, request_id_of, timeout_s_of
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import Pooling
 from penstock.gateway.embeddings.run import numbers
@@ -68,16 +68,15 @@ class EmbeddingList(msgspec.Struct):
 
 
 class EmbeddingEndpoints:
-    def __init__(self, embeddings: Embeddings, max_body_bytes: int) -> None:
+    def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
-        self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(CreateEmbeddings, EXTENSION_FIELDS)
 
     def routes(self) -> list[Route]:
         return [Route("/v1/embeddings", self.create, methods=["POST"])]
 
     async def create(self, request: Request) -> ASGIApp:
-        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._decoder.read(request)
         job = await self._embeddings.open(
             EmbeddingRequest(
                 inputs=wire.inputs(),

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.errors import error_event
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.answers import AnswerHeader, chat_completion, completion
 from penstock.api.openai.chunks import ChatChunks, CompletionChunks
 from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
@@ -25,10 +25,9 @@ from penstock.gateway.prompts import GenerationRequest
 
 
 class OpenAIEndpoints:
-    def __init__(self, gateway: Gateway, chats: StoredChats, max_body_bytes: int) -> None:
+    def __init__(self, gateway: Gateway, chats: StoredChats) -> None:
         self._gateway = gateway
         self._chats = chats
-        self._max_body_bytes = max_body_bytes
         self._chat_decoder = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS)
         self._completion_decoder = BodyDecoder(CompletionRequest, EXTENSION_FIELDS)
 
@@ -39,7 +38,7 @@ class OpenAIEndpoints:
         ]
 
     async def create_completion(self, request: Request) -> ASGIApp:
-        wire = self._completion_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._completion_decoder.read(request)
         generation = wire.to_generation()
         prompts: EchoedAnswer | None = None
 
@@ -71,7 +70,7 @@ class OpenAIEndpoints:
         return await answer_whole(request, submit(), build)
 
     async def create_chat_completion(self, request: Request) -> ASGIApp:
-        wire = self._chat_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._chat_decoder.read(request)
         metadata = kept_metadata(wire.metadata) if wire.store else {}
         generation = wire.to_generation()
         prompts: EchoedAnswer | None = None

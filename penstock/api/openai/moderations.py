@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of, request_id_of
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import ContentRefused, InvalidRequest, NotFound
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.policy import Case, Direction, PolicyRule
@@ -78,16 +78,15 @@ class ModerationCase(Case):
 
 
 class ModerationEndpoints:
-    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(CreateModeration)
 
     def routes(self) -> list[Route]:
         return [Route("/v1/moderations", self.create, methods=["POST"])]
 
     async def create(self, request: Request) -> Response:
-        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._decoder.read(request)
         texts = wire.texts()
         principal = principal_of(request)
         guards = self._gateway.guards

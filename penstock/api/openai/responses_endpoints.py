@@ -22,7 +22,7 @@ from penstock.api.http.context import (
     with_context,
 )
 from penstock.api.http.errors import named_params
-from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, read_body
+from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of
 from penstock.api.openai.requests import ServiceTier
 from penstock.api.openai.responses_answers import (
     PARAMS,
@@ -111,10 +111,9 @@ class BegunResponse:
 
 
 class ResponsesEndpoints:
-    def __init__(self, responses: Responses, objects: ObjectStore, max_body_bytes: int) -> None:
+    def __init__(self, responses: Responses, objects: ObjectStore) -> None:
         self._responses = responses
         self._objects = objects
-        self._max_body_bytes = max_body_bytes
         self._decoder = BodyDecoder(ResponseRequest)
         self._compact_decoder = BodyDecoder(CompactRequest)
 
@@ -238,7 +237,7 @@ class ResponsesEndpoints:
     async def compact(self, request: Request) -> ASGIApp:
         """Answer with a shorter form of a long conversation: the user's messages, and one compaction item with the
         model's summary of everything. Clients send the item back in place of the items that it stands for."""
-        wire = self._compact_decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._compact_decoder.read(request)
         note_model(request, wire.model)
         history = History(self._responses, self._objects, principal_of(request))
         own_items = await history.own_items(wire.input or [], request_id_of(request))
@@ -297,7 +296,7 @@ class ResponsesEndpoints:
         return json_response(item_list(*page_of(items, request.query_params.get("after"), limit)))
 
     async def _read(self, request: Request) -> ResponseRequest:
-        wire = self._decoder.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._decoder.read(request)
         note_model(request, wire.model)
         wire.check()
         return wire

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
-from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, read_body, text_of
+from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, text_of
 from penstock.api.openai.messages import Message
 from penstock.api.openai.responses_requests import check_metadata
 from penstock.core.errors import InvalidRequest, NotFound
@@ -126,9 +126,8 @@ _decode_shown = msgspec.json.Decoder(_Shown).decode
 
 
 class StoredChatEndpoints:
-    def __init__(self, chats: StoredChats, max_body_bytes: int) -> None:
+    def __init__(self, chats: StoredChats) -> None:
         self._objects = chats.objects
-        self._max_body_bytes = max_body_bytes
         self._changes = BodyDecoder(CompletionChanges)
 
     def routes(self) -> list[Route]:
@@ -163,7 +162,7 @@ class StoredChatEndpoints:
         return Response(_shown(await self._found(request)), media_type="application/json")
 
     async def change_completion(self, request: Request) -> Response:
-        wire = self._changes.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._changes.read(request)
         check_metadata(wire.metadata)
         found = msgspec.structs.replace(await self._found(request), metadata=wire.metadata or {})
         if not await self._objects.change(found):

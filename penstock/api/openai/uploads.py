@@ -15,7 +15,7 @@ from penstock.api.files import UPLOAD_PURPOSES, FileObject, checked_expiry, file
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.multipart import UploadReader
-from penstock.api.http.parsing import BodyDecoder, read_body
+from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.files import StoredFile
 from penstock.gateway.uploads import MAX_PART_BYTES, MAX_PARTS, UploadPlan, Uploads, plan_of
@@ -59,9 +59,8 @@ class UploadPart(msgspec.Struct):
 
 
 class UploadEndpoints:
-    def __init__(self, uploads: Uploads, max_body_bytes: int) -> None:
+    def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
-        self._max_body_bytes = max_body_bytes
         self._new = BodyDecoder(NewUpload)
         self._completing = BodyDecoder(CompleteUpload)
 
@@ -75,7 +74,7 @@ class UploadEndpoints:
         ]
 
     async def create_upload(self, request: Request) -> Response:
-        wire = self._new.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._new.read(request)
         if wire.purpose not in UPLOAD_PURPOSES:
             raise InvalidRequest(
                 f"The purpose {wire.purpose[:64]!r} is none of {', '.join(UPLOAD_PURPOSES)}.",
@@ -110,7 +109,7 @@ class UploadEndpoints:
         return json_response(UploadPart(part.id, int(part.created_at), upload.id))
 
     async def complete_upload(self, request: Request) -> Response:
-        wire = self._completing.decode(await read_body(request, self._max_body_bytes))
+        wire = await self._completing.read(request)
         workspace_id, upload_id = principal_of(request).workspace_id, request.path_params["upload_id"]
         return json_response(
             _shown(*await self._uploads.complete(workspace_id, upload_id, wire.part_ids, wire.md5))
