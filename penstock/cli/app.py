@@ -22,6 +22,7 @@ MODULES = {
     "chat": "chat",
     "generate": "generate",
     "quantize": "quantize",
+    "draft": "draft",
     "keys": "keys",
     "workspaces": "tenants",
     "organizations": "tenants",

@@ -13,7 +13,7 @@ import click
 from penstock.bench.workload import STANDARD_WORKLOADS, ClosedLoop, IntRange, PoissonArrivals, Workload
 from penstock.cli.bench_gpu import bench_gpu
 from penstock.cli.commands import PenstockGroup
-from penstock.cli.console import count_progress, fetch_model, spinner, stdout_console
+from penstock.cli.console import count_progress, fetch_drafter, fetch_model, spinner, stdout_console
 from penstock.cli.options import config_options
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import PenstockError, UsageError
@@ -244,7 +244,7 @@ def bench_offline(
     with spinner(f"Loading {config.model.model}"):
         from penstock.engine.offline import OfflineEngine
 
-        engine = OfflineEngine(config, path)
+        engine = OfflineEngine(fetch_drafter(config), path)
     workload = Workload(
         arrivals=ClosedLoop(num_requests),
         num_requests=num_requests,

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 import msgspec
 
+from penstock.core.engine_config import EngineConfig
 from penstock.core.log_format import TextFormatter
+from penstock.core.speculate import parse_speculate
 from penstock.serve.environment import model_hub
 
 if TYPE_CHECKING:
@@ -119,6 +121,24 @@ def count_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
+def stages() -> Iterator[Callable[[str, float], None]]:
+    """Show a progress bar for each stage."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = stderr_console()
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        tasks = {}
+
+        def on_stage(title: str, done: float) -> None:
+            if title not in tasks:
+                tasks[title] = bar.add_task(title, total=1.0)
+            bar.update(tasks[title], completed=done)
+
+        yield on_stage
+
+
+@contextmanager
 def spinner(text: str) -> Iterator[None]:
     """Show a spinner while the block runs, if standard error is a terminal."""
     console = stderr_console()
@@ -136,6 +156,18 @@ def fetch_model(name_or_path: str, *, force: bool = False) -> Path:
         if force:
             return hub.pull(name_or_path, report, force=True)
         return hub.ensure(name_or_path, report)
+
+
+def fetch_drafter(engine: EngineConfig) -> EngineConfig:
+    """Return the settings with the path of the draft model, which is fetched if necessary, or of the heads."""
+    speculate = parse_speculate(engine.speculate)
+    if speculate.kind == "draft":
+        path = fetch_model(speculate.argument)
+    elif speculate.kind == "heads":
+        path = Path(speculate.argument).absolute()
+    else:
+        return engine
+    return msgspec.structs.replace(engine, speculate=f"{speculate.kind}={path}")
 
 
 @contextmanager

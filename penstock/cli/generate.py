@@ -7,7 +7,7 @@ import sys
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import fetch_model, spinner
+from penstock.cli.console import fetch_drafter, fetch_model, spinner
 from penstock.cli.options import config_options
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import PenstockError, UsageError
@@ -55,7 +55,7 @@ def generate(prompt: str, max_tokens: int, temperature: float, top_p: float, con
                 f"'{config.model.model}' has no tokenizer, which text needs.",
                 hint="Put the model's tokenizer.json into its folder.",
             )
-        engine = OfflineEngine(config, path)
+        engine = OfflineEngine(fetch_drafter(config), path)
     if engine.card.is_encoder:
         engine.close()
         raise UsageError(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import fetch_model, stderr_console, stdout_console
+from penstock.cli.console import fetch_model, stages, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from penstock.models.quantization.job import Report
@@ -71,7 +69,7 @@ def quantize(
     moved.
     """
     path = fetch_model(model)
-    with _stages() as on_stage:
+    with stages() as on_stage:
         from penstock.models.quantization.evaluation import default_texts, read_text
         from penstock.models.quantization.job import QuantizeJob, quantize_model
 
@@ -108,21 +106,3 @@ def _print(report: Report, method: str) -> None:
     stdout_console().print(table)
     groups = f", groups of {report.group}" if report.group else ""
     stderr_console().print(f"Measured on {after.num_tokens:,} tokens{groups}.")
-
-
-@contextmanager
-def _stages() -> Iterator[Callable[[str, float], None]]:
-    """Show a progress bar for each stage."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = stderr_console()
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        tasks = {}
-
-        def on_stage(title: str, done: float) -> None:
-            if title not in tasks:
-                tasks[title] = bar.add_task(title, total=1.0)
-            bar.update(tasks[title], completed=done)
-
-        yield on_stage

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from penstock import __version__
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import fetch_model, stderr_console
+from penstock.cli.console import fetch_drafter, fetch_model, stderr_console
 from penstock.cli.options import config_options, model_argument
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
@@ -56,6 +57,9 @@ def serve(config: ServeConfig) -> None:
 
 def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
     is_open = check_exposure(config.server, config.tenants, has_keys=keys_were_made(config))
+    if config.runs_engines:
+        more = [msgspec.structs.replace(each, engine=fetch_drafter(each.engine)) for each in config.models]
+        config = msgspec.structs.replace(config, engine=fetch_drafter(config.engine), models=tuple(more))
     models = [config.engine, *(more.engine for more in config.models)] if config.runs_engines else []
     paths = [fetch_model(engine.model.model) for engine in models]
 

@@ -190,6 +190,17 @@ class BatchRows:
         """Return how many tokens of a request are known. Drafts do not count."""
         return int(self._num_tokens[self._row_of[request_id]])
 
+    def tokens(self, request_id: str) -> Int32Array:
+        """Return the known tokens of a request: a view, to be read at once."""
+        row = self._row_of[request_id]
+        return self._tokens[row, : self._num_tokens[row]]
+
+    def own_blocks(self, request_id: str) -> Int32Array:
+        """Return the blocks of a request, without a last one that is shared with another request."""
+        row = self._row_of[request_id]
+        count = self._last_block[row] + (not self._tail_offset[row])
+        return self._blocks[row, :count].copy()
+
     def place_blocks(self, row: int, chunk: Chunk) -> None:
         first = 0 if chunk.begins else chunk.start // self.block_size
         end = first + len(chunk.new_block_ids)

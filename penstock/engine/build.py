@@ -19,8 +19,7 @@ from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
 from penstock.core.speculate import parse_speculate
 from penstock.engine.collaborator import Collaborator, StepWatch, refuse_adapters, refuse_grammars
-from penstock.engine.drafters.combination import check_speculate
-from penstock.engine.drafters.interface import Drafter
+from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.head_start import keep_bytecode, open_gpu_ahead, read_compiler_ahead
 from penstock.engine.loaded import Loaded, Progress
@@ -77,7 +76,7 @@ def build_engine(
     clock: Clock | None = None,
 ) -> Engine:
     clock = clock or SystemClock()
-    check_speculate(parse_speculate(config.speculate))
+    speculate = parse_speculate(config.speculate)
     ranks = None
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)
@@ -102,7 +101,7 @@ def build_engine(
         halves_blocks=loaded.halves_blocks,
     )
     eos_token_ids = frozenset(card.eos_token_ids)
-    drafter: Drafter | None = None
+    drafter = build_drafter(speculate, loaded.drafters) if speculate.kind in ("draft", "heads") else None
     scheduler_config = config.scheduler
     if drafter is None:
         scheduler_config = msgspec.structs.replace(scheduler_config, max_draft_tokens=0)

@@ -33,6 +33,8 @@ from penstock.engine.device import (
     physical_memory_bytes,
 )
 from penstock.engine.drafters.grammar import GrammarDrafter
+from penstock.engine.drafters.interface import Drafter
+from penstock.engine.drafters.loading import LoadedDrafter, load_drafter
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compiler
 from penstock.engine.grammar_masks import GrammarMasks
@@ -107,11 +109,13 @@ def load_decoder(
     leave_cores_to(whole_ops)
     model = setup.model(loaded, ops)
     is_cuda = ops.device.type == "cuda"
+    is_first = setup.shard.tensor_rank == 0 and setup.shard.is_first_stage  # this rank plans, and drafts
+    drafter = load_drafter(config, model_path, loaded, whole_ops) if is_first else None
     with ThreadPoolExecutor(1) as helper:
         description = helper.submit(_describe, config, model_path, model, ops)
         if is_cuda and setup.is_alone:  # ranks would have to run every step together
             _warm_up(config, model, ops, clock)
-        num_blocks = setup.agreed(num_kv_blocks(config, model, ops))
+        num_blocks = setup.agreed(_num_blocks(config, model, ops, drafter))
         max_model_len = _fit_context(config, model.max_model_len, num_blocks)
         memory = _allocate(config, model, ops, num_blocks, setup)
         card, compiler = description.result()
@@ -136,7 +140,11 @@ def load_decoder(
     ):  # shared KV watches every layer
         prompt_graphs = PromptGraphs(model, ops, kv, rows, staging)
     masks = GrammarMasks(compiler.limits, clock) if compiler else None
-    drafts_forced = parse_speculate(config.speculate).kind == "auto"
+    drafters: list[Drafter] = []
+    if masks is not None and parse_speculate(config.speculate).kind in ("auto", "draft", "heads"):
+        drafters.append(GrammarDrafter(masks))
+    if drafter is not None:
+        drafters.append(drafter.build(num_blocks, rows, clock, card.vocab_size))
     executor = ModelExecutor(
         model,
         ops,
@@ -149,6 +157,7 @@ def load_decoder(
         prompt_graphs=prompt_graphs,
         masks=masks,
         lora=lora,
+        states=drafter.states if drafter else None,
     )
     setup.connect(executor, rows, compiler)
     return Loaded(
@@ -163,8 +172,15 @@ def load_decoder(
         grammars=GrammarQueue(compiler) if compiler else None,
         adapters=adapters,
         shared_kv=shared_kv,
-        drafters=(GrammarDrafter(masks),) if masks is not None and drafts_forced else (),
+        drafters=tuple(drafters),
     )
+
+
+def _num_blocks(config: EngineConfig, model: Model, ops: Ops, drafter: LoadedDrafter | None) -> int:
+    if drafter is None:
+        return num_kv_blocks(config, model, ops)
+    size, max_rows = config.cache.block_size, config.scheduler.max_num_seqs
+    return num_kv_blocks(config, model, ops, drafter.block_bytes(size), drafter.scratch_bytes(size, max_rows))
 
 
 def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None:

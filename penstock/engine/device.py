@@ -111,16 +111,21 @@ def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
     return ops.allocate_kv(model.num_layers, 1, size, model.num_kv_heads, model.head_dim).block_bytes
 
 
-def num_kv_blocks(config: EngineConfig, model: Model, ops: Ops) -> int:
+def num_kv_blocks(
+    config: EngineConfig, model: Model, ops: Ops, drafter_block_bytes: int = 0, drafter_bytes: int = 0
+) -> int:
+    """Return the number of blocks that there is memory for. A drafter needs bytes beside each block, and bytes of its
+    own."""
     if config.cache.num_kv_blocks is not None:
         return config.cache.num_kv_blocks
-    bytes_per_block = kv_block_bytes(config, model, ops)
+    bytes_per_block = kv_block_bytes(config, model, ops) + drafter_block_bytes
     if config.cache.kv_cache_memory is not None:
         memory = parse_bytes(config.cache.kv_cache_memory)
     elif ops.device.type == "cuda":
         memory = _gpu_memory_left(config, model, ops)
     else:
         memory = parse_bytes(DEFAULT_CPU_KV_MEMORY)
+    memory -= drafter_bytes
     blocks = memory // bytes_per_block
     if blocks < 2:
         raise ConfigError(

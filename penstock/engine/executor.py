@@ -22,6 +22,7 @@ from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, 
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows, HostStep, Samples, Staging
+from penstock.engine.drafters.model import HiddenStates
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.pooling import HiddenPooler, sampled_vector
@@ -73,7 +74,9 @@ class ModelExecutor:
         prompt_graphs: PromptGraphs | None = None,
         masks: GrammarMasks | None = None,
         lora: LoRAModel | None = None,
+        states: HiddenStates | None = None,
     ) -> None:
+        """`states` keeps the hidden states of every step, for heads that draft."""
         self._model = model
         self._ops = ops
         self._kv = kv
@@ -85,6 +88,7 @@ class ModelExecutor:
         self._prompt_graphs = prompt_graphs
         self._masks = masks
         self._lora = lora
+        self._states = states
         self._pooler = HiddenPooler()
         self._scorer = PromptScorer(model, staging, sampler.vocab_size, has_logits=sampler.has_logits)
         self._live: dict[str, _Live] = {}
@@ -192,6 +196,8 @@ class ModelExecutor:
         if hidden is None:
             hidden = self._hidden(step, adapters)
         made = self._head(hidden, step, only_argmax)
+        if self._states is not None:
+            self._states.take_step([chunk.request_id for chunk in chunks], step, hidden)
         scored = self._scorer.take(hidden, step, chunks) if scores else []
         if pools:
             taken.embeddings.update(self._pooler.take(hidden, step, chunks))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from penstock.core.engine_config import Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
@@ -146,15 +148,19 @@ def load_model(
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     num_positions = _num_positions(config, max_model_len)
-    source: WeightSource
-    if load_format == "random":
-        source = RandomSource(seed, norm_offset=config.norm_offset, device=ops.device)
-    else:
-        source = checkpoint.source()
+    source = weight_source(checkpoint, load_format, seed, ops.device)
     loader = WeightLoader(source, ops, quantization=quantization, shard=shard, on_progress=on_progress)
     model = checkpoint.architecture(config, loader, num_positions)
     logger.debug("read %s of weights", format_bytes(source.bytes_read))
     return model
+
+
+def weight_source(
+    checkpoint: Checkpoint, load_format: LoadFormat, seed: int, device: torch.device
+) -> WeightSource:
+    if load_format == "random":
+        return RandomSource(seed, norm_offset=checkpoint.config.norm_offset, device=device)
+    return checkpoint.source()
 
 
 def is_encoder(path: Path) -> bool:

@@ -15,27 +15,19 @@ from penstock.engine.drafters.lookup import LookupDrafter
 logger = logging.getLogger(__name__)
 
 
-def check_speculate(speculate: Speculate) -> None:
-    """Raise ConfigError for drafters that this version does not have, before a model is loaded."""
-    if speculate.kind == "draft":
-        raise ConfigError(
-            "--speculate draft=MODEL is not there yet: a model cannot draft for another one.",
-            hint="Use --speculate auto or lookup.",
-        )
-    if speculate.kind == "heads":
-        raise ConfigError(
-            "--speculate heads=FOLDER is not there yet: heads cannot draft.",
-            hint="Use --speculate auto or lookup.",
-        )
-
-
 def build_drafter(speculate: Speculate, from_model: Sequence[Drafter] = ()) -> Drafter | None:
-    """Return the drafter that the setting asks for; None to draft nothing. `from_model` are drafters that come with
-    the model, and draft first."""
-    check_speculate(speculate)
+    """Return the drafter that the setting asks for; None to draft nothing. `from_model` are drafters that were loaded
+    with the model, and draft first."""
     if speculate.kind == "off":
         return None
-    return Drafters([*(from_model if speculate.kind == "auto" else ()), LookupDrafter()])
+    if speculate.kind not in ("draft", "heads"):
+        return Drafters([*(from_model if speculate.kind == "auto" else ()), LookupDrafter()])
+    if not from_model:
+        raise ConfigError(
+            f"This model writes no text that --speculate {speculate.kind}={speculate.argument} could draft.",
+            hint="Leave --speculate out.",
+        )
+    return Drafters(from_model)
 
 
 class Drafters:

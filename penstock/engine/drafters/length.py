@@ -1,0 +1,76 @@
+"""Chooses how many tokens a drafter drafts whose drafts take time. Imports no torch."""
+
+from __future__ import annotations
+
+from penstock.core.clock import Clock
+
+_DECAY = 0.97  # of counts, per draft
+_WEIGHT = 4.0  # as many drafts as the first guess counts for
+_FIRST_CHANCE = 0.7
+_SMOOTHING = 0.2  # of a new measurement of seconds
+_MARGIN = 1.05  # a draft must be worth so many times its seconds
+_CALLS_BETWEEN_TRIALS = 64
+_TRIAL_TOKENS = 2
+_FEW_TOKENS = 12  # known tokens of a request, after a step with drafts
+_LONGEST_PAUSE = 4.0  # times the usual step: an idle engine is no step
+
+
+class DraftLength:
+    """Keeps estimates of acceptance by position, of the seconds of one drafted token for all requests, and of the
+    seconds of a step without drafting. A further token is drafted while its chance per second is above the tokens per
+    second of what comes before it."""
+
+    def __init__(self, clock: Clock, max_tokens: int) -> None:
+        self._clock = clock
+        self._tried = [_WEIGHT] * max_tokens
+        self._accepted = [_WEIGHT * _FIRST_CHANCE] * max_tokens
+        self._token_s: float | None = None
+        self._step_s: float | None = None
+        self._began_s = 0.0
+        self._ended_s: float | None = None
+        self._num_idle = 0  # calls since tokens were last drafted
+
+    def begin(self) -> int:
+        """Begin a call of the drafter. Returns how many tokens to draft."""
+        self._began_s = now = self._clock.now()
+        if self._ended_s is not None:
+            usual_s = self._step_s or now - self._ended_s
+            self._step_s = _smoothed(self._step_s, min(now - self._ended_s, _LONGEST_PAUSE * usual_s))
+        self._ended_s = now
+        length = self._best()
+        if not length:
+            self._num_idle += 1
+            if self._num_idle >= _CALLS_BETWEEN_TRIALS:
+                length = min(_TRIAL_TOKENS, len(self._tried))
+        if length:
+            self._num_idle = 0
+        return length
+
+    def end(self, num_drafted: int, num_known: int, num_requests: int) -> None:
+        """End a call that drafted so many tokens for so many requests, and computed so many known tokens before."""
+        self._ended_s = self._clock.now()
+        # A call that catches up with a prompt says little about the next one.
+        if num_requests and num_known <= _FEW_TOKENS * num_requests:
+            self._token_s = _smoothed(self._token_s, (self._ended_s - self._began_s) / num_drafted)
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a draft, of which so many tokens were accepted."""
+        for position in range(min(num_drafted, num_accepted + 1, len(self._tried))):
+            self._tried[position] = self._tried[position] * _DECAY + 1
+            self._accepted[position] = self._accepted[position] * _DECAY + (position < num_accepted)
+
+    def _best(self) -> int:
+        if self._token_s is None or self._step_s is None:
+            return min(_TRIAL_TOKENS, len(self._tried))
+        expected, seconds, chance = 1.0, self._step_s, 1.0
+        for position, (tried, accepted) in enumerate(zip(self._tried, self._accepted, strict=True)):
+            chance *= accepted / tried
+            if chance * seconds <= expected * self._token_s * _MARGIN:
+                return position
+            expected += chance
+            seconds += self._token_s
+        return len(self._tried)
+
+
+def _smoothed(before: float | None, measured: float) -> float:
+    return measured if before is None else before + _SMOOTHING * (measured - before)

@@ -1,0 +1,143 @@
+"""Loads the model or the heads that draft for a served model, and checks that they belong to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from penstock.core.clock import Clock
+from penstock.core.engine_config import EngineConfig
+from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.figures import format_bytes
+from penstock.core.speculate import parse_speculate
+from penstock.engine.batch import BatchRows
+from penstock.engine.drafters.interface import Drafter
+from penstock.engine.drafters.medusa import MedusaDrafter
+from penstock.engine.drafters.model import (
+    MAX_TOKENS,
+    SCRATCH_BLOCKS,
+    EagleGuesser,
+    Guesser,
+    HiddenStates,
+    ModelDrafter,
+    ModelGuesser,
+)
+from penstock.kernels.interface import Ops
+from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
+from penstock.models.load import load_model, load_tokenizer, open_checkpoint, weight_source
+from penstock.models.model import StagedModel
+from penstock.models.tokenizer import TokenizerFiles
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """A model or heads in memory, before the KV cache has a size."""
+
+    guesser: Guesser | None
+    kv_sizes: tuple[int, int, int]  # layers, KV heads, head size
+    ops: Ops
+    max_positions: int
+    states: HiddenStates | None = None  # the served model's, which heads read
+    heads: MedusaHeads | None = None
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of KV beside one block of the served model."""
+        layers, kv_heads, head_dim = self.kv_sizes
+        return self.ops.allocate_kv(layers, 1, block_size, kv_heads, head_dim).block_bytes if layers else 0
+
+    def scratch_bytes(self, block_size: int, max_rows: int) -> int:
+        return self.block_bytes(block_size) * SCRATCH_BLOCKS * max_rows
+
+    def build(self, num_blocks: int, rows: BatchRows, clock: Clock, vocab_size: int) -> Drafter:
+        """Take memory for the KV of so many blocks, and connect the drafter."""
+        if self.guesser is None:
+            assert self.heads is not None
+            assert self.states is not None
+            return MedusaDrafter(self.heads, self.states, rows)
+        layers, kv_heads, head_dim = self.kv_sizes
+        num_blocks += rows.max_rows * SCRATCH_BLOCKS
+        try:
+            kv = self.ops.allocate_kv(layers, num_blocks, rows.block_size, kv_heads, head_dim)
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
+            raise ConfigError(
+                f"There is no memory for the drafter's KV cache of {num_blocks:,} blocks "
+                f"({format_bytes(num_blocks * self.block_bytes(rows.block_size))}).",
+                hint="Lower --kv-cache-memory or --num-kv-blocks, or draft with --speculate lookup.",
+            ) from error
+        return ModelDrafter(
+            "draft" if self.states is None else "heads",
+            self.guesser,
+            kv,
+            rows,
+            clock,
+            device=self.ops.device,
+            vocab_size=vocab_size,
+            max_positions=self.max_positions,
+            states=self.states,
+        )
+
+
+def load_drafter(
+    config: EngineConfig, model_path: Path, model: StagedModel, ops: Ops
+) -> LoadedDrafter | None:
+    """Load what --speculate names; None if it names neither a model nor heads."""
+    speculate = parse_speculate(config.speculate)
+    if speculate.kind == "draft":
+        return _load_model(config, model_path, Path(speculate.argument), ops)
+    if speculate.kind == "heads":
+        if config.parallel.num_ranks > 1:
+            raise ConfigError(
+                "Heads cannot draft for a model that is split over ranks.",
+                hint="Use --speculate draft=MODEL or lookup.",
+            )
+        return _load_heads(config, model_path, Path(speculate.argument), model, ops)
+    return None
+
+
+def _load_model(config: EngineConfig, model_path: Path, path: Path, ops: Ops) -> LoadedDrafter:
+    settings = config.model
+    if (path.is_dir() and not (path / "config.json").is_file()) or not path.exists():
+        raise ConfigError(
+            f"There is no draft model at {path}.", hint="Give a model's name, folder or .gguf file."
+        )
+    own, other = open_checkpoint(model_path).config.vocab_size, open_checkpoint(path).config.vocab_size
+    tokenizers = load_tokenizer(model_path), load_tokenizer(path)
+    is_same = own == other if None in tokenizers else _vocabulary(tokenizers[0]) == _vocabulary(tokenizers[1])
+    if not is_same:
+        raise ConfigError(
+            f"The draft model {path} has another vocabulary ({other:,} tokens) than the served model ({own:,}).",
+            hint="Take a smaller model of the same family.",
+        )
+    model = load_model(
+        path, ops, quantization=settings.quantization, load_format=settings.load_format, seed=settings.seed
+    )
+    sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
+    return LoadedDrafter(ModelGuesser(model), sizes, ops, model.max_model_len)
+
+
+def _vocabulary(files: TokenizerFiles | None) -> dict[str, int]:
+    assert files is not None
+    return Tokenizer.from_str(files.tokenizer_json.decode()).get_vocab(with_added_tokens=True)
+
+
+def _load_heads(
+    config: EngineConfig, model_path: Path, path: Path, model: StagedModel, ops: Ops
+) -> LoadedDrafter:
+    settings = config.model
+    source = weight_source(open_checkpoint(model_path), settings.load_format, settings.seed, ops.device)
+    max_positions = model.max_model_len + MAX_TOKENS
+    # Rounded heads draft nearly the same, and a CPU reads a quarter of the bytes.
+    quantization = (
+        "int8" if ops.device.type == "cpu" and ops.dtype != torch.float32 else settings.quantization
+    )
+    heads = load_heads(path, Target(model, source, ops), max_positions, quantization)
+    if heads.taps:
+        raise ModelLoadError(f"The head in {path} reads inner layers (EAGLE 3), which cannot be served yet.")
+    states = HiddenStates(heads.features if isinstance(heads, EagleHead) else None)
+    if isinstance(heads, MedusaHeads):
+        return LoadedDrafter(None, (0, 0, 0), ops, max_positions, states, heads)
+    sizes = (heads.num_layers, heads.num_kv_heads, heads.head_dim)
+    return LoadedDrafter(EagleGuesser(heads), sizes, ops, max_positions, states)

@@ -1,0 +1,238 @@
+"""Drafts of a smaller model and of heads change no answer, and a drafter that agrees with the model is accepted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.core.clock import SystemClock
+from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.request import Request
+from penstock.engine.build import Engine
+from penstock.engine.drafters import length
+from penstock.engine.drafters.length import DraftLength
+from penstock.engine.drafters.model import HiddenStates
+from tests.models.heads import SIZE, eagle_tensors, write_folder
+
+from .drafting import answers, speculate
+from .tiny import VOCAB_SIZE, request, run, teach_short_answers, tiny_engine, write_tiny_model
+
+source = random.Random(4)
+SHARED = [source.randrange(3, VOCAB_SIZE) for _ in range(50)]
+
+
+def some_requests(count: int = 6, max_tokens: int = 40) -> list[Request]:
+    rng = random.Random(9)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"presence_penalty": 0.5}]
+    return [
+        request(
+            f"r{n}",
+            [*(SHARED if n % 2 else []), *(rng.randrange(3, VOCAB_SIZE) for _ in range(1 + 7 * n))],
+            max_tokens + n,
+            **kinds[n % len(kinds)],
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drafters draft four tokens, whether that pays or not."""
+    monkeypatch.setattr(DraftLength, "begin", lambda self: 4)
+    monkeypatch.setattr(DraftLength, "end", lambda *_: None)
+
+
+def drafting(model: Path, named: str, **settings: Any) -> Engine:
+    engine = tiny_engine(model, speculate=named, **settings)
+    return speculate(engine, engine.loop.drafter, most=4)  # type: ignore[arg-type]
+
+
+def acceptance(engine: Engine) -> list[float]:
+    (stats,) = engine.loop.stats().drafters
+    return [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
+
+
+def heads(folder: Path, kind: str) -> Path:
+    if kind == "medusa":
+        tensors = {
+            f"{head}.{name}": torch.randn(shape) * 0.05
+            for head in range(3)
+            for name, shape in (("0.linear.weight", (SIZE, SIZE)), ("1.weight", (VOCAB_SIZE, SIZE)))
+        }
+        return write_folder(folder, tensors, VOCAB_SIZE)
+    draft_vocab = 100 if kind == "eagle-short" else None
+    return write_folder(folder, eagle_tensors(VOCAB_SIZE, third=False, draft_vocab=draft_vocab), VOCAB_SIZE)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("cache", [{}, {"kv_cache_dtype": "int8"}, {"max_num_batched_tokens": 16}], ids=str)
+def test_the_model_itself_is_accepted_nearly_always(model: Path, cache: dict[str, Any]) -> None:
+    plain = answers(tiny_engine(model, speculate="off", **cache), some_requests())
+    engine = drafting(model, f"draft={model}", **cache)
+    assert answers(engine, some_requests()) == plain
+    greedy = drafting(model, f"draft={model}", **cache)
+    run(
+        greedy,
+        [
+            each
+            for each in some_requests()
+            if not each.sampling.temperature and not each.sampling.presence_penalty
+        ],
+    )
+    assert min(acceptance(greedy)) > 0.95
+    assert greedy.loop.stats().num_steps < 25
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["other", "eagle", "eagle-short", "medusa"])
+def test_other_drafters_change_no_answer(model: Path, tmp_path: Path, kind: str) -> None:
+    plain = answers(tiny_engine(model, speculate="off"), some_requests())
+    if kind == "other":
+        other = write_tiny_model(
+            tmp_path / "other", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+        )
+        named = f"draft={other}"
+    else:
+        named = f"heads={heads(tmp_path / 'heads', kind)}"
+    engine = drafting(model, named)
+    assert answers(engine, some_requests()) == plain
+    (stats,) = engine.loop.stats().drafters
+    assert sum(stats.drafted) > 50
+
+
+@pytest.mark.usefixtures("always")
+def test_a_shared_beginning_is_computed_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = drafting(model, f"draft={model}")
+    drafter = engine.loop.drafter._drafters[0]  # type: ignore[union-attr]
+    run(engine, [request("first", [*SHARED, 7], 8)])
+    counts = []
+    forward = drafter._guesser.forward
+
+    def count(token_ids: torch.Tensor, *rest: Any) -> Any:
+        counts.append(len(token_ids))
+        return forward(token_ids, *rest)
+
+    monkeypatch.setattr(drafter._guesser, "forward", count)
+    run(engine, [request("second", [*SHARED, 9], 8)])
+    assert max(counts) < len(SHARED) // 2
+    assert min(acceptance(engine)) > 0.95
+
+
+@pytest.mark.usefixtures("always")
+def test_a_long_prompt_is_computed_in_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.drafters.model.CATCH_UP_TOKENS", 30)
+    prompt = [source.randrange(3, VOCAB_SIZE) for _ in range(200)]
+    requests = [request("long", prompt, 30), request("short", [5, 6], 30)]
+    plain = answers(tiny_engine(model, speculate="off"), requests)
+    engine = drafting(model, f"draft={model}")
+    assert answers(engine, requests) == plain
+    assert min(acceptance(engine)) > 0.95
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["same", "eagle"])
+def test_preempted_requests_are_drafted_for_again(model: Path, tmp_path: Path, kind: str) -> None:
+    requests = [request(f"p{n}", [3 + n, *SHARED[:20]], 60) for n in range(8)]
+    plain = answers(tiny_engine(model, speculate="off"), requests)
+    named = f"draft={model}" if kind == "same" else f"heads={heads(tmp_path / 'heads', 'eagle')}"
+    engine = drafting(model, named, num_kv_blocks=20, kv_host_memory="0")
+    teach_short_answers(engine)
+    assert answers(engine, requests) == plain
+    assert engine.loop.stats().num_preemptions > 0
+    if kind == "same":
+        assert min(acceptance(engine)) > 0.9
+
+
+def test_drafters_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", vocab_size=VOCAB_SIZE + 8)
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        tiny_engine(model, speculate=f"draft={other}")
+    with pytest.raises(ConfigError, match="no draft model"):
+        tiny_engine(model, speculate=f"draft={tmp_path / 'nothing'}")
+    wide = write_tiny_model(tmp_path / "wide", hidden_size=128)
+    with pytest.raises(ConfigError, match="hidden states of 64 numbers; the model has 128"):
+        tiny_engine(wide, speculate=f"heads={heads(tmp_path / 'heads', 'eagle')}")
+    with pytest.raises(ModelLoadError, match="no heads"):
+        tiny_engine(model, speculate=f"heads={tmp_path / 'nothing'}")
+
+
+@pytest.mark.usefixtures("always")
+def test_a_drafter_that_fails_is_switched_off(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = answers(tiny_engine(model, speculate="off"), some_requests())
+    engine = drafting(model, f"draft={model}")
+    drafter = engine.loop.drafter._drafters[0]  # type: ignore[union-attr]
+    calls = []
+
+    def fail(*_: Any) -> torch.Tensor:
+        calls.append(1)
+        raise torch.OutOfMemoryError("no memory")
+
+    drafter._guesser.forward = fail
+    assert answers(engine, some_requests()) == plain
+    assert len(calls) == 1
+    assert "drafts no more" in caplog.text
+
+
+def test_hidden_states_of_rejected_drafts_are_replaced() -> None:
+    states = HiddenStates()
+
+    def step(start: int, values: list[float]) -> None:
+        class Step:
+            query_starts = np.array([0, len(values)])
+            positions = np.arange(start, start + len(values))
+
+        states.take_step(["r"], Step(), torch.tensor(values).unsqueeze(1))  # type: ignore[arg-type]
+
+    step(0, [0, 1, 2])
+    step(3, [3, 40, 50])
+    step(4, [4, 5])
+    begin, taken = states.take("r", 2, 6)
+    assert taken is not None
+    assert (begin, taken.flatten().tolist()) == (2, [2, 3, 4, 5])
+    step(8, [8, 9])
+    begin, taken = states.take("r", 6, 10)
+    assert taken is not None
+    assert (begin, taken.flatten().tolist()) == (8, [8, 9])
+    assert states.take("r", 9, 10) == (10, None)
+
+
+class Clock(SystemClock):
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+def lengths(accepted: int, token_s: float, step_s: float, calls: int) -> list[int]:
+    clock = Clock()
+    chooser = DraftLength(clock, 8)
+    chosen = []
+    for _ in range(calls):
+        count = chooser.begin()
+        chosen.append(count)
+        clock.time += count * token_s
+        if count:
+            chooser.end(count, 1, 1)
+            chooser.observe(count, min(accepted, count))
+        clock.time += step_s
+    return chosen
+
+
+def test_lengths_follow_acceptance_and_cost() -> None:
+    assert lengths(8, 0.1, 1.0, 60)[-1] == 8
+    assert lengths(2, 0.1, 1.0, 60)[-1] in (2, 3)
+    never = lengths(0, 0.1, 1.0, 300)
+    assert never[-20:].count(0) >= 19
+    assert 0 < sum(never[100:]) <= length._TRIAL_TOKENS * 4
+    assert lengths(8, 5.0, 1.0, 60)[-1] == 0
