@@ -118,10 +118,14 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """One step in host memory. Requests with a single token come first, as in the plan. Drafts are tokens like any
-    other."""
+    """One step in host memory, of C chunks. Chunks with a single token come first, as in the plan.
 
-    rows: Int64Array  # [R], the row of each request
+    For attention a step has R sequences of queries: one for each chunk. On a GPU, each token of a chunk with drafts
+    is a sequence of its own, a decode whose context has the tokens in front of it: what decodes run on, CUDA graphs
+    included, then verifies drafts too."""
+
+    chunk_starts: Int32Array  # [C + 1], positions in T
+    rows: Int64Array  # [R], the row of each sequence's request
     token_ids: Int32Array  # [T]; tokens in flight have any value
     positions: Int32Array  # [T]
     slots: Int32Array  # [T]
@@ -142,6 +146,7 @@ class BatchRows:
         self.max_rows = max_rows
         self.block_size = block_size
         self._staging = staging
+        self._splits_drafts = device.type == "cuda"
         self._tokens: Int32Array = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
         self._blocks: Int32Array = np.zeros((max_rows, -(-(max_model_len + 1) // block_size)), dtype=np.int32)
         self._num_tokens = np.zeros(max_rows, dtype=np.int64)
@@ -217,32 +222,43 @@ class BatchRows:
         rows = np.fromiter((self._row_of[c.request_id] for c in chunks), dtype=np.int64, count=count)
         starts = np.fromiter((c.start for c in chunks), dtype=np.int64, count=count)
         lengths = np.fromiter((c.num_tokens for c in chunks), dtype=np.int64, count=count)
-        query_starts = np.zeros(count + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
-        total = int(query_starts[-1])
+        chunk_starts = np.zeros(count + 1, dtype=np.int32)
+        np.cumsum(lengths, out=chunk_starts[1:])
+        total = int(chunk_starts[-1])
         if total == count:  # one token each
             token_rows, positions = rows, starts
         else:
             token_rows = np.repeat(rows, lengths)
-            positions = np.arange(total) + np.repeat(starts - query_starts[:-1], lengths)
+            positions = np.arange(total) + np.repeat(starts - chunk_starts[:-1], lengths)
         block_at, offsets = positions // self.block_size, positions % self.block_size
         if self._tail_offset.any():
             offsets += np.where(block_at == self._last_block[token_rows], self._tail_offset[token_rows], 0)
-        context_lens = starts + lengths
+        samples = _samples(chunks, rows, chunk_starts, pooled)
+        query_starts, context_lens, sequence_rows = chunk_starts, starts + lengths, rows
+        if self._splits_drafts and samples.drafts:
+            has_drafts = np.fromiter((bool(c.drafts) for c in chunks), dtype=np.bool_, count=count)
+            ends = np.zeros(total, dtype=np.bool_)  # of sequences
+            ends[chunk_starts[1:] - 1] = True
+            ends |= np.repeat(has_drafts, lengths)
+            (last,) = np.nonzero(ends)
+            query_starts = np.concatenate(([0], last + 1)).astype(np.int32)
+            context_lens, sequence_rows = positions[last] + 1, token_rows[last]
+            lengths = np.diff(query_starts)
         in_flight = np.fromiter((c.in_flight for c in chunks), dtype=np.bool_, count=count)
         return HostStep(
-            rows=rows,
+            chunk_starts=chunk_starts,
+            rows=sequence_rows,
             token_ids=self._tokens[token_rows, positions],
             positions=positions.astype(np.int32),
             slots=(self._blocks[token_rows, block_at] * self.block_size + offsets).astype(np.int32),
             query_starts=query_starts,
             context_lens=context_lens.astype(np.int32),
-            in_flight_at=query_starts[1:][in_flight].astype(np.int64) - 1,
+            in_flight_at=chunk_starts[1:][in_flight].astype(np.int64) - 1,
             in_flight_rows=rows[in_flight],
-            samples=_samples(chunks, rows, query_starts, pooled),
+            samples=samples,
             max_query_len=int(lengths.max()),
             max_context_len=int(context_lens.max()),
-            num_decodes=count if total == count else int(np.argmax(lengths > 1)),
+            num_decodes=len(lengths) if total == len(lengths) else int(np.argmax(lengths > 1)),
         )
 
     def token_ids(self, step: HostStep) -> Tensor:

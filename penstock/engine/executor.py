@@ -270,7 +270,7 @@ class ModelExecutor:
         rows = self._rows
         token_ids, batch = rows.token_ids(step), rows.attention_batch(step)
         if adapters is not None and self._lora is not None:
-            return self._lora.forward(token_ids, batch, self._kv, adapters, step.query_starts)
+            return self._lora.forward(token_ids, batch, self._kv, adapters, step.chunk_starts)
         return self._model.forward(token_ids, batch, self._kv)
 
     def _head(self, hidden: Tensor, step: HostStep, only_argmax: bool = False) -> Tensor | None:

@@ -61,7 +61,7 @@ class HiddenPooler:
             pooling = self._poolings.get(chunk.request_id)
             if pooling is None:
                 continue
-            states = hidden[int(step.query_starts[index]) : int(step.query_starts[index + 1])]
+            states = hidden[int(step.chunk_starts[index]) : int(step.chunk_starts[index + 1])]
             pooled = self._pool(chunk, pooling, states)
             if chunk.samples:
                 self._sums.pop(chunk.request_id, None)

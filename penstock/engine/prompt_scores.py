@@ -74,7 +74,7 @@ class PromptScorer:
             end = min(chunk.start + chunk.num_tokens, len(prompt) - 1)
             if first >= end:
                 continue
-            states = hidden[int(step.query_starts[index]) + first - chunk.start :][: end - first]
+            states = hidden[int(step.chunk_starts[index]) + first - chunk.start :][: end - first]
             targets = np.array(prompt[first + 1 : end + 1], dtype=np.int64)
             parts = self._score(states, targets, request.sampling.prompt_logprobs or 0)
             if parts:
