@@ -24,7 +24,7 @@ from penstock.bench.gpu import begin_decoding
 from penstock.bench.workload import IntRange
 from penstock.cli.bench_gpu import read_vocabulary
 from penstock.core.clock import SystemClock
-from penstock.core.engine_config import EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.plan import Chunk, Draft, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.build import Engine, build_engine
@@ -107,6 +107,7 @@ class Measured:
 def build(folder: Path, max_draft_tokens: int, acceptance: float) -> Engine:
     config = EngineConfig(
         model=ModelConfig(model=str(folder), load_format="random", max_model_len=MAX_MODEL_LEN),
+        cache=CacheConfig(kv_cache_memory="24GiB"),  # two engines share the GPU
         scheduler=SchedulerConfig(
             max_num_batched_tokens=8192, itl_target_ms=None, max_draft_tokens=max_draft_tokens
         ),

@@ -64,6 +64,7 @@ class _StepInFlight:
     sampling: dict[str, Sequence]
     scoring: dict[str, Sequence]
     load: StepLoad
+    planned_s: float | None  # None for a step that was planned ahead of a commit
 
 
 class Scheduler:
@@ -178,7 +179,7 @@ class Scheduler:
         self._cache.retention.expire(now)
         self._end_overdue(now)
         self._queue.promote(now)
-        if self._steps and self._speculation.waits_for_commits and self._running.has_decodes:
+        if self._steps and self._speculation.waits_for_commits() and self._running.has_decodes:
             return None
 
         max_tokens = self._config.max_num_batched_tokens
@@ -206,7 +207,8 @@ class Scheduler:
         if not step.chunks:
             return None
         self._num_steps += 1
-        self._steps.append(_StepInFlight(self._num_steps, step.sampling, step.scoring, step.load))
+        planned_s = None if self._steps else now
+        self._steps.append(_StepInFlight(self._num_steps, step.sampling, step.scoring, step.load, planned_s))
         return StepPlan(
             self._num_steps, tuple(step.chunks), self._running.take_released(), self._cache.take_copies()
         )
@@ -220,6 +222,8 @@ class Scheduler:
             raise ValueError(f"step {step.step_id} has {len(result.sampled)} samples of {len(step.sampling)}")
         self._steps.popleft()
         self._predictor.observe(step.load, result.elapsed_s)
+        if step.planned_s is not None:
+            self._speculation.observe_step(step.planned_s, now, result.elapsed_s)
         events = [
             self._take_scores(sequence, scored, now)
             for scored in result.scored

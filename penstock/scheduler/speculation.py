@@ -9,6 +9,9 @@ A drafted token counts only if all tokens in front of it are accepted. Its chanc
 each position, from decayed counts: of the drafter and grade in this engine, and of the same in this request, where
 the first is what the second starts from.
 
+A draft follows from the newest token, so a step with drafts cannot be planned ahead of the step before it, and the
+executor idles while the host commits and plans. Where steps can be planned ahead, drafts must make up for that too.
+
 An estimate that is never tried is never corrected. So now and then a step takes one short draft that does not seem to
 pay.
 """
@@ -31,6 +34,8 @@ _FIRST_CHANCE = 0.5  # before anything was tried
 _DECAY = 0.99  # of counts in the engine, per draft
 _PRIOR_WEIGHT = 2.0  # as many tries as the estimate of the position in front counts for
 _MARGIN = 1.1  # a drafted token must be worth so many times its cost, because both are estimates
+_MIN_GAIN = 1.05  # of a step with drafts over a step that is planned ahead
+_HOST_TIME_GAIN = 0.1  # of the newest step
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again
 _PLANS_BETWEEN_TRIALS = 64
 _TRIAL_TOKENS = 2
@@ -63,11 +68,14 @@ class Speculation:
         self._tallies: dict[Kind, Tally] = {}
         self._counts: dict[str, _Counts] = {}
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
+        self._num_observed = 0  # steps that taught the host's time
+        self._host_s = 0.0  # host's time per step, while the executor idles
+        self._plans_ahead = False  # the driver asks for plans ahead of commits
 
-    @property
     def waits_for_commits(self) -> bool:
-        """Say whether the next step is better planned with the newest tokens known than ahead of them: drafts have
-        been paying, or a trial is due."""
+        """Say whether the next step, which could be planned ahead, is better planned with the newest tokens known:
+        drafts have been paying, or a trial is due."""
+        self._plans_ahead = True
         return self._max_draft_tokens > 0 and (self._num_plans_without < _PATIENCE or self._is_trial_due)
 
     def wanted(self) -> dict[str, int]:
@@ -108,6 +116,12 @@ class Speculation:
             else:
                 sequence.drafting.pause(sequence.num_known)
         return drafted
+
+    def observe_step(self, planned_s: float, committed_s: float, elapsed_s: float) -> None:
+        """Learn the host's time from a step that was not planned ahead."""
+        idle_s = max(0.0, committed_s - planned_s - elapsed_s)
+        self._num_observed += 1
+        self._host_s += max(_HOST_TIME_GAIN, 1.0 / self._num_observed) * (idle_s - self._host_s)
 
     def settle(self, sequence: Sequence, sampled: SampledToken) -> DraftUse:
         """Count the drafts of a request that were in flight, and take back those that were not accepted."""
@@ -165,7 +179,8 @@ class Speculation:
         self, offers: list[tuple[Sequence, Draft]], load: StepLoad, max_tokens: int
     ) -> list[int]:
         row_s = self._predictor.draft_token_s * _MARGIN
-        step_s = self._predictor.predict(load)
+        plain_s = self._predictor.predict(load)
+        step_s = plain_s + self._host_s
         num_tokens = float(load.decode_sequences)
         rows = [
             (chance, index)
@@ -181,6 +196,8 @@ class Speculation:
             lengths[index] += 1
             num_tokens += chance
             step_s += row_s
+        if self._plans_ahead and num_tokens * plain_s <= _MIN_GAIN * load.decode_sequences * step_s:
+            return [0] * len(offers)
         return lengths
 
     def _chances(self, sequence: Sequence, draft: Draft) -> list[float]:

@@ -29,7 +29,7 @@ _USUAL_ERROR_DECAY = 0.9
 _NO_LIMIT_TOKENS = 1 << 30
 
 # Seconds per unit before any observation: between a CPU and a fast GPU. The spread covers both.
-_PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8, 1e-4)
+_PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8)
 _PRIOR_SPREAD = 30.0
 
 
@@ -42,6 +42,12 @@ class StepLoad:
     decode_context_tokens: int = 0  # KV entries that decodes read
     prefill_pairs: int = 0  # of query and key, in the attention of prefills
     draft_tokens: int = 0  # of decodes, beside one token for each
+
+    @property
+    def decode_rows(self) -> int:
+        """Count the tokens of decodes. A drafted token costs what another decode would, without its context. Two
+        features could not be told apart, since steps with many decodes have many drafts."""
+        return self.decode_sequences + self.draft_tokens
 
     def add_prefill(self, start: int, num_tokens: int) -> None:
         self.prefill_tokens += num_tokens
@@ -57,20 +63,19 @@ class StepTimePredictor:
 
     def predict(self, load: StepLoad) -> float:
         """Predict the seconds that a step takes."""
-        base, per_prefill, per_decode, per_context, per_pair, per_draft = self._weights
+        base, per_prefill, per_row, per_context, per_pair = self._weights
         return (
             base
             + per_prefill * load.prefill_tokens
-            + per_decode * load.decode_sequences
+            + per_row * load.decode_rows
             + per_context * load.decode_context_tokens
             + per_pair * load.prefill_pairs
-            + per_draft * load.draft_tokens
         )
 
     @property
     def draft_token_s(self) -> float:
         """Return the predicted seconds of one drafted token in a step."""
-        return self._weights[5]
+        return self._weights[2]
 
     def prefill_tokens_within(self, target_s: float, load: StepLoad, start: int) -> int:
         """Return how many tokens of a prompt, from `start` on, fit on top of `load` in a step of `target_s`."""
@@ -93,10 +98,9 @@ class StepTimePredictor:
         features = (
             scale,
             load.prefill_tokens * scale,
-            load.decode_sequences * scale,
+            load.decode_rows * scale,
             load.decode_context_tokens * scale,
             load.prefill_pairs * scale,
-            load.draft_tokens * scale,
         )
         weights, variances = self._weights, self._variances
         spread = [variance * feature for variance, feature in zip(variances, features, strict=True)]

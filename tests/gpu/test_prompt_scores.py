@@ -53,4 +53,4 @@ def test_scores_are_the_sampler_s_log_probabilities(
     for each in asked:
         values, ids = unpacked(events[each.id])
         assert np.abs(values - whole).max() < tolerance
-        assert (ids[:, 0] == whole_ids[:, 0]).mean() > 0.9
+        assert np.abs(ids[:, 0] - whole_ids[:, 0]).max() <= (0 if dtype == "float32" else VOCAB_SIZE // 20)

@@ -21,12 +21,12 @@ def drafting_driver(**settings: object) -> Driver:
     return Driver(**chosen)  # type: ignore[arg-type]
 
 
-def teach_row_cost(driver: Driver, base_s: float, per_decode_s: float, per_draft_s: float) -> None:
-    """Let the predictor know what steps cost on this machine."""
+def set_step_cost(driver: Driver, base_s: float, per_row_s: float) -> None:
+    """Let steps take so long, and let the predictor know."""
+    driver.executor.faults.step_s = lambda num_tokens: base_s + per_row_s * num_tokens  # type: ignore[method-assign]
     for count in range(400):
-        decodes, drafts = 1 + count % 7, count % 5
-        load = StepLoad(decode_sequences=decodes, draft_tokens=drafts)
-        driver.scheduler._predictor.observe(load, base_s + per_decode_s * decodes + per_draft_s * drafts)
+        load = StepLoad(decode_sequences=1 + count % 7, draft_tokens=count % 5)
+        driver.scheduler._predictor.observe(load, base_s + per_row_s * load.decode_rows)
 
 
 @pytest.mark.parametrize("halves_blocks", [False, True])
@@ -51,7 +51,7 @@ def test_wrong_drafts_cost_no_token() -> None:
 
 def test_drafts_that_are_always_wrong_are_soon_left_out() -> None:
     driver = drafting_driver(spoiled_share=1.0, max_model_len=2000, num_blocks=500)
-    teach_row_cost(driver, 0.005, 0.001, 0.001)
+    set_step_cost(driver, 0.005, 0.001)
     driver.add(make_request("r", 5, 600))
     for _ in range(300):
         driver.step()
@@ -64,7 +64,7 @@ def test_drafts_that_are_always_wrong_are_soon_left_out() -> None:
 
 def test_no_draft_is_taken_where_a_row_costs_as_much_as_a_step() -> None:
     driver = drafting_driver(max_model_len=1000, num_blocks=300)
-    teach_row_cost(driver, 0.0, 0.01, 0.01)
+    set_step_cost(driver, 0.0, 0.01)
     for number in range(4):
         driver.add(make_request(f"r{number}", 5, 60))
     driver.step()
@@ -191,3 +191,21 @@ def test_a_request_without_luck_pauses_longer_each_time() -> None:
     drafting.observe(("test", 0), 2, 1)
     drafting.pause(100)
     assert drafting.paused_until == 101
+
+
+def test_drafts_make_up_for_the_time_of_the_host() -> None:
+    """Where steps could be planned ahead, a guess that saves less than the host's time is not worth it."""
+    accepted = {}
+    for host_s in (0.0, 0.02):
+        driver = drafting_driver(
+            depth=2, max_draft_tokens=1, spoiled_share=0.7, num_blocks=300, max_model_len=1000
+        )
+        driver.add(make_request("r", 5, 400))
+        for _ in range(350):
+            while driver.num_in_flight < 2 and driver.plan() is not None:
+                pass
+            driver.now += 0.01 + host_s
+            if driver.num_in_flight:
+                driver.commit()
+        accepted[host_s] = sum(bool(chunk.drafts) for plan in driver.plans for chunk in plan.chunks)
+    assert accepted[0.02] < 0.3 * accepted[0.0]
