@@ -223,7 +223,7 @@ class Scheduler:
         self._steps.popleft()
         self._predictor.observe(step.load, result.elapsed_s)
         if step.planned_s is not None:
-            self._speculation.observe_step(step.planned_s, now, result.elapsed_s)
+            self._speculation.observe_step(step.load, step.planned_s, now, result.elapsed_s)
         events = [
             self._take_scores(sequence, scored, now)
             for scored in result.scored

@@ -12,13 +12,18 @@ the first is what the second starts from.
 A draft follows from the newest token, so a step with drafts cannot be planned ahead of the step before it, and the
 executor idles while the host commits and plans. Where steps can be planned ahead, drafts must make up for that too.
 
+The step-time predictor fits all loads with one straight line. So its prediction for a step without drafts is scaled
+by what such steps took lately, and the time of a drafted token is what drafts added to it lately.
+
 An estimate that is never tried is never corrected. So now and then a step takes one short draft that does not seem to
-pay.
+pay, and now and then a step takes no draft at all: if every step had as many drafts for each request, the predictor
+could not tell what drafts cost. Steps without drafts are more frequent when many more requests run than before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -30,15 +35,19 @@ from penstock.scheduler.running import RunningSet, Work
 from penstock.scheduler.sequence import Sequence, State
 from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
 
-_FIRST_CHANCE = 0.5  # before anything was tried
+_FIRST_CHANCE = 0.6  # before anything was tried
 _DECAY = 0.99  # of counts in the engine, per draft
-_PRIOR_WEIGHT = 2.0  # as many tries as the estimate of the position in front counts for
+_PRIOR_WEIGHT = 6.0  # as many tries as the estimate of the position in front counts for
 _MARGIN = 1.1  # a drafted token must be worth so many times its cost, because both are estimates
 _MIN_GAIN = 1.05  # of a step with drafts over a step that is planned ahead
-_HOST_TIME_GAIN = 0.1  # of the newest step
+_GAIN = 0.2  # of the newest step in averages of costs
+_OUTLIER = 2.0  # no step counts for more than so many times its prediction
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again
 _PLANS_BETWEEN_TRIALS = 64
 _TRIAL_TOKENS = 2
+_PLANS_BETWEEN_PLAIN_STEPS = 48
+_PLANS_AFTER_RISE = 8
+_PLANS_UNTIL_FORGOTTEN = 256
 _MANY_REQUESTS = 16  # with more of them, a request whose draft was not taken is left out for a while
 
 
@@ -59,6 +68,38 @@ class _Counts:
             self.accepted[position] += 1
 
 
+class _PlainSteps:
+    """Decides when a step takes no draft, so that the predictor learns the time of such a step too."""
+
+    def __init__(self) -> None:
+        self._num_with_drafts = 0  # plans since the last one without
+        self._num_to_come = 0  # plans that alternate between drafts and none
+        self._known_decodes = 0  # with so many the two kinds of steps were compared
+        self._num_plans_with_few = 0  # plans since more than half as many ran
+
+    def is_due(self, num_decodes: int) -> bool:
+        """Say whether the plan of so many decodes is to be one without drafts."""
+        if num_decodes > 2 * self._known_decodes:
+            self._known_decodes = num_decodes
+            self._num_to_come = _PLANS_AFTER_RISE
+        self._num_plans_with_few = (
+            0 if 2 * num_decodes > self._known_decodes else self._num_plans_with_few + 1
+        )
+        if self._num_plans_with_few >= _PLANS_UNTIL_FORGOTTEN:
+            self._known_decodes = num_decodes
+        self._num_to_come -= self._num_to_come > 0
+        is_due = self._num_with_drafts >= _PLANS_BETWEEN_PLAIN_STEPS or bool(
+            self._num_to_come and self._num_with_drafts
+        )
+        if is_due:
+            self._num_with_drafts = 0
+        return is_due
+
+    def put_off(self) -> None:
+        """Count a plan with drafts."""
+        self._num_with_drafts += 1
+
+
 class Speculation:
     def __init__(self, config: SchedulerConfig, predictor: StepTimePredictor, running: RunningSet) -> None:
         self._max_draft_tokens = config.max_draft_tokens
@@ -67,7 +108,10 @@ class Speculation:
         self._running = running
         self._tallies: dict[Kind, Tally] = {}
         self._counts: dict[str, _Counts] = {}
+        self._plain_steps = _PlainSteps()
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
+        self._plain_ratio = 1.0  # of a step without drafts to its prediction, lately
+        self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
         self._num_observed = 0  # steps that taught the host's time
         self._host_s = 0.0  # host's time per step, while the executor idles
         self._plans_ahead = False  # the driver asks for plans ahead of commits
@@ -96,7 +140,7 @@ class Speculation:
     def choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Sequence]:
         """Return the decodes that verify drafts in this step, by number, each with the drafts that it takes. Requests
         that need more slots for them join `work.growing`."""
-        if not self._max_draft_tokens:
+        if not self._max_draft_tokens or self._plain_steps.is_due(len(work.decodes)):
             return {}
         offers = []
         for sequence in work.decodes if drafts else ():
@@ -115,13 +159,26 @@ class Speculation:
                 drafted[sequence.number] = sequence
             else:
                 sequence.drafting.pause(sequence.num_known)
+        if drafted:
+            self._plain_steps.put_off()
         return drafted
 
-    def observe_step(self, planned_s: float, committed_s: float, elapsed_s: float) -> None:
-        """Learn the host's time from a step that was not planned ahead."""
+    def observe_step(self, load: StepLoad, planned_s: float, committed_s: float, elapsed_s: float) -> None:
+        """Learn the costs of drafts from a step that was not planned ahead: the host's time, and without prompts the
+        time of a step without drafts and of each drafted token."""
         idle_s = max(0.0, committed_s - planned_s - elapsed_s)
         self._num_observed += 1
-        self._host_s += max(_HOST_TIME_GAIN, 1.0 / self._num_observed) * (idle_s - self._host_s)
+        self._host_s += max(_GAIN, 1.0 / self._num_observed) * (idle_s - self._host_s)
+        if load.prefill_tokens or elapsed_s <= 0.0:
+            return
+        elapsed_s = min(elapsed_s, _OUTLIER * self._predictor.predict(load))
+        plain_s = self._predictor.predict(replace(load, draft_tokens=0))
+        if not load.draft_tokens:
+            self._plain_ratio += _GAIN * (elapsed_s / plain_s - self._plain_ratio)
+        else:
+            row_s = max(0.0, elapsed_s - self._plain_ratio * plain_s) / load.draft_tokens
+            before_s = self._predictor.draft_token_s if self._row_s is None else self._row_s
+            self._row_s = before_s + _GAIN * (row_s - before_s)
 
     def settle(self, sequence: Sequence, sampled: SampledToken) -> DraftUse:
         """Count the drafts of a request that were in flight, and take back those that were not accepted."""
@@ -178,8 +235,8 @@ class Speculation:
     def _best_lengths(
         self, offers: list[tuple[Sequence, Draft]], load: StepLoad, max_tokens: int
     ) -> list[int]:
-        row_s = self._predictor.draft_token_s * _MARGIN
-        plain_s = self._predictor.predict(load)
+        row_s = _MARGIN * (self._predictor.draft_token_s if self._row_s is None else self._row_s)
+        plain_s = self._plain_ratio * self._predictor.predict(load)
         step_s = plain_s + self._host_s
         num_tokens = float(load.decode_sequences)
         rows = [
