@@ -71,12 +71,12 @@ class StepLoop(Protocol):
     def step(self) -> list[TokenEvent]: ...
 
 
-def begin_decoding(loop: StepLoop, batch: int, vocabulary: IntRange, seed: int) -> list[Request]:
-    """Add `batch` requests and step until each has its first tokens. All of them run for DECODE_STEPS more."""
+def begin_decoding(
+    loop: StepLoop, batch: int, vocabulary: IntRange, seed: int, max_tokens: int = DECODE_STEPS + 32
+) -> list[Request]:
+    """Add `batch` requests and step until each has its first tokens. All of them may get `max_tokens` more."""
     rng = random.Random(seed)
-    sampling = SamplingParams(
-        max_tokens=SETTLING_TOKENS + DECODE_STEPS + 32, temperature=0.6, ignore_eos=True
-    )
+    sampling = SamplingParams(max_tokens=SETTLING_TOKENS + max_tokens, temperature=0.6, ignore_eos=True)
     requests = [
         Request(
             id=f"decode-{seed}-{index}",

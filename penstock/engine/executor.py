@@ -153,7 +153,7 @@ class ModelExecutor:
                     sampled, logprobs = self._sampler.sample(made, samples, masks)
                 self._keep_last_tokens(samples, sampled)
                 token_ids = self._to_host(sampled)
-        timer.stop()
+        timer.stop(0.0 if self._graphs is None else self._graphs.take_capture_s())
         self._submitted.append(_Submitted(plan, samples, token_ids, logprobs, masks, hidden, timer))
         return tuple(failed)
 
@@ -323,8 +323,9 @@ class ModelExecutor:
 class StepTimer(Protocol):
     """Measures the time of a step from the construction of the timer."""
 
-    def stop(self) -> None:
-        """Mark the end of the step's work, all of which has been submitted."""
+    def stop(self, preparation_s: float = 0.0) -> None:
+        """Mark the end of the step's work, all of which has been submitted. Of its time, `preparation_s` was spent on
+        what later steps need not do again, and does not count."""
         ...
 
     def wait(self) -> float:
@@ -338,8 +339,8 @@ class HostTimer:
         self._started_s = clock.now()
         self._elapsed_s = 0.0
 
-    def stop(self) -> None:
-        self._elapsed_s = self._clock.now() - self._started_s
+    def stop(self, preparation_s: float = 0.0) -> None:
+        self._elapsed_s = self._clock.now() - self._started_s - preparation_s
 
     def wait(self) -> float:
         return self._elapsed_s
@@ -350,13 +351,16 @@ class CudaTimer:
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._begin.record()
+        self._preparation_s = 0.0
 
-    def stop(self) -> None:
+    def stop(self, preparation_s: float = 0.0) -> None:
         self._end.record()
+        self._preparation_s = preparation_s
 
     def wait(self) -> float:
         self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) / 1000.0
+        elapsed_s = float(self._begin.elapsed_time(self._end)) / 1000.0
+        return max(0.0, elapsed_s - self._preparation_s)
 
 
 # Fewer tokens hardly need less memory.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._sizes = _sizes(rows.max_rows)
         self._captured: dict[tuple[int, int], _Captured] = {}
+        self._capture_s = 0.0
         self._pool = torch.cuda.graph_pool_handle()
         self._spare_slot = kv.num_blocks * kv.block_size
         device = rows.last_tokens.device
@@ -59,6 +61,11 @@ class DecodeGraphs:
         self._inputs = self._buffer[rows.max_rows :]
         rows.keep_last_tokens_in(self._buffer[: rows.max_rows])
 
+    def take_capture_s(self) -> float:
+        """Return the seconds that captures took since the last call: no other step of their size takes them."""
+        taken_s, self._capture_s = self._capture_s, 0.0
+        return taken_s
+
     def fits(self, step: HostStep) -> bool:
         count = len(step.rows)
         return step.num_decodes == count == len(step.samples.at) and count <= self._sizes[-1]
@@ -71,7 +78,10 @@ class DecodeGraphs:
         self._fill(step, count, size, context)
         captured = self._captured.get((size, context))
         if captured is None:
+            began_s = perf_counter()
             captured = self._captured[size, context] = self._capture(size, context)
+            torch.cuda.synchronize()
+            self._capture_s += perf_counter() - began_s
         captured.graph.replay()
         return captured.logits[:count]
 

@@ -41,10 +41,11 @@ _PRIOR_WEIGHT = 6.0  # as many tries as the estimate of the position in front co
 _MARGIN = 1.1  # a drafted token must be worth so many times its cost, because both are estimates
 _MIN_GAIN = 1.05  # of a step with drafts over a step that is planned ahead
 _GAIN = 0.2  # of the newest step in averages of costs
-_OUTLIER = 2.0  # no step counts for more than so many times its prediction
+_OUTLIER = 1.5  # no step counts for more than so many times its prediction
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again
-_PLANS_BETWEEN_TRIALS = 64
-_TRIAL_TOKENS = 2
+_FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each trial in vain doubles the number
+_TRIAL_SHARE = 4  # one in so many requests takes part in a trial, with one token
+_FADING = 0.02  # per plan without drafts, of what is known of their cost
 _PLANS_BETWEEN_PLAIN_STEPS = 48
 _PLANS_AFTER_RISE = 8
 _PLANS_UNTIL_FORGOTTEN = 256
@@ -110,6 +111,7 @@ class Speculation:
         self._counts: dict[str, _Counts] = {}
         self._plain_steps = _PlainSteps()
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
+        self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
         self._plain_ratio = 1.0  # of a step without drafts to its prediction, lately
         self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
         self._num_observed = 0  # steps that taught the host's time
@@ -202,13 +204,17 @@ class Speculation:
         lengths = self._best_lengths(offers, load, max_tokens)
         if any(lengths):
             self._num_plans_without = 0
-        elif is_trial:
+            self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
+            return lengths
+        self._num_plans_without += 1
+        if self._row_s is not None:
+            self._row_s += _FADING * (self._predictor.draft_token_s - self._row_s)
+        if is_trial:
             self._num_plans_without = _PATIENCE
-            if offers and max_tokens > 0:
-                best = max(range(len(offers)), key=lambda index: self._chances(*offers[index])[0])
-                lengths[best] = min(_TRIAL_TOKENS, len(offers[best][1].token_ids), max_tokens)
-        else:
-            self._num_plans_without += 1
+            self._plans_between_trials = min(2 * self._plans_between_trials, _MOST_BETWEEN_TRIALS)
+            by_chance = sorted(range(len(offers)), key=lambda index: -self._chances(*offers[index])[0])
+            for index in by_chance[: min(-(-load.decode_sequences // _TRIAL_SHARE), max_tokens)]:
+                lengths[index] = 1
         return lengths
 
     def _observe(self, sequence: Sequence, draft: Draft, num_drafted: int, num_accepted: int) -> None:
@@ -226,7 +232,7 @@ class Speculation:
 
     @property
     def _is_trial_due(self) -> bool:
-        return self._num_plans_without >= _PATIENCE + _PLANS_BETWEEN_TRIALS
+        return self._num_plans_without >= _PATIENCE + self._plans_between_trials
 
     def _room(self, sequence: Sequence) -> int:
         """Return the most tokens that may be drafted for a request, which gets one more token in any case."""

@@ -58,8 +58,8 @@ def test_drafts_that_are_always_wrong_are_soon_left_out() -> None:
     drafted = sum(driver.scheduler.stats().drafters[0].drafted)
     for _ in range(250):
         driver.step()
-    # A trial now and then, each with two tokens.
-    assert 0 < sum(driver.scheduler.stats().drafters[0].drafted) - drafted <= 10
+    # A trial now and then.
+    assert 0 < sum(driver.scheduler.stats().drafters[0].drafted) - drafted <= 5
 
 
 def test_no_draft_is_taken_where_a_row_costs_as_much_as_a_step() -> None:
@@ -68,10 +68,9 @@ def test_no_draft_is_taken_where_a_row_costs_as_much_as_a_step() -> None:
     for number in range(4):
         driver.add(make_request(f"r{number}", 5, 60))
     driver.step()
-    for _ in range(40):
-        plan = driver.step()
-        assert plan is not None
-        assert not any(chunk.drafts for chunk in plan.chunks)
+    plans = [driver.step() for _ in range(40)]
+    drafted = [chunk.drafts for plan in plans if plan is not None for chunk in plan.chunks if chunk.drafts]
+    assert [len(drafts) for drafts in drafted] == [1], "one trial"
 
 
 def test_longer_drafts_where_rows_are_cheap() -> None:
