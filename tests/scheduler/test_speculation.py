@@ -157,7 +157,8 @@ def test_events_tell_of_the_drafts_that_were_verified() -> None:
     scheduler = Scheduler(config, cache, max_model_len=64, eos_token_ids=frozenset({9}))
     scheduler.add(make_request("r", 5, 20), 0.0)
     uses = []
-    for drafts, accepted, token_id in (((), (), 1), ((2, 3, 4), (2,), 7), ((8, 9, 4), (8, 9, 4), 5)):
+    steps = (((), (), 1), ((2, 3, 4), (2,), 7), ((), (), 6), ((8, 9, 4), (8, 9, 4), 5))
+    for drafts, accepted, token_id in steps:
         plan = scheduler.plan(0.0, {"r": Draft(drafts, "test")} if drafts else {})
         assert plan is not None
         sampled = SampledToken("r", token_id, accepted=accepted)
@@ -166,6 +167,7 @@ def test_events_tell_of_the_drafts_that_were_verified() -> None:
     assert uses == [
         ((1,), None),
         ((2, 7), DraftUse("test", 3, 1)),
+        ((6,), None),
         ((8, 9), DraftUse("test", 3, 2)),  # the answer ends with 9
     ]
 
