@@ -14,7 +14,7 @@ is sampled without the mask, the sample is thrown away, and the scheduler plans 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -33,6 +33,9 @@ from penstock.engine.batch import Samples
 _ALONE_WAIT_S = 0.01
 # So many requests have a task of their own for each committed token, so that forced tokens are known a step earlier.
 _MOST_STARTED_ALONE = 4
+# Forced tokens are worth a wait that is short beside a step, unless a request's tasks often take longer.
+_FORCED_WAIT_S = 0.0005
+_MOST_VAIN_WAITS = 4  # in a row, for a request
 
 Words = NDArray[np.int32]
 
@@ -149,10 +152,17 @@ class _Constraint:
     pending: Future[None] | None = None
     pending_since_s: float = 0.0
     is_late: bool = False
+    num_vain_waits: int = 0  # for forced tokens, in a row
 
     @property
     def is_busy(self) -> bool:
         return self.pending is not None and not self.pending.done()
+
+    def next_forced(self) -> tuple[int, ...]:
+        """Return the forced tokens that are not committed yet."""
+        num_tokens, forced = self.forced
+        since = tuple(self.token_ids[num_tokens:])
+        return forced[len(since) :] if forced[: len(since)] == since else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +208,17 @@ class GrammarMasks:
     def any_of(self, request_ids: Sequence[str]) -> bool:
         return bool(self._constraints) and any(request_id in self._constraints for request_id in request_ids)
 
-    def forced(self, request_id: str) -> tuple[int, ...]:
-        """Return the tokens that the grammar forces next, as far as the threads know. Never waits."""
-        constraint = self._constraints.get(request_id)
-        if constraint is None:
-            return ()
-        num_tokens, forced = constraint.forced
-        since = tuple(constraint.token_ids[num_tokens:])
-        return forced[len(since) :] if forced[: len(since)] == since else ()
+    def forced(self, request_ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return the tokens that grammars force next, as far as the threads know, for requests that have any. Waits
+        for at most half a millisecond, and not for a request whose tasks are slow."""
+        found = {each: self._constraints[each] for each in request_ids if each in self._constraints}
+        awaited = [each for each in found.values() if each.is_busy and each.num_vain_waits < _MOST_VAIN_WAITS]
+        if awaited:
+            wait([each.pending for each in awaited if each.pending is not None], _FORCED_WAIT_S)
+            for constraint in awaited:
+                constraint.num_vain_waits = constraint.num_vain_waits + 1 if constraint.is_busy else 0
+        forced = {request_id: constraint.next_forced() for request_id, constraint in found.items()}
+        return {request_id: token_ids for request_id, token_ids in forced.items() if token_ids}
 
     def start(self, chunks: Sequence[Chunk] = ()) -> None:
         """Give the tokens committed since the last call, and the drafts of a step, to the threads."""

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.core.plan import Draft, TokenEvent
 from penstock.core.request import Grammar, Request
+from penstock.engine import grammar_masks
 from penstock.engine.build import Engine
 from penstock.engine.drafters.grammar import GrammarDrafter
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, Mask
@@ -98,13 +99,17 @@ def test_forced_tokens_are_drafted(model: Path, expected: dict[str, Answer]) -> 
     assert sum(stats.accepted) >= len('"first_name"') - 2
 
 
-def test_a_drafter_of_forced_tokens_never_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_hardly_waits_for_forced_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     advance = CompiledGrammar.advance
+    waits: list[float] = []
 
     def slow(self: CompiledGrammar, matcher: Any, token_ids: Any) -> None:
         gate.wait(30)
         advance(self, matcher, token_ids)
+
+    def count(futures: Any, timeout: float, *how: Any) -> None:
+        waits.append(timeout)
 
     monkeypatch.setattr(CompiledGrammar, "advance", slow)
     engine = tiny_engine(model, speculate="off")
@@ -112,8 +117,12 @@ def test_a_drafter_of_forced_tokens_never_waits(model: Path, monkeypatch: pytest
     drafter = GrammarDrafter(masks)
     engine.loop.add(constrained("r", Grammar("choice", '["abcdef"]')))
     until(engine, lambda: any(each.token_ids for each in masks._constraints.values()))
+    monkeypatch.setattr(grammar_masks, "wait", count)
     # The task for the first token does not end, and what was forced from the beginning on is known all the same.
-    assert drafter.propose({"r": 3, "stranger": 3}) == {"r": Draft(tuple(b"bcd"), "grammar")}
+    for _ in range(50):
+        assert drafter.propose({"r": 3, "stranger": 3}) == {"r": Draft(tuple(b"bcd"), "grammar")}
+    assert len(waits) == 4
+    assert max(waits) <= 0.0005
     gate.set()
     engine.loop.abort("r")
     assert drafter.propose({"r": 3}) == {}

@@ -1,8 +1,8 @@
 """Drafts the tokens that a request's grammar forces: keys and punctuation of a JSON schema, say.
 
-The mask threads find forced tokens while the model runs. Nothing here waits for them: what they do not know yet is
-not drafted. The model still samples at every position, because most forced text can be cut into tokens in several
-ways.
+The mask threads find forced tokens. Nothing here waits for them for longer than half a millisecond: what they do not
+know by then is drafted a step later, or not at all. The model still samples at every position, because most forced
+text can be cut into tokens in several ways.
 """
 
 from __future__ import annotations
@@ -33,5 +33,8 @@ class GrammarDrafter:
     def remove(self, request_id: str) -> None: ...
 
     def propose(self, wanted: Mapping[str, int]) -> dict[str, Draft]:
-        forced = {request_id: self._masks.forced(request_id)[:most] for request_id, most in wanted.items()}
-        return {request_id: Draft(token_ids, NAME) for request_id, token_ids in forced.items() if token_ids}
+        forced = self._masks.forced(wanted)
+        return {
+            request_id: Draft(token_ids[: wanted[request_id]], NAME)
+            for request_id, token_ids in forced.items()
+        }
