@@ -41,7 +41,8 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
         )
     # A completion without a token still echoes its prompt, and a scored prompt is an answer of its own.
     needs_tokens = request.endpoint != "completions" and request.sampling.prompt_logprobs is None
-    _check_sampling(request.sampling, vocab_size, min_max_tokens=int(needs_tokens))
+    _check_max_tokens(request.sampling, request.max_tokens_param, int(needs_tokens))
+    _check_sampling(request.sampling, vocab_size)
     for prompt in request.prompts:
         if isinstance(prompt, ChatPrompt) and prompt.tools:
             _check_tools(prompt.tools)
@@ -90,10 +91,12 @@ def resolve_max_tokens(
     engine: EngineReady,
     *,
     prompt_param: str,
+    param: str = "max_tokens",
     refuses_long_outputs: bool = False,
 ) -> int:
     """The number of tokens an answer may have: what was asked for, or the default, cut to what fits the context and
-    the server's cap. With `refuses_long_outputs`, a number that a client asked for is never cut, but refused."""
+    the server's cap. With `refuses_long_outputs`, a number that a client asked for is never cut, but refused.
+    `param` is what the client calls that number."""
     context = engine.model.max_model_len
     if num_prompt_tokens < 1:
         raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)
@@ -102,24 +105,24 @@ def resolve_max_tokens(
         raise too_long(context, num_prompt_tokens, prompt_param)
     if asked is not None and refuses_long_outputs:
         if asked > room:
-            raise _too_long_together(Overflow(context, num_prompt_tokens, asked), prompt_param, "max_tokens")
+            raise _too_long_together(Overflow(context, num_prompt_tokens, asked), prompt_param, param)
         if asked > engine.max_output_tokens:
             raise InvalidRequest(
-                f"max_tokens is too large: {asked}. This model supports at most {engine.max_output_tokens} "
+                f"{param} is too large: {asked}. This model supports at most {engine.max_output_tokens} "
                 f"completion tokens, whereas you provided {asked}.",
-                param="max_tokens",
+                param=param,
             )
     return min(room, engine.max_output_tokens, default or room if asked is None else asked)
 
 
-def max_tokens_lowered(asked: int, given: int | None) -> RequestWarning:
+def max_tokens_lowered(asked: int, given: int | None, param: str) -> RequestWarning:
     """`given` is None where only another server knows."""
     most = "fewer" if given is None else f"at most {given}"
     return RequestWarning(
         "max_tokens_lowered",
         f"The answer may have {most} tokens, not the {asked} asked for: no more fit the model's context and the "
         "server's limit.",
-        param="max_tokens",
+        param=param,
     )
 
 
@@ -136,20 +139,23 @@ def check_num_prompt_logprobs(options: SamplingOptions, prompt_lengths: Sequence
         )
 
 
-def _check_sampling(options: SamplingOptions, vocab_size: int, *, min_max_tokens: int) -> None:
-    if options.max_tokens is not None and options.max_tokens < min_max_tokens:
-        raise InvalidRequest(
-            f"max_tokens must be at least {min_max_tokens}, not {options.max_tokens}.", param="max_tokens"
-        )
-    if options.max_tokens is not None and options.max_tokens > MAX_MAX_TOKENS:
-        raise InvalidRequest(f"max_tokens must be at most {MAX_MAX_TOKENS}.", param="max_tokens")
+def _check_max_tokens(options: SamplingOptions, param: str, least: int) -> None:
+    most = options.max_tokens
     if options.min_tokens < 0:
         raise InvalidRequest(f"min_tokens must be at least 0, not {options.min_tokens}.", param="min_tokens")
-    if options.max_tokens is not None and options.min_tokens > options.max_tokens:
+    if most is None:
+        return
+    if most < least:
+        raise InvalidRequest(f"{param} must be at least {least}, not {most}.", param=param)
+    if most > MAX_MAX_TOKENS:
+        raise InvalidRequest(f"{param} must be at most {MAX_MAX_TOKENS}.", param=param)
+    if options.min_tokens > most:
         raise InvalidRequest(
-            f"min_tokens is {options.min_tokens}, more than max_tokens, which is {options.max_tokens}.",
-            param="min_tokens",
+            f"min_tokens is {options.min_tokens}, more than {param}, which is {most}.", param="min_tokens"
         )
+
+
+def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
     _check_range("temperature", options.temperature, 0, 2)
     if not 0 <= options.top_p <= 1:
         raise InvalidRequest(f"top_p must be between 0 and 1, not {options.top_p}.", param="top_p")

@@ -199,6 +199,7 @@ class Gateway:
             elsewhere = ExternalAnswer(account, work.calls, n, self, self._forget)
             elsewhere.warnings = work.warnings
             elsewhere.asked_max_tokens = work.request.sampling.max_tokens
+            elsewhere.max_tokens_param = work.request.max_tokens_param
             elsewhere.shortens_answers = not work.refuses_long_outputs
             pool = self.catalogue.external.pool
             self._begin(elsewhere, lambda: elsewhere.start(pool, work.time_left_s(self.clock.now())))

@@ -89,6 +89,7 @@ async def prepare_for_engine(
     # Without a better reason, requests go where the adapter is likely loaded already.
     affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
     check_num_prompt_logprobs(request.sampling, [len(prepared.token_ids) for prepared in work.prompts])
+    relaxed: tuple[RequestWarning, ...] = ()  # what grammars do not enforce
     for prompt, prepared in zip(prompts, work.prompts, strict=True):
         max_tokens = resolve_max_tokens(
             asked,
@@ -96,9 +97,11 @@ async def prepare_for_engine(
             len(prepared.token_ids),
             model.engine,
             prompt_param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
+            param=request.max_tokens_param,
             refuses_long_outputs=work.refuses_long_outputs,
         )
-        sampling = await model.with_checked_grammar(_sampling_params(request, prepared, max_tokens))
+        sampling, notes = await model.with_checked_grammar(_sampling_params(request, prepared, max_tokens))
+        relaxed += notes
         for sibling in range(request.n):
             work.engine_requests.append(
                 Request(
@@ -123,7 +126,9 @@ async def prepare_for_engine(
         choice = Choice(index, each, model.tokenizer, model.card.eos_token_ids, work.prompts[place].form)
         choice.prompt_scores = scores[place]
         work.choices.append(choice)
-    work.warnings = _warnings(request, min(each.sampling.max_tokens for each in work.engine_requests))
+    work.warnings = _warnings(request, min([each.sampling.max_tokens for each in work.engine_requests]))
+    if relaxed:
+        work.warnings += tuple(dict.fromkeys(relaxed))
 
 
 def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
@@ -145,7 +150,7 @@ def _warnings(request: GenerationRequest, max_tokens: int) -> tuple[RequestWarni
     asked = request.sampling.max_tokens
     if asked is None or max_tokens >= asked:
         return request.warnings
-    return *request.warnings, max_tokens_lowered(asked, max_tokens)
+    return *request.warnings, max_tokens_lowered(asked, max_tokens, request.max_tokens_param)
 
 
 def _sampling_params(request: GenerationRequest, prompt: PreparedPrompt, max_tokens: int) -> SamplingParams:

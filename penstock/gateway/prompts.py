@@ -152,6 +152,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_response_s: float | None = None  # reuse, and keep, an identical request's answer for so long
     timeout_s: float | None = None
     warnings: tuple[RequestWarning, ...] = ()  # of the front end, for the answer
+    max_tokens_param: str = "max_tokens"  # what the client calls it
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import pytest
 from penstock.api.anthropic.answers import message_usage
 from penstock.api.anthropic.requests import GUARDED_FIELDS, MessagesRequest
 from penstock.api.http.parsing import BodyDecoder
+from penstock.core.errors import InvalidRequest
 from penstock.core.request import Tier
 from penstock.gateway.prompts import CacheMark, ChatPrompt, GenerationRequest, TextPart, Usage
 
@@ -168,3 +169,16 @@ def test_tools_that_clients_run_get_a_schema(kind: str, name: str, required: lis
     assert (tool.name, tool.parameters["required"], tool.cache) == (name, required, FIVE_MINUTES)
     assert tool.description
     assert tool.parameters["properties"].keys() >= set(required)
+
+
+def test_edits_of_the_context_are_named_and_not_made() -> None:
+    clear = {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 10}}
+    thoughts = {"type": "clear_thinking_20251015", "keep": "all"}
+    made = request_from(context_management={"edits": [clear, clear, thoughts, {"type": "x" * 999}]})
+    assert [warning.param for warning in made.warnings] == ["context_management"] * 2
+    assert "'clear_tool_uses_20250919'" in made.warnings[0].message
+    assert all(len(warning.message) < 200 for warning in made.warnings)
+    assert not request_from(context_management={"edits": [thoughts]}).warnings
+    assert not request_from(context_management=None).warnings
+    with pytest.raises(InvalidRequest, match="context_management"):
+        request_from(context_management={"edits": ["clear"]})

@@ -144,7 +144,7 @@ async def test_malformed_json(body: bytes) -> None:
         (CHAT, chat(messages=[{"role": "pirate", "content": "arr"}]), "messages[0].role"),
         (CHAT, chat(messages=[{"content": "hi"}]), "messages"),
         (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content"),
-        (CHAT, chat(max_completion_tokens=0), "max_tokens"),
+        (CHAT, chat(max_completion_tokens=0), "max_completion_tokens"),
         (CHAT, chat(top_logprobs=2), "top_logprobs"),
         (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
         (CHAT, chat(response_format={"type": "yaml"}), "response_format.type"),

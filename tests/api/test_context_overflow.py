@@ -59,7 +59,7 @@ async def test_a_number_that_does_not_fit_is_lowered_on_every_route(
         )
     (warning,) = whole.json()["warnings"]
     assert warning["code"] == "max_tokens_lowered"
-    assert warning["param"] == ("max_output_tokens" if field == "max_output_tokens" else "max_tokens")
+    assert warning["param"] == field
     first = events(streamed.text)[0]
     assert (first.get("message") or first.get("response") or first)["warnings"] == [warning]
     assert "warning" not in plain.headers
@@ -84,7 +84,20 @@ async def test_an_option_restores_the_refusal(path: str, body: dict[str, Any], f
         r"^This model's maximum context length is 256 tokens\. .*300 in the completion", error["message"]
     )
     assert error["code"] == "context_length_exceeded"
-    assert error["param"] == ("max_output_tokens" if path == "/v1/responses" else "max_tokens")
+    assert error["param"] == field
+
+
+@pytest.mark.parametrize("refuse_long_outputs", [True, False])
+@pytest.mark.parametrize(("path", "body", "field"), ROUTES)
+async def test_errors_name_the_field_that_the_client_sent(
+    path: str, body: dict[str, Any], field: str, *, refuse_long_outputs: bool
+) -> None:
+    asked = {-1: "must be at least"} | ({130: "is too large: 130"} if refuse_long_outputs else {})
+    async with client_for(FakeEngine(), refuse_long_outputs=refuse_long_outputs) as client:
+        for number, said in asked.items():
+            error = (await client.post(path, json={"model": "bytes", **body, field: number})).json()["error"]
+            assert error["message"].startswith(f"{field} {said}")
+            assert error.get("param", field) == field
 
 
 @pytest.mark.parametrize(

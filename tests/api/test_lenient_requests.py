@@ -95,3 +95,39 @@ async def test_a_path_without_the_version_gets_a_hint(path: str, meant: str | No
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
     assert (f"Did you mean {meant}?" in message) if meant else ("Did you mean" not in message)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=.*x)[a-z]+$"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+            "response_format",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}},
+            "text.format",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_patterns_that_are_not_enforced_are_named_in_the_answer(
+    path: str, fields: dict[str, Any], param: str, *, is_streamed: bool
+) -> None:
+    """The second request finds the grammar checked, and is told the same."""
+    engine = FakeEngine(script_text("{}"))
+    body = {"model": "bytes", "stream": is_streamed} | ({} if "input" in fields else CHAT) | fields
+    async with direct_client(engine) as client:
+        for _ in range(2):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert "without its assertions" in answer.headers["warning"]
+            assert '"code":"schema_not_enforced"' in answer.text
+            assert f'"param":"{param}"' in answer.text
+    (first, second) = engine.added
+    assert first.sampling.grammar == second.sampling.grammar

@@ -25,6 +25,7 @@ from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
     GenerationRequest,
+    RequestWarning,
     SamplingOptions,
     Tool,
     ToolChoice,
@@ -96,6 +97,7 @@ CLIENT_TOOLS = {
 
 
 MIN_THINKING_TOKENS = 1024
+_MAX_SHOWN_CHARS = 64
 _DATE = re.compile(r"_\d{8}$")  # at the end of the types of Anthropic's own tools
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _MODES: dict[str, Literal["auto", "required", "named", "none"]] = {
@@ -174,6 +176,29 @@ class OutputConfig(msgspec.Struct):
         return Grammar("json_schema", msgspec.json.encode(self.format.schema).decode())
 
 
+class ContextEdit(msgspec.Struct):
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(msgspec.Struct):
+    """Edits of the conversation that a provider's server makes. This server makes none, and names each one."""
+
+    edits: list[ContextEdit] = []
+
+    def warnings(self) -> tuple[RequestWarning, ...]:
+        """Thoughts that are all to be kept need no edit: templates get all that a client sends."""
+        skipped = [edit.type[:_MAX_SHOWN_CHARS] for edit in self.edits if edit.keep != "all"]
+        return tuple(
+            RequestWarning(
+                "context_edit_skipped",
+                f"The edit {name!r} of context_management was skipped: the whole conversation goes to the model.",
+                "context_management",
+            )
+            for name in dict.fromkeys(skipped)
+        )
+
+
 class Metadata(msgspec.Struct):
     user_id: str | None = None
 
@@ -237,6 +262,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     thread: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
 
     def to_generation(self) -> GenerationRequest:
         if self.thread is not None:
@@ -263,6 +289,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             tier=Tier.PRIORITY if self.service_tier == "auto" else Tier.DEFAULT,
             endpoint="messages",
             user=self.metadata.user_id if self.metadata else None,
+            warnings=self.context_management.warnings() if self.context_management else (),
         )
 
     def _check_thinking(self) -> None:

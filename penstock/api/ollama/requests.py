@@ -126,6 +126,7 @@ class AnswerFields(msgspec.Struct, kw_only=True):
             sampling=Options.of(self.options).sampling(self._grammar(), logprobs),
             model=self.model or None,
             endpoint=self.ENDPOINT,
+            max_tokens_param="num_predict",
         )
 
     def chat_prompt(

@@ -123,6 +123,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
         default_max_tokens: int | None = None,
+        max_tokens_param: str = "max_tokens",
     ) -> GenerationRequest:
         options = self._sampling_options(max_tokens, logprobs)
         return GenerationRequest(
@@ -131,6 +132,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             n=1 if self.n is None else self.n,
             model=self.model,
             default_max_tokens=default_max_tokens,
+            max_tokens_param=max_tokens_param,
             tier=TIERS.get(self.service_tier or "default", Tier.DEFAULT),
             endpoint=self.ENDPOINT,
             user=self.user if self.safety_identifier is None else self.safety_identifier,
@@ -240,10 +242,11 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs may only be given with logprobs=true.", param="top_logprobs")
         check_top_logprobs(self.top_logprobs)
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        is_old_name = self.max_completion_tokens is None
         return self.generation_request(
             (self._prompt(),),
-            max_tokens=max_tokens,
+            max_tokens=self.max_tokens if is_old_name else self.max_completion_tokens,
+            max_tokens_param="max_tokens" if is_old_name else "max_completion_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
         )

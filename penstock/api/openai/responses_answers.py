@@ -49,7 +49,7 @@ _to_json = msgspec.json.Encoder().encode
 
 _ID_PREFIX = "resp_"
 # This API's names for what the gateway calls by the names of the older ones.
-PARAMS = {"messages": "input", "max_tokens": "max_output_tokens"}
+PARAMS = {"messages": "input", "response_format": "text.format"}
 
 ResponseStatus = Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
 

@@ -131,6 +131,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             model=self.model,
             tier=TIERS.get(self.service_tier or "default", Tier.DEFAULT),
             endpoint="responses",
+            max_tokens_param="max_output_tokens",
             user=self.user if self.safety_identifier is None else self.safety_identifier,
             prompt_cache_key=self.prompt_cache_key,
             drops_oldest_turns=self.truncation == "auto",

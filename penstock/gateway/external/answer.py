@@ -213,6 +213,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
 
     shortens_answers = False
     asked_max_tokens: int | None = None  # by the client
+    max_tokens_param = "max_tokens"  # what the client calls it
 
     def __init__(
         self,
@@ -272,7 +273,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
 
     def _warn_of(self, max_tokens: int | None) -> None:
         if self.asked_max_tokens is not None:
-            warning = max_tokens_lowered(self.asked_max_tokens, max_tokens)
+            warning = max_tokens_lowered(self.asked_max_tokens, max_tokens, self.max_tokens_param)
             others = (each for each in self.warnings if each.code != warning.code)
             self.warnings = (*others, warning)
 

@@ -61,7 +61,9 @@ class ExternalModel:
         if request.sampling.prompt_logprobs is not None or request.sampling.max_tokens == 0:
             raise InvalidRequest(
                 f"The model {self.name!r} runs on another server, which is not asked to score prompts.",
-                param="max_tokens" if request.sampling.prompt_logprobs is None else "prompt_logprobs",
+                param=request.max_tokens_param
+                if request.sampling.prompt_logprobs is None
+                else "prompt_logprobs",
                 hint="Leave out prompt_logprobs, echo with logprobs, and max_tokens of 0.",
             )
 

@@ -21,7 +21,14 @@ from penstock.core.grammar_text import token_ids_by_number
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.request import Adapter, CacheBreakpoint, Grammar, SamplingParams
 from penstock.gateway.checks import check_request, check_token_ids, too_long
-from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt, num_characters
+from penstock.gateway.prompts import (
+    ChatPrompt,
+    GenerationRequest,
+    Prompt,
+    RequestWarning,
+    TextPrompt,
+    num_characters,
+)
 from penstock.gateway.text.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
 from penstock.gateway.text.grammars import GrammarChecker
 from penstock.gateway.text.template import ChatTemplate, RenderedChat
@@ -203,12 +210,15 @@ class ServedModel:
         token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
         return token_ids, breakpoints_at(kept, positions)
 
-    async def with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
-        """Raises InvalidRequest when no engine could compile the grammar."""
+    async def with_checked_grammar(
+        self, sampling: SamplingParams
+    ) -> tuple[SamplingParams, tuple[RequestWarning, ...]]:
+        """The grammar as engines take it, and what it does not enforce. Raises InvalidRequest when no engine could
+        compile the grammar."""
         if sampling.grammar is None:
-            return sampling
-        grammar = await self._grammars.check(sampling.grammar, self._special_token_ids)
-        return msgspec.structs.replace(sampling, grammar=grammar)
+            return sampling, ()
+        checked = await self._grammars.check(sampling.grammar, self._special_token_ids)
+        return msgspec.structs.replace(sampling, grammar=checked.grammar), checked.warnings
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """A prompt of token ids as text, for guards."""

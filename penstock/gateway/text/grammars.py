@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import decode_tags, grammar_text, is_lenient, lenient, without_assertions
 from penstock.core.request import Grammar
+from penstock.gateway.prompts import RequestWarning
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ MAX_REGEX_CHARACTERS = 4096
 MAX_CHOICES = 1000
 MAX_SCHEMA_DEPTH = 64  # of brackets
 MAX_SCHEMA_VALUES = 20_000  # keys and values of all levels
+MAX_NOTE_CHARS = 400  # of one warning
 MAX_SOFTENED_PATTERNS = 100  # each is compiled to find out whether it can be
 CHECK_TIMEOUT_S = 10.0
 _MAX_REMEMBERED = 512
@@ -162,15 +164,24 @@ def structural_tag(tags: dict[str, Any] | str, *, param: str) -> Grammar:
     return Grammar("structural_tag", text)
 
 
+class CheckedGrammar(msgspec.Struct, frozen=True):
+    """A grammar as an engine takes it. The warnings name what it does not enforce of a schema that is not strict."""
+
+    grammar: Grammar
+    warnings: tuple[RequestWarning, ...] = ()
+
+
 class GrammarChecker:
     """Finds out whether grammars can be compiled, without making the event loop wait. Remembers those that can."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="grammar-check")
-        self._good: OrderedDict[Grammar, Grammar] = OrderedDict()  # as asked → as sent; oldest use first
+        self._good: OrderedDict[Grammar, CheckedGrammar] = (
+            OrderedDict()
+        )  # by what was asked; oldest use first
 
-    async def check(self, grammar: Grammar, special_token_ids: Mapping[str, int]) -> Grammar:
-        """The grammar as an engine takes it. Raises InvalidRequest."""
+    async def check(self, grammar: Grammar, special_token_ids: Mapping[str, int]) -> CheckedGrammar:
+        """Raises InvalidRequest when no engine could compile the grammar."""
         good = self._good.get(grammar)
         if good is not None:
             self._good.move_to_end(grammar)
@@ -194,76 +205,88 @@ class GrammarChecker:
         return good
 
 
-def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> Grammar:
+def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> CheckedGrammar:
     """Runs in a thread. The matcher's limits, which count its operations, bound how long."""
     if grammar.kind == "ebnf" and _GBNF_MARK in grammar.text:
         try:
             grammar = Grammar("ebnf", any_to_lark(grammar.text))
         except Exception as error:
             raise InvalidRequest(f"The grammar cannot be read: {_first_line(str(error))}.") from None
-    reason = _compile_error(grammar_text(grammar, special_token_ids))
+    notes: list[str] = []
+    reason, skipped = _compiled(grammar_text(grammar, special_token_ids))
     if reason is not None:
-        enforceable = _with_enforceable_patterns(grammar)
-        if enforceable == grammar or _compile_error(grammar_text(enforceable, special_token_ids)) is not None:
+        softened = _with_enforceable_patterns(grammar, notes)
+        still, skipped = _compiled(grammar_text(softened, special_token_ids))
+        if softened == grammar or still is not None:
             raise InvalidRequest(f"The grammar cannot be compiled: {reason}.")
-        return enforceable
-    return grammar
+        grammar = softened
+    notes += (f"The schema is not enforced completely: {_first_line(each)}." for each in skipped)
+    told = list(dict.fromkeys(note[:MAX_NOTE_CHARS] for note in notes))
+    for note in told:
+        logger.warning("%s", note)
+    param = _USUAL_PARAMS[grammar.kind]
+    return CheckedGrammar(grammar, tuple(RequestWarning("schema_not_enforced", note, param) for note in told))
 
 
-def _compile_error(text: str) -> str | None:
+def _compiled(text: str) -> tuple[str | None, list[str]]:
+    """The error of a grammar, or what the matcher says about parts of it that it skips."""
     limits = LLParserLimits(verbose_errors=False)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits)
-    return _first_line("".join(messages[:1])) if is_error else None
+    return (_first_line("".join(messages[:1])), []) if is_error else (None, messages)
 
 
-def _with_enforceable_patterns(grammar: Grammar) -> Grammar:
+def _with_enforceable_patterns(grammar: Grammar, notes: list[str]) -> Grammar:
     """The grammar without what its lenient schemas demand of texts and no grammar can enforce: of a pattern the
-    assertions, or all of it."""
+    assertions, or all of it. `notes` gets a sentence about each."""
     if grammar.text.count('"pattern') > MAX_SOFTENED_PATTERNS:
         return grammar
     if grammar.kind == "json_schema":
         schema = json.loads(grammar.text)
         if not is_lenient(schema):
             return grammar
-        return Grammar(grammar.kind, json.dumps(_softened(schema), ensure_ascii=False))
+        return Grammar(grammar.kind, json.dumps(_softened(schema, notes), ensure_ascii=False))
     if grammar.kind != "structural_tag":
         return grammar
     tags = decode_tags(grammar.text)
     structures = tuple(
-        msgspec.structs.replace(each, schema=_softened(each.schema)) if is_lenient(each.schema) else each
+        msgspec.structs.replace(each, schema=_softened(each.schema, notes))
+        if is_lenient(each.schema)
+        else each
         for each in tags.structures
     )
-    otherwise = _softened(tags.otherwise) if is_lenient(tags.otherwise) else tags.otherwise
+    otherwise = _softened(tags.otherwise, notes) if is_lenient(tags.otherwise) else tags.otherwise
     softened = msgspec.structs.replace(tags, structures=structures, otherwise=otherwise)
     return Grammar(grammar.kind, msgspec.json.encode(softened).decode())
 
 
-def _softened(schema: Any) -> Any:
+def _softened(schema: Any, notes: list[str]) -> Any:
     if isinstance(schema, list):
-        return [_softened(each) for each in schema]
+        return [_softened(each, notes) for each in schema]
     if not isinstance(schema, dict):
         return schema
     softened: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword == "pattern" and isinstance(value, str):
-            if (pattern := _enforceable(value)) is not None:
+            if (pattern := _enforceable(value, notes)) is not None:
                 softened[keyword] = pattern
         elif keyword == "patternProperties" and isinstance(value, dict):
-            known = ((_enforceable(pattern), inner) for pattern, inner in value.items())
-            softened[keyword] = {pattern: _softened(inner) for pattern, inner in known if pattern is not None}
+            known = ((_enforceable(pattern, notes), inner) for pattern, inner in value.items())
+            softened[keyword] = {
+                pattern: _softened(inner, notes) for pattern, inner in known if pattern is not None
+            }
         else:
-            softened[keyword] = value if keyword in _DATA_KEYWORDS else _softened(value)
+            softened[keyword] = value if keyword in _DATA_KEYWORDS else _softened(value, notes)
     return softened
 
 
-def _enforceable(pattern: str) -> str | None:
+def _enforceable(pattern: str, notes: list[str]) -> str | None:
     for softer in (pattern, without_assertions(pattern)):
         schema = {"type": "string", "pattern": softer}
-        if _compile_error(grammar_text(Grammar("json_schema", json.dumps(schema)), {})) is None:
+        if _compiled(grammar_text(Grammar("json_schema", json.dumps(schema)), {}))[0] is None:
             if softer != pattern:
-                logger.warning("the pattern %r is enforced without its assertions: %r", pattern, softer)
+                notes.append(f"The pattern {pattern!r} is enforced without its assertions, as {softer!r}.")
             return softer
-    logger.warning("the pattern %r of a schema that is not strict cannot be enforced", pattern)
+    notes.append(f"The pattern {pattern!r} is not enforced, because no grammar can express it.")
     return None
 
 

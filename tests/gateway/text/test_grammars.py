@@ -70,7 +70,7 @@ async def test_structured_outputs_of_every_kind_pass_the_check(asked: Structured
     grammar = asked.to_grammar("structured_outputs")
     assert grammar is not None
     assert grammar.kind == kind
-    assert await GrammarChecker().check(grammar, {}) == grammar
+    assert (await GrammarChecker().check(grammar, {})).grammar == grammar
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,8 @@ async def test_what_cannot_be_compiled_is_refused_in_one_line(grammar: Grammar) 
 async def test_keywords_that_cannot_be_enforced_are_refused_only_where_strict() -> None:
     schema = {"type": "array", "uniqueItems": True}
     checker = GrammarChecker()
-    await checker.check(grammars.json_schema(schema, strict=False, param="x"), {})
+    (warning,) = (await checker.check(grammars.json_schema(schema, strict=False, param="x"), {})).warnings
+    assert "uniqueItems" in warning.message
     with pytest.raises(InvalidRequest, match="uniqueItems"):
         await checker.check(grammars.json_schema(schema, param="x"), {})
 
@@ -136,8 +137,8 @@ async def test_gbnf_is_translated() -> None:
     checker = GrammarChecker()
     asked = Grammar("ebnf", 'root ::= "a" root | "b"')
     sent = await checker.check(asked, {})
-    assert "::=" not in sent.text
-    assert "start:" in sent.text
+    assert "::=" not in sent.grammar.text
+    assert "start:" in sent.grammar.text
     assert await checker.check(asked, {}) is sent, "remembered"
 
 
@@ -163,14 +164,15 @@ PASSWORD = {"type": "string", "pattern": r"^(?=.*\d)(?=[^)]*[a-z])[a-z\d]{4,8}$"
 TWICE = {"type": "string", "pattern": r"^(a|b)\1$"}
 
 
-async def test_of_patterns_that_cannot_be_enforced_the_rest_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_of_patterns_that_cannot_be_enforced_the_rest_is() -> None:
     schema = {
         "properties": {"word": PASSWORD, "twice": TWICE, "plain": {"type": "string", "pattern": "^x+$"}},
         "patternProperties": {"^(?!secret)s_": {"type": "integer"}, r"^(.)\1": {"type": "null"}},
         "default": {"pattern": "(?=x)"},
     }
     loose = grammars.json_schema(schema, strict=False, param="x")
-    checked = json.loads((await GrammarChecker().check(loose, {})).text)
+    found = await GrammarChecker().check(loose, {})
+    checked = json.loads(found.grammar.text)
     assert checked["properties"] == {
         "word": {"type": "string", "pattern": r"^[a-z\d]{4,8}$"},
         "twice": {"type": "string"},
@@ -178,13 +180,17 @@ async def test_of_patterns_that_cannot_be_enforced_the_rest_is(caplog: pytest.Lo
     }
     assert list(checked["patternProperties"]) == ["^s_"]
     assert checked["default"] == schema["default"]
-    assert "without its assertions" in caplog.text
-    assert "cannot be enforced" in caplog.text
+    notes = [each.message for each in found.warnings]
+    assert [note for note in notes if repr(PASSWORD["pattern"]) in note and "without its assertions" in note]
+    assert [note for note in notes if repr(TWICE["pattern"]) in note and "is not enforced" in note]
+    assert len(notes) == 4
     tags = StructuralTags(
         structures=(TaggedText("<f>", lenient({"properties": {"a": TWICE}})),), triggers=("<f",)
     )
     of_tool = Grammar("structural_tag", msgspec.json.encode(tags).decode())
-    checked_tags = msgspec.json.decode((await GrammarChecker().check(of_tool, {})).text, type=StructuralTags)
+    checked_tags = msgspec.json.decode(
+        (await GrammarChecker().check(of_tool, {})).grammar.text, type=StructuralTags
+    )
     assert checked_tags.structures[0].schema["properties"] == {"a": {"type": "string"}}
 
 
