@@ -17,7 +17,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses import service as responses_service
-from penstock.gateway.responses.store import DatabaseResponses
+from penstock.gateway.responses.store import DatabaseResponses, StoredResponse
 from penstock.gateway.store.database import Database
 from tests.api.conftest import Serve
 from tests.api.scripted import scripted
@@ -98,8 +98,26 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-def gateway_process(database: Database, engine: FakeEngine) -> httpx.AsyncClient:
-    app = create_app(Gateway(engine, GatewayConfig()), ServerConfig(), responses=DatabaseResponses(database))
+class WatchedResponses(DatabaseResponses):
+    """A store that tells when a response has been added, and when events have been read."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        self.added: asyncio.Queue[str] = asyncio.Queue()
+        self.reads: asyncio.Queue[str] = asyncio.Queue()
+
+    async def add(self, response: StoredResponse) -> None:
+        await super().add(response)
+        self.added.put_nowait(response.id)
+
+    async def events(self, workspace_id: str, response_id: str, first: int) -> list[tuple[int, bytes]]:
+        found = await super().events(workspace_id, response_id, first)
+        self.reads.put_nowait(response_id)
+        return found
+
+
+def gateway_process(store: DatabaseResponses, engine: FakeEngine) -> httpx.AsyncClient:
+    app = create_app(Gateway(engine, GatewayConfig()), ServerConfig(), responses=store)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -112,22 +130,20 @@ async def test_another_process_follows_and_a_restarted_one_replays(
 ) -> None:
     monkeypatch.setattr(responses_service, "FOLLOWED_EVERY_S", 0.01)
     engine = FakeEngine()
-    async with gateway_process(database, engine) as maker, gateway_process(database, FakeEngine()) as other:
+    made_by, read_by = WatchedResponses(database), WatchedResponses(database)
+    async with gateway_process(made_by, engine) as maker, gateway_process(read_by, FakeEngine()) as other:
         making = asyncio.create_task(maker.post("/v1/responses", json=STREAMED))
-        while not engine.streams:
-            await asyncio.sleep(0.005)
-        (request,) = engine.added
-        path = f"/v1/responses/resp_{request.id.rpartition('-')[0]}"
-        while (await other.get(path)).status_code == 404:
-            await asyncio.sleep(0.005)
+        path = f"/v1/responses/{await made_by.added.get()}"
         following = asyncio.create_task(other.get(path, params={"stream": "true"}))
-        await asyncio.sleep(0.05)
+        for _ in range(2):  # the other process waits for news when it asks a second time
+            await read_by.reads.get()
+        (request,) = engine.added
         engine.emit(request.id, *b"a")
         engine.emit(request.id, *b"b", finish_reason=FinishReason.STOP)
         made, followed = await making, await following
     assert events_of(made) == events_of(followed)
     assert events_of(made)[-1]["type"] == "response.completed"
-    async with gateway_process(database, FakeEngine()) as restarted:
+    async with gateway_process(DatabaseResponses(database), FakeEngine()) as restarted:
         replayed = await restarted.get(path, params={"stream": "true", "starting_after": "2"})
         assert events_of(replayed) == events_of(made)[3:]
 
@@ -137,14 +153,10 @@ async def test_the_stream_of_a_lost_response_ends_with_its_failure(
 ) -> None:
     monkeypatch.setattr(responses_service, "LEASE_S", 0.05)
     monkeypatch.setattr(responses_service, "FOLLOWED_EVERY_S", 0.01)
-    engine = FakeEngine()
-    maker, other = gateway_process(database, engine), gateway_process(database, FakeEngine())
+    store = WatchedResponses(database)
+    maker, other = gateway_process(store, FakeEngine()), gateway_process(store, FakeEngine())
     making = asyncio.create_task(maker.post("/v1/responses", json=STREAMED))
-    while not engine.streams:
-        await asyncio.sleep(0.005)
-    path = f"/v1/responses/resp_{engine.added[0].id.rpartition('-')[0]}"
-    while (await other.get(path)).status_code == 404:
-        await asyncio.sleep(0.005)
+    path = f"/v1/responses/{await store.added.get()}"
     followed = await other.get(path, params={"stream": "true"})  # the lease is not renewed in time
     events = events_of(followed)
     assert [event["type"] for event in events][-1] == "response.failed"

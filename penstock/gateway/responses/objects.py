@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses.store import GrowthCheck, HistoryBound
-from penstock.gateway.store.database import Database, Order
+from penstock.gateway.store.database import Database, Order, insert_into
 from penstock.gateway.store.tables import stored_objects as table
 
 ROW_BYTES = (
@@ -229,9 +228,9 @@ class ObjectStore:
             for each in objects
             if not each.parent_id or each.parent_id in known | own_ids
         ]
-        insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+        insert = insert_into(connection, table).on_conflict_do_nothing()
         for row in rows:
-            connection.execute(insert(table).values(row).on_conflict_do_nothing())
+            connection.execute(insert.values(row))
         if self._growth.is_due(workspace_id, sum(each.num_bytes for each in objects)):
             self._make_room(connection, workspace_id, kept=own_ids | known)
 

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 import msgspec
 from sqlalchemy import Connection, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.store.database import Database
+from penstock.gateway.store.database import Database, insert_into
 from penstock.gateway.store.tables import response_events, responses
 
 MAX_HISTORY = 1000  # responses in one conversation
@@ -316,8 +315,7 @@ class DatabaseResponses:
         if now - self._swept_at > _SWEEP_EVERY_S:
             self._swept_at = now
             connection.execute(responses.delete().where(responses.c.expires_at <= now))
-        insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-        connection.execute(insert(responses).values(_row(response)).on_conflict_do_nothing())
+        connection.execute(insert_into(connection, responses).values(_row(response)).on_conflict_do_nothing())
         self._bound_workspace(connection, response)
 
     def _replace(self, connection: Connection, response: StoredResponse) -> bool:
