@@ -13,11 +13,11 @@ import pytest
 
 from penstock.core.errors import Overloaded
 from penstock.core.request import FinishReason
-from penstock.gateway.guards.settings import guard_settings
 from tests.api.bounded_server import bounded_server
 from tests.api.conftest import Serve, Served
 from tests.api.test_streams import ThreadedFakeEngine, open_stream, read_until
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+from tests.gateway.guards.read_settings import guard_settings
 
 USER: Any = {"role": "user", "content": "hi"}
 ROUTES: dict[str, tuple[str, dict[str, Any], str]] = {
