@@ -38,7 +38,7 @@ CANNOT = {
 class Standard(ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        settings = {"model": MODEL, "api_key": API_KEY, "temperature": 0, "max_tokens": 300, "timeout": 240}
+        settings = {"model": MODEL, "api_key": API_KEY, "temperature": 0, "max_tokens": 200, "timeout": 240}
         if self.chat_model_class is ChatAnthropic:
             return {**settings, "base_url": BASE_URL}
         return {**settings, "base_url": f"{BASE_URL}/v1", "stream_usage": True}
