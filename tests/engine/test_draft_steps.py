@@ -206,6 +206,40 @@ def test_an_answer_that_goes_on_in_another_engine(model: Path) -> None:
         assert found[:2] == (expected[0][cut:], expected[1][cut:])
 
 
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}], ids=["float32", "int8"])
+def test_the_cached_keys_of_accepted_drafts_are_right(model: Path, settings: dict[str, Any]) -> None:
+    """A later prompt has an answer in it, whose blocks are found."""
+    plain = tiny_engine(model, speculate="off", enable_prefix_caching=False, **settings)
+    expected = answers(plain, greedy(60))
+    later = [
+        request(f"later-{name}", [*PROMPTS[int(name)], *found[0], 9], 12, logprobs=1)
+        for name, found in expected.items()
+    ]
+    expected_later = answers(plain, later)
+    engine = tiny_engine(model, speculate="off", **settings)
+    speculate(engine, KnowingDrafter({name: found[0] for name, found in expected.items()}, 0.3))
+    assert answers(engine, greedy(60)) == expected
+    events = run(engine, later)
+    assert {name: answer(found) for name, found in events.items()} == expected_later
+    for each in later:
+        num_cached = events[each.id][0].num_cached_tokens or 0
+        assert num_cached > len(each.prompt_token_ids) - 40, "most of the answer was found"
+
+
+def test_a_prompt_and_drafts_in_one_chunk(model: Path) -> None:
+    """No plan of today has such a chunk. The seam allows it."""
+    (found,) = answers(tiny_engine(model, speculate="off"), [request("r", PROMPTS[0], 20)]).values()
+    executor = tiny_engine(model, speculate="off").loop.executor
+    executor.add(request("r", PROMPTS[0], 20))
+    drafts = (*found[0][:5], (found[0][5] + 1) % VOCAB_SIZE, *found[0][6:8])
+    size = len(PROMPTS[0]) + len(drafts)
+    executor.submit(StepPlan(0, (Chunk("r", 0, size, True, (3, 1, 2, 7), begins=True, drafts=drafts),)))
+    assert executor.collect().sampled == (SampledToken("r", found[0][5], accepted=tuple(found[0][:5])),)
+    executor.append("r", tuple(found[0][:6]))
+    executor.submit(StepPlan(1, (Chunk("r", len(PROMPTS[0]) + 5, 1, True, ()),)))
+    assert executor.collect().sampled == (SampledToken("r", found[0][6]),)
+
+
 def write_adapter(folder: Path, seed: int) -> Adapter:
     torch.manual_seed(seed)
     folder.mkdir()
