@@ -68,6 +68,7 @@ class Server:
     port: int
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)  # added to this process's own
+    model: str = MODEL
     process: subprocess.Popen[bytes] | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)  # one value per round
 
@@ -154,7 +155,7 @@ def start(server: Server) -> None:
         env=os.environ | server.environment,
     )
     server.process = process
-    body = json.dumps({"model": MODEL, "prompt": "The", "max_tokens": 1}).encode()
+    body = json.dumps({"model": server.model, "prompt": "The", "max_tokens": 1}).encode()
     # The servers start on the same cores: asking must cost next to nothing.
     request = urllib.request.Request(
         server.url + "/v1/completions", body, {"Content-Type": "application/json"}

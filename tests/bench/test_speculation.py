@@ -1,0 +1,88 @@
+"""The prompts and figures of the speculation bench."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench import lookup, speculation
+from bench.peers_cpu import Server
+from bench.speculation import Answer, Drafts
+from penstock.engine.drafters.lookup import LookupDrafter
+
+
+def test_every_edit_is_of_a_file_of_50_to_200_lines_that_has_the_name() -> None:
+    prompts = speculation.edit_prompts(len(speculation.EDITS))
+    assert len(prompts) == 10
+    for prompt, (_, old, new) in zip(prompts, speculation.EDITS, strict=True):
+        assert 50 <= prompt.count("\n") <= 202
+        assert f"`{old}` changed to `{new}`" in prompt
+
+
+def test_lookup_needs_fewer_steps_than_the_last_three_tokens_for_a_changed_name() -> None:
+    prompt, answer = lookup.texts()["one name changed"][0]
+    tokens = [[ord(letter) for letter in text] for text in (prompt, answer)]
+    ours, _, accepted, _ = lookup.steps(LookupDrafter(), [1, *tokens[0], 2], tokens[1], 8)
+    theirs, *_ = lookup.steps(lookup.LastThree(), [1, *tokens[0], 2], tokens[1], 8)
+    assert ours + accepted >= len(tokens[1])
+    assert ours < 0.6 * theirs
+
+
+def test_the_mean_draft_length_counts_steps_without_drafts() -> None:
+    before = Drafts(10, 40, 20, 100)
+    since = Drafts(20, 100, 50, 230).since(before)
+    assert since == Drafts(10, 60, 30, 130)
+    assert since.mean_length == 60 / (130 - 30)
+    assert Drafts().mean_length == 0.0
+
+
+def test_servers_are_compared_with_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are asked the same batches in turns, and each of them is first about equally often."""
+    asked: list[str] = []
+
+    async def ask(client: object, server: Server, prompt: str, max_tokens: int, salt: str) -> Answer:
+        asked.append(server.name)
+        return Answer(11, 0.5, 1.0 if server.name == "off" else 0.25)
+
+    async def counters(client: object, server: Server) -> Drafts:
+        return Drafts()
+
+    for name in ("start", "stop"):
+        monkeypatch.setattr(speculation, name, lambda server: None)
+    monkeypatch.setattr(speculation, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(speculation, "ask", ask)
+    monkeypatch.setattr(speculation, "counters", counters)
+    servers = [speculation.penstock_server(name, "m", name, 1) for name in ("off", "lookup")]
+    speculation.in_turns(servers, [["a"], ["b"]], 10, rounds=1)
+    assert asked == ["off", "lookup", "off", "lookup", "lookup", "off"]  # the first two warm up
+    ratios = speculation.table(servers, "x").columns[2]
+    assert list(ratios.cells) == ["1.00", "4.00"]
+
+
+def test_the_metrics_of_both_servers_are_read() -> None:
+    class Client:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        async def get(self, url: str) -> Client:
+            return self
+
+    for prefix in ("penstock_", "vllm:"):
+        text = (
+            f'{prefix}spec_decode_num_drafts_total{{model="m"}} 3.0\n'
+            f'{prefix}spec_decode_num_draft_tokens_total{{model="m"}} 12.0\n'
+            f'{prefix}spec_decode_num_accepted_tokens_total{{model="m"}} 9.0\n'
+            f'{prefix}generation_tokens_total{{model="m"}} 20.0\n{prefix}generation_tokens_total{{model="n"}} 1.0\n'
+        )
+        read = asyncio.run(
+            speculation.counters(Client(text), speculation.penstock_server("x", "m", "off", 1))
+        )  # type: ignore[arg-type]
+        assert read == Drafts(3, 12, 9, 21)
+
+
+def test_the_load_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    speculation.plot_load([(1.0, 1, 8.0, 100.0), (2.0, 64, 0.0, 900.0)], "load", tmp_path / "load.png")
+    assert (tmp_path / "load.png").stat().st_size > 1000
