@@ -101,7 +101,7 @@ def build_engine(
         halves_blocks=loaded.halves_blocks,
     )
     eos_token_ids = frozenset(card.eos_token_ids)
-    drafter = build_drafter(speculate, loaded.drafters) if speculate.kind in ("draft", "heads") else None
+    drafter = None if card.is_encoder else build_drafter(speculate, loaded.drafters)
     scheduler_config = config.scheduler
     if drafter is None:
         scheduler_config = msgspec.structs.replace(scheduler_config, max_draft_tokens=0)

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.engine_config import EngineConfig, ModelConfig
 from penstock.core.errors import ConfigError
 from penstock.core.plan import Draft
 from penstock.core.request import Request
 from penstock.core.speculate import Speculate, parse_speculate
+from penstock.engine.build import build_engine
 from penstock.engine.drafters.combination import Drafters, build_drafter
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.serve.config import resolve
 
-from .tiny import request, tiny_engine
+from ..models.test_bert import write_bert
+from .tiny import request, run, tiny_engine, tokens, write_tiny_model
 
 
 class FixedDrafter:
@@ -120,3 +123,39 @@ def test_a_drafter_that_fails_is_switched_off_and_the_others_go_on(
     (record,) = caplog.records
     assert "FixedDrafter has failed and drafts no more" in record.getMessage()
     assert record.exc_info is not None
+
+
+def test_an_engine_whose_drafter_fails_goes_on_answering(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    asked = [request(name, [5, 6, 7, 8, 5, 6, 7], 20) for name in ("a", "b")]
+    expected = run(tiny_engine(model), asked)
+
+    def fail(self: LookupDrafter, request_id: str, token_ids: tuple[int, ...]) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(LookupDrafter, "append", fail)
+    with caplog.at_level(logging.WARNING):
+        got = run(tiny_engine(model, speculate="auto"), asked)
+    assert {name: tokens(events) for name, events in got.items()} == {
+        name: tokens(events) for name, events in expected.items()
+    }
+    assert sum("drafts no more" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_engine_drafts_by_default_and_off_turns_it_off(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    prompt = [5, 6, 7, 8] * 20
+    for speculate, is_drafting in ((EngineConfig().speculate, True), ("lookup", True), ("off", False)):
+        engine = tiny_engine(model, speculate=speculate)
+        run(engine, [request("a", prompt, 60)])
+        assert bool(engine.loop.stats().drafters) == is_drafting
+
+
+def test_an_encoder_never_drafts(tmp_path: Path) -> None:
+    engine = build_engine(
+        EngineConfig(model=ModelConfig(model="bert", device="cpu", load_format="random")),
+        write_bert(tmp_path / "bert"),
+    )
+    assert engine.loop.drafter is None

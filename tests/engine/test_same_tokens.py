@@ -58,6 +58,8 @@ def all_requests() -> list[Any]:
         {"num_kv_blocks": 14, "max_num_batched_tokens": 23},
         {"steps_in_flight": 2},
         {"steps_in_flight": 3, "num_kv_blocks": 14, "max_num_batched_tokens": 23},
+        {"speculate": "lookup"},
+        {"speculate": "auto", "steps_in_flight": 2, "max_num_batched_tokens": 17, "num_kv_blocks": 16},
     ],
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()) or "together",
 )
