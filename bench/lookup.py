@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-import penstock
-from bench.speculation import EDITS
+from bench.speculation import EDITS, edit_text
 from penstock.cli.console import fetch_model
 from penstock.core.plan import Draft
 from penstock.core.request import Request, SamplingParams
@@ -61,8 +60,8 @@ def texts() -> dict[str, list[tuple[str, str]]]:
     """Return prompts and answers by kind."""
     rng = random.Random(0)
     kinds: dict[str, list[tuple[str, str]]] = {"one name changed": [], "lines changed": [], "no copy": []}
-    for module, old, new in EDITS:
-        text = (Path(penstock.__file__).parent / module).read_text()
+    for name, old, new in EDITS:
+        text = edit_text(name)
         lines = text.splitlines()
         for _ in range(4):
             number = rng.randrange(len(lines))

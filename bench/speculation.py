@@ -5,7 +5,7 @@
     python -m bench.speculation chat | streams [--model smollm2-135m] [--streams 32]
     python -m bench.speculation load --plot FILE.png
 
-`edits`: one stream, "return this file with one name changed", for ten modules of this repository, greedy. `chat`: one
+`edits`: one stream, "return this file with one name changed", for the ten files in `edits/`, greedy. `chat`: one
 stream, questions without repetition. `streams`: the same questions, many at once. The servers take turns with every
 request (or batch of requests); those whose turn it is not are stopped (SIGSTOP). Rates count from the first token on,
 so that prompts do not matter. `load`: the number of streams rises to 64 and falls again; the picture shows the mean
@@ -32,24 +32,23 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-import penstock
 from bench.peers_cpu import FIRST_PORT, Server, export_for_vllm, start, stop, turn
-from penstock.bench.report import require_matplotlib
+from penstock.bench.summary import require_matplotlib
 from penstock.models.hub import ModelHub
 from penstock.serve.environment import cache_dir
 
-# Modules of 50 to 200 lines, a name in each, and the new name.
+# Copies of modules of this repository, of 50 to 200 lines; a name in each, and the new name.
 EDITS = (
-    ("core/hashing.py", "parent", "previous"),
-    ("core/patterns.py", "piece", "fragment"),
-    ("kvcache/events.py", "pending", "unsent"),
-    ("kernels/sampling.py", "weights", "shares"),
-    ("models/rope.py", "scaling", "stretch"),
-    ("gateway/queue_times.py", "stats", "figures"),
-    ("kvcache/host.py", "slot", "place"),
-    ("kvcache/retention.py", "term", "lease"),
-    ("models/mixtures.py", "experts", "specialists"),
-    ("scheduler/keyed_heap.py", "entry", "node"),
+    ("hashing", "parent", "previous"),
+    ("patterns", "piece", "fragment"),
+    ("events", "pending", "unsent"),
+    ("sampling", "weights", "shares"),
+    ("rope", "scaling", "stretch"),
+    ("queue_times", "stats", "figures"),
+    ("host", "slot", "place"),
+    ("retention", "term", "lease"),
+    ("mixtures", "experts", "specialists"),
+    ("keyed_heap", "entry", "node"),
 )
 INSTRUCTION = (
     "Return this file with the name `{old}` changed to `{new}`. Return the whole file and nothing else."
@@ -109,14 +108,15 @@ def _values(drafts: Drafts) -> tuple[float, ...]:
     return tuple(asdict(drafts).values())
 
 
+def edit_text(name: str) -> str:
+    return (Path(__file__).parent / "edits" / f"{name}.txt").read_text()
+
+
 def edit_prompts(count: int) -> list[str]:
-    root = Path(penstock.__file__).parent
-    prompts = []
-    for module, old, new in EDITS[:count]:
-        text = (root / module).read_text()
-        assert re.search(rf"\b{old}\b", text), f"{module} has no {old}"
-        prompts.append(f"{INSTRUCTION.format(old=old, new=new)}\n```python\n{text}```")
-    return prompts
+    return [
+        f"{INSTRUCTION.format(old=old, new=new)}\n```python\n{edit_text(name)}```"
+        for name, old, new in EDITS[:count]
+    ]
 
 
 async def ask(client: httpx.AsyncClient, server: Server, prompt: str, max_tokens: int, salt: str) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from penstock.engine.drafters.lookup import LookupDrafter
 def test_every_edit_is_of_a_file_of_50_to_200_lines_that_has_the_name() -> None:
     prompts = speculation.edit_prompts(len(speculation.EDITS))
     assert len(prompts) == 10
-    for prompt, (_, old, new) in zip(prompts, speculation.EDITS, strict=True):
+    for prompt, (name, old, new) in zip(prompts, speculation.EDITS, strict=True):
         assert 50 <= prompt.count("\n") <= 202
+        assert len(re.findall(rf"\b{old}\b", speculation.edit_text(name))) >= 4
         assert f"`{old}` changed to `{new}`" in prompt
 
 
