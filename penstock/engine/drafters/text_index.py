@@ -109,4 +109,5 @@ _Tokens = TypeVar("_Tokens", int, npt.NDArray[Any])
 def _slot(first: _Tokens, second: _Tokens, third: _Tokens, num_slots: int) -> _Tokens:
     """Return the slot of a run of tokens, or the slots of many runs."""
     mixed = (first * 0x9E3779B1 + second * 0x85EBCA6B + third * 0xC2B2AE35) & 0xFFFFFFFF
-    return ((mixed * 0x2545F491) >> 16) & (num_slots - 1)
+    slot: _Tokens = ((mixed * 0x2545F491) >> 16) & (num_slots - 1)
+    return slot
