@@ -101,7 +101,9 @@ def build_engine(
         halves_blocks=loaded.halves_blocks,
     )
     eos_token_ids = frozenset(card.eos_token_ids)
-    drafter = None if card.is_encoder else build_drafter(speculate, loaded.drafters)
+    drafter = None
+    if not card.is_encoder or speculate.argument:  # encoders never draft, and refuse a named drafter
+        drafter = build_drafter(speculate, loaded.drafters)
     scheduler_config = config.scheduler
     if drafter is None:
         scheduler_config = msgspec.structs.replace(scheduler_config, max_draft_tokens=0)
