@@ -29,7 +29,7 @@ from penstock.engine.pooling import HiddenPooler, sampled_vector
 from penstock.engine.prompt_scores import PromptScorer, Scores
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
-from penstock.models.model import Model
+from penstock.models.model import Model, TappedModel
 
 logger = logging.getLogger(__name__)
 
@@ -186,18 +186,23 @@ class ModelExecutor:
         int64 [S], the argmax of each row. `taken` gets embeddings of prompts that ended, and scores of prompts."""
         adapters = None if self._lora is None else self._lora.adapters_of(chunks)
         pools, scores = self._pooler.any_of(chunks), self._scorer.any_of(chunks)
-        graphs = graphs and adapters is None and not pools
+        taps = () if self._states is None or adapters is not None else self._states.taps
+        graphs = graphs and adapters is None and not pools and not taps
         if graphs and not scores and self._graphs is not None and self._graphs.fits(step):
-            return self._graphs.logits(step)
+            logits = self._graphs.logits(step)
+            self._keep_states(chunks, step, self._graphs.hidden)
+            return logits
         hidden = None
         if graphs and self._prompt_graphs is not None:
             hidden = self._prompt_graphs.hidden(step)
         only_argmax = only_argmax and hidden is None and not pools
-        if hidden is None:
+        states = None
+        if hidden is None and taps:
+            hidden, states = self._tapped(step, taps)
+        elif hidden is None:
             hidden = self._hidden(step, adapters)
         made = self._head(hidden, step, only_argmax)
-        if self._states is not None:
-            self._states.take_step([chunk.request_id for chunk in chunks], step, hidden)
+        self._keep_states(chunks, step, states if taps else hidden)
         scored = self._scorer.take(hidden, step, chunks) if scores else []
         if pools:
             taken.embeddings.update(self._pooler.take(hidden, step, chunks))
@@ -272,6 +277,17 @@ class ModelExecutor:
         if adapters is not None and self._lora is not None:
             return self._lora.forward(token_ids, batch, self._kv, adapters, step.chunk_starts)
         return self._model.forward(token_ids, batch, self._kv)
+
+    def _tapped(self, step: HostStep, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        rows = self._rows
+        assert isinstance(self._model, TappedModel), "the loader has checked this"
+        return self._model.forward_tapped(rows.token_ids(step), rows.attention_batch(step), self._kv, taps)
+
+    def _keep_states(self, chunks: Sequence[Chunk], step: HostStep, states: Tensor | None) -> None:
+        """Keep hidden states for heads. Steps with adapters have none of inner layers."""
+        kept = self._states
+        if kept is not None and states is not None and states.shape[1] == kept.width:
+            kept.take_step([chunk.request_id for chunk in chunks], step, states)
 
     def _head(self, hidden: Tensor, step: HostStep, only_argmax: bool = False) -> Tensor | None:
         if not step.samples.request_ids:

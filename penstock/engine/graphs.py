@@ -34,6 +34,7 @@ MIN_CONTEXT = 1024
 class _Captured:
     graph: torch.cuda.CUDAGraph
     logits: Tensor
+    hidden: Tensor
 
 
 class DecodeGraphs:
@@ -48,6 +49,7 @@ class DecodeGraphs:
         self._sizes = _sizes(rows.max_rows)
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._capture_s = 0.0
+        self.hidden: Tensor | None = None  # [R, hidden] of the latest call, valid until the next one
         self._pool = torch.cuda.graph_pool_handle()
         self._spare_slot = kv.num_blocks * kv.block_size
         device = rows.last_tokens.device
@@ -83,6 +85,7 @@ class DecodeGraphs:
             torch.cuda.synchronize()
             self._capture_s += perf_counter() - began_s
         captured.graph.replay()
+        self.hidden = captured.hidden[:count]
         return captured.logits[:count]
 
     def _fill(self, step: HostStep, count: int, size: int, context: int) -> None:
@@ -114,9 +117,10 @@ class DecodeGraphs:
         )
         known_tokens = self._buffer[: self._rows.max_rows + size]
 
-        def forward() -> Tensor:
+        def forward() -> tuple[Tensor, Tensor]:
             token_ids = known_tokens.index_select(0, sources)
-            return self._model.logits(self._model.forward(token_ids, batch, self._kv))
+            hidden = self._model.forward(token_ids, batch, self._kv)
+            return self._model.logits(hidden), hidden
 
         # The warm-up compiles kernels and writes the step's KV, which the replay then writes again.
         stream = torch.cuda.Stream()
@@ -126,8 +130,8 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = forward()
-        return _Captured(graph, logits)
+            logits, hidden = forward()
+        return _Captured(graph, logits, hidden)
 
     def _context_bound(self, context: int) -> int:
         bound = MIN_CONTEXT

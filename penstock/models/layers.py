@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
@@ -303,10 +303,32 @@ class PreNormDecoder(Decoder):
         else:
             self._run_one_by_one(ops, residual, batch, kv)
 
-    def _run_one_by_one(self, ops: Ops, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
+    def forward_tapped(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        residual, seen = self.embed(token_ids), dict[int, Tensor]()
+
+        def watch(index: int) -> None:
+            if index in taps:
+                seen[index] = residual.clone()
+
+        self._run_one_by_one(self._ops, residual, batch, kv, watch)
+        watch(len(self._layers))
+        return self.normed(residual), torch.cat([seen[index] for index in taps], dim=1)
+
+    def _run_one_by_one(
+        self,
+        ops: Ops,
+        residual: Tensor,
+        batch: AttentionBatch,
+        kv: KVStore,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> None:
         attention_block, mlp_block, moe_block = ops.attention_block, ops.mlp_block, ops.moe_block
         eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
         for index, layer in enumerate(self._layers):
+            if before_layer is not None:
+                before_layer(index)
             attention_block(
                 residual,
                 layer.attention_norm,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -56,4 +56,16 @@ class StagedModel(Model, Protocol):
 
     def normed(self, residual: Tensor) -> Tensor:
         """Return the output of the last layer after the final norm."""
+        ...
+
+
+@runtime_checkable
+class TappedModel(Protocol):
+    """A model that can return the hidden states between its layers, for heads that draft."""
+
+    def forward_tapped(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return `forward`'s result, and the inputs of the layers `taps` side by side: [T, len(taps) × hidden]. The
+        layer behind the last one stands for the output of the last one."""
         ...

@@ -11,6 +11,9 @@ import torch
 from click.testing import CliRunner
 
 from penstock.cli.app import penstock
+from penstock.cli.console import fetch_drafter
+from penstock.core.engine_config import EngineConfig
+from penstock.core.errors import UsageError
 from tests.engine.tiny import write_tiny_model
 
 
@@ -71,3 +74,17 @@ def test_wrong_input_is_refused_by_a_sentence(model: Path, tmp_path: Path) -> No
     exit_code, _, stderr = draft("evaluate", model, "--heads", str(tmp_path))
     assert exit_code != 0
     assert "holds no heads" in stderr
+
+
+def test_a_draft_model_is_fetched_and_heads_get_a_whole_path(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    for given, resolved in (
+        ("auto", "auto"),
+        (f"draft={model}", f"draft={model}"),
+        ("heads=my-head", f"heads={model.parent / 'my-head'}"),
+    ):
+        assert fetch_drafter(EngineConfig(speculate=given)).speculate == resolved
+    with pytest.raises(UsageError):
+        fetch_drafter(EngineConfig(speculate="draft=no-such-model"))

@@ -70,8 +70,9 @@ def heads(folder: Path, kind: str) -> Path:
             for name, shape in (("0.linear.weight", (SIZE, SIZE)), ("1.weight", (VOCAB_SIZE, SIZE)))
         }
         return write_folder(folder, tensors, VOCAB_SIZE)
-    draft_vocab = 100 if kind == "eagle-short" else None
-    return write_folder(folder, eagle_tensors(VOCAB_SIZE, third=False, draft_vocab=draft_vocab), VOCAB_SIZE)
+    draft_vocab = 100 if kind in ("eagle-short", "eagle3") else None
+    tensors = eagle_tensors(VOCAB_SIZE, third=kind == "eagle3", draft_vocab=draft_vocab)
+    return write_folder(folder, tensors, VOCAB_SIZE, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
 
 
 @pytest.mark.usefixtures("always")
@@ -94,7 +95,7 @@ def test_the_model_itself_is_accepted_nearly_always(model: Path, cache: dict[str
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("kind", ["other", "eagle", "eagle-short", "medusa"])
+@pytest.mark.parametrize("kind", ["other", "eagle", "eagle-short", "eagle3", "medusa"])
 def test_other_drafters_change_no_answer(model: Path, tmp_path: Path, kind: str) -> None:
     plain = answers(tiny_engine(model, speculate="off"), some_requests())
     if kind == "other":
@@ -162,6 +163,11 @@ def test_drafters_of_another_model_are_refused(model: Path, tmp_path: Path) -> N
     wide = write_tiny_model(tmp_path / "wide", hidden_size=128)
     with pytest.raises(ConfigError, match="hidden states of 64 numbers; the model has 128"):
         tiny_engine(wide, speculate=f"heads={heads(tmp_path / 'heads', 'eagle')}")
+    gemma = write_tiny_model(
+        tmp_path / "gemma", architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", sliding_window=16
+    )
+    with pytest.raises(ConfigError, match="inner layers, which gemma3 does not show"):
+        tiny_engine(gemma, speculate=f"heads={heads(tmp_path / 'third', 'eagle3')}")
     with pytest.raises(ModelLoadError, match="no heads"):
         tiny_engine(model, speculate=f"heads={tmp_path / 'nothing'}")
 
@@ -184,7 +190,7 @@ def test_a_drafter_that_fails_is_switched_off(model: Path, caplog: pytest.LogCap
 
 
 def test_hidden_states_of_rejected_drafts_are_replaced() -> None:
-    states = HiddenStates()
+    states = HiddenStates(1)
 
     def step(start: int, values: list[float]) -> None:
         class Step:

@@ -15,6 +15,7 @@ from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.drafters.files import write_heads
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
 from penstock.models.load import load_model, open_checkpoint
+from penstock.models.model import TappedModel
 from tests.models.checkpoints import VOCAB_SIZE, Reference
 from tests.models.heads import SIZE, eagle_features, eagle_tensors, write_folder
 
@@ -78,6 +79,22 @@ def test_an_eagle_head_computes_what_plain_torch_does(
     else:
         chosen = logits.argmax(dim=1)
     assert head.argmax(made).tolist() == chosen.tolist()
+
+
+def test_inner_layers_are_shown_as_transformers_shows_them(llama: Reference, target: Target) -> None:
+    model, ids = target.model, list(range(9, 29))
+    assert isinstance(model, TappedModel)
+    kv = target.ops.allocate_kv(model.num_layers, 4, 16, model.num_kv_heads, model.head_dim)
+    token_ids = torch.tensor(ids, dtype=torch.int32)
+    with torch.inference_mode():
+        hidden, shown = model.forward_tapped(token_ids, one_text(20), kv, (0, 1, 2))
+        same = model.forward(token_ids, one_text(20), kv)
+        theirs = llama.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    assert torch.equal(hidden, same)
+    wanted = torch.cat([theirs[0][0], theirs[1][0]], dim=1)
+    torch.testing.assert_close(shown[:, : 2 * SIZE], wanted, rtol=2e-3, atol=2e-3)
+    last = model.normed(shown[:, 2 * SIZE :].contiguous())
+    torch.testing.assert_close(last, same, rtol=1e-5, atol=1e-5)
 
 
 def test_an_eagle_head_continues_from_its_own_kv(tmp_path: Path, target: Target) -> None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
-from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
 from penstock.core.speculate import parse_speculate
 from penstock.engine.batch import BatchRows
@@ -28,7 +28,7 @@ from penstock.engine.drafters.model import (
 from penstock.kernels.interface import Ops
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
 from penstock.models.load import load_model, load_tokenizer, open_checkpoint, weight_source
-from penstock.models.model import StagedModel
+from penstock.models.model import StagedModel, TappedModel
 from penstock.models.tokenizer import TokenizerFiles
 
 
@@ -134,9 +134,13 @@ def _load_heads(
         "int8" if ops.device.type == "cpu" and ops.dtype != torch.float32 else settings.quantization
     )
     heads = load_heads(path, Target(model, source, ops), max_positions, quantization)
-    if heads.taps:
-        raise ModelLoadError(f"The head in {path} reads inner layers (EAGLE 3), which cannot be served yet.")
-    states = HiddenStates(heads.features if isinstance(heads, EagleHead) else None)
+    if heads.taps and not isinstance(model, TappedModel):
+        raise ConfigError(
+            f"The head in {path} reads inner layers, which {model.config.architecture} does not show.",
+            hint="Use a head of EAGLE 1 or 2, or --speculate draft=MODEL.",
+        )
+    width = model.config.hidden_size * max(1, len(heads.taps))
+    states = HiddenStates(width, heads.features if isinstance(heads, EagleHead) else None, heads.taps)
     if isinstance(heads, MedusaHeads):
         return LoadedDrafter(None, (0, 0, 0), ops, max_positions, states, heads)
     sizes = (heads.num_layers, heads.num_kv_heads, heads.head_dim)

@@ -99,8 +99,15 @@ class _Chunk:
 class HiddenStates:
     """Keeps hidden states of the served model's latest steps, by request, until a head reads them."""
 
-    def __init__(self, features: Callable[[Tensor], Tensor] | None = None) -> None:
-        """`features` turns hidden states into a head's input."""
+    def __init__(
+        self,
+        width: int,
+        features: Callable[[Tensor], Tensor] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        """`features` turns hidden states, each of `width` numbers, into a head's input. `taps` are the layers whose
+        inputs the states are; without any, the states are the model's final ones."""
+        self.width, self.taps = width, taps
         self._features = features
         self._parts: dict[str, list[tuple[int, Tensor]]] = {}
         self._num_kept = 0
