@@ -86,6 +86,16 @@ def test_drafts_change_no_answer(model: Path, settings: dict[str, Any], spoiled:
         assert engine.loop.stats().num_preemptions > 0, "the cache was meant to be too small"
 
 
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_drafts_that_are_laid_out_as_decodes_change_no_answer(model: Path, spoiled: float) -> None:
+    """As on a GPU, where each drafted token is a sequence of its own."""
+    expected = answers(tiny_engine(model, speculate="off"), all_requests())
+    engine = tiny_engine(model, speculate="off", max_num_batched_tokens=60)
+    engine.loop.executor._rows._splits_drafts = True  # type: ignore[attr-defined]
+    speculate(engine, KnowingDrafter({name: found[0] for name, found in expected.items()}, spoiled))
+    assert answers(engine, all_requests()) == expected
+
+
 def sampling_settings() -> st.SearchStrategy[dict[str, Any]]:
     penalty = st.sampled_from([0.0, 0.3, 1.5])
     return st.fixed_dictionaries(
