@@ -194,7 +194,8 @@ def test_hidden_states_of_rejected_drafts_are_replaced() -> None:
 
     def step(start: int, values: list[float]) -> None:
         class Step:
-            query_starts = np.array([0, len(values)])
+            chunk_starts = np.array([0, len(values)])
+            query_starts = np.arange(len(values) + 1)  # drafts are sequences of their own on a GPU
             positions = np.arange(start, start + len(values))
 
         states.take_step(["r"], Step(), torch.tensor(values).unsqueeze(1))  # type: ignore[arg-type]

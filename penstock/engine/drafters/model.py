@@ -116,7 +116,7 @@ class HiddenStates:
         """Keep the hidden states of a step: [T, ...]. With too many, those of requests that came first go."""
         hidden = hidden.clone()  # a graph writes the next step to the same place
         for index, request_id in enumerate(request_ids):
-            begin, end = int(step.query_starts[index]), int(step.query_starts[index + 1])
+            begin, end = int(step.chunk_starts[index]), int(step.chunk_starts[index + 1])
             parts = self._parts.setdefault(request_id, [])
             parts.append((int(step.positions[begin]), hidden[begin:end]))
             self._num_kept += end - begin
