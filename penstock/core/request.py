@@ -108,6 +108,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str = ""  # the name that the client asked for; empty where there is only one
     adapter: Adapter | None = None  # LoRA weights that are added to the model's own for this request
     output_token_ids: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()  # the answer that the client expects; only drafters read it
     region: str = ""  # the preferred region; only the router reads this field and the next
     affinity_key: str = (
         ""  # a session or prompt_cache_key: requests that have it in common likely share a prefix

@@ -295,6 +295,7 @@ class EngineLoop:
         for param, token_ids in (
             ("prompt", request.prompt_token_ids),
             ("prompt", request.output_token_ids),
+            ("prediction", request.prediction),
             ("logit_bias", sampling.logit_bias),
             ("stop_token_ids", sampling.stop_token_ids),
         ):

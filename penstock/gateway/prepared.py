@@ -90,6 +90,7 @@ async def prepare_for_engine(
     affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
     check_num_prompt_logprobs(request.sampling, [len(prepared.token_ids) for prepared in work.prompts])
     relaxed: tuple[RequestWarning, ...] = ()  # what grammars do not enforce
+    prediction = await model.prediction_ids(request.prediction) if request.prediction else ()
     for prompt, prepared in zip(prompts, work.prompts, strict=True):
         max_tokens = resolve_max_tokens(
             asked,
@@ -116,6 +117,7 @@ async def prepare_for_engine(
                     affinity_key=affinity_key,
                     cache_salt=prepared.cache_salt,
                     cache_breakpoints=prepared.breakpoints,
+                    prediction=prediction,
                     min_cacheable_tokens=prompt_cache.min_tokens if prepared.breakpoints else None,
                 )
             )

@@ -141,6 +141,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model_is_given: bool = False  # by the operator: the caller's own list of models does not matter for it
     drops_oldest_turns: bool = False  # of a chat that is too long for the context
     default_max_tokens: int | None = None
+    prediction: str = ""  # the answer that the client expects, which is quicker if it comes
     tier: Tier = Tier.DEFAULT  # as asked for; the principal's best tier bounds it
     principal: Principal = OPEN_PRINCIPAL
     request_id: str = ""  # as in the x-request-id header; the gateway makes one when empty

@@ -310,6 +310,44 @@ def test_accepted_and_ignored(serve: Serve) -> None:
     assert answer.choices[0].message.content == "ok"
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["naïve <|end|>", [{"type": "text", "text": "naïve "}, {"type": "text", "text": "<|end|>"}]],
+    ids=["text", "parts"],
+)
+def test_a_prediction_reaches_the_engine_as_plain_tokens(serve: Serve, content: Any) -> None:
+    served = serve(scripted("ok"))
+    prediction: Any = {"type": "content", "content": content}
+    served.sdk().chat.completions.create(model="bytes", messages=[USER], prediction=prediction, n=2)
+    for request in served.engine.added:
+        assert bytes(request.prediction).decode() == "naïve <|end|>"
+    served.sdk().chat.completions.create(model="bytes", messages=[USER], prediction=None)
+    assert served.engine.added[-1].prediction == ()
+
+
+def test_a_prediction_is_cut_to_the_context(serve: Serve) -> None:
+    served = serve(scripted("ok", max_model_len=512))
+    served.sdk().chat.completions.create(
+        model="bytes", messages=[USER], prediction={"type": "content", "content": "x" * 100_000}
+    )
+    assert len(served.engine.added[0].prediction) == 512
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        {"type": "content"},
+        {"type": "text", "content": "a"},
+        {"type": "content", "content": [{"type": "image_url"}]},
+    ],
+    ids=["no content", "another type", "an image"],
+)
+def test_a_malformed_prediction_is_refused(serve: Serve, prediction: Any) -> None:
+    served = serve(scripted("ok"))
+    with pytest.raises(openai.BadRequestError, match="prediction"):
+        served.sdk().chat.completions.create(model="bytes", messages=[USER], prediction=prediction)
+
+
 def test_messages_of_the_older_function_calls_are_those_of_tools(serve: Serve) -> None:
     served = serve(scripted("ok", template=TOOL_TEMPLATE))
     called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}

@@ -17,11 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.core.clock import SystemClock
+from penstock.core.errors import InvalidRequest
 from penstock.core.hashing import adapter_digest
-from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, Chunk, SampledToken, StepPlan
+from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, PREDICTION, Chunk, SampledToken, StepPlan
 from penstock.core.request import Adapter, FinishReason, Request
 from penstock.engine import decoder
 from penstock.engine.batch import BatchRows, Staging
+from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.echo import EchoExecutor
 from penstock.engine.executor import halves
 from penstock.engine.graphs import DecodeGraphs
@@ -238,6 +240,27 @@ def test_a_prompt_and_drafts_in_one_chunk(model: Path) -> None:
     executor.append("r", tuple(found[0][:6]))
     executor.submit(StepPlan(1, (Chunk("r", len(PROMPTS[0]) + 5, 1, True, ()),)))
     assert executor.collect().sampled == (SampledToken("r", found[0][6]),)
+
+
+@pytest.mark.parametrize("num_changed", [0, 3])
+def test_a_predicted_answer_comes_in_fewer_steps_and_is_the_same(model: Path, num_changed: int) -> None:
+    plain = request("r", PROMPTS[0], 40, temperature=0.8, seed=2)
+    (expected,) = answers(tiny_engine(model, speculate="off"), [plain]).values()
+    prediction = [*expected[0][:20], *([5] * num_changed), *expected[0][20 + num_changed :]]
+    predicted = msgspec.structs.replace(plain, prediction=tuple(prediction))
+    engine = speculate(tiny_engine(model, speculate="off"), LookupDrafter(), 8)
+    events = run(engine, [predicted])["r"]
+    assert answer(events) == expected
+    assert len(events) < 15
+    uses = [event.draft_use for event in events if event.draft_use is not None]
+    assert sum(use.num_accepted for use in uses if use.drafter == PREDICTION) >= 25
+
+
+def test_a_prediction_of_tokens_that_the_model_does_not_have_is_refused(model: Path) -> None:
+    engine = tiny_engine(model)
+    wrong = msgspec.structs.replace(request("r", PROMPTS[0], 4), prediction=(1, VOCAB_SIZE))
+    with pytest.raises(InvalidRequest, match="no token"):
+        engine.loop.add(wrong)
 
 
 def write_adapter(folder: Path, seed: int) -> Adapter:

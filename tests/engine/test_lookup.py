@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.plan import Draft
+from penstock.core.plan import PREDICTION, Draft
 from penstock.core.request import Adapter, Request, SamplingParams
 from penstock.engine.drafters import lookup
 from penstock.engine.drafters.lookup import LookupDrafter
@@ -45,6 +45,55 @@ def serve(drafter: LookupDrafter, each: Request, answer: list[int], max_tokens: 
         num_steps += 1
     drafter.remove(each.id)
     return num_steps
+
+
+def test_an_answer_that_was_predicted_takes_few_steps() -> None:
+    rng = random.Random(5)
+    answer = words(rng, 120)
+    prompt = words(rng, 30)
+    predicted = request("r", prompt, prediction=tuple(answer))
+    assert serve(LookupDrafter(), predicted, answer) <= 2 + 120 / 9
+    drafter = LookupDrafter()
+    drafter.add(predicted)
+    draft = propose(drafter, "r")
+    assert draft is not None
+    assert (draft.token_ids, draft.drafter) == (tuple(answer[:8]), PREDICTION)
+
+
+@pytest.mark.parametrize("num_other", [3, 40])
+def test_an_answer_may_begin_otherwise_than_it_was_predicted(num_other: int) -> None:
+    rng = random.Random(6)
+    predicted, other = words(rng, 120), words(rng, num_other)
+    each = request("r", words(rng, 30), prediction=tuple(predicted))
+    assert serve(LookupDrafter(), each, other + predicted) <= num_other + 6 + 120 / 9
+
+
+def test_a_prediction_is_followed_across_changes() -> None:
+    rng = random.Random(7)
+    predicted = words(rng, 200)
+    answer = [*predicted[:50], 7, 8, 9, *predicted[52:130], *predicted[140:]]
+    each = request("r", words(rng, 30), prediction=tuple(predicted))
+    assert serve(LookupDrafter(), each, answer) <= 10 + 200 / 9
+
+
+def test_an_answer_that_another_engine_began_goes_on_along_its_prediction() -> None:
+    rng = random.Random(8)
+    answer = words(rng, 60)
+    each = request("r", words(rng, 30), prediction=tuple(answer), output_token_ids=tuple(answer[:20]))
+    drafter = LookupDrafter()
+    drafter.add(each)
+    drafter.append("r", tuple(answer[20:23]))
+    draft = propose(drafter, "r")
+    assert draft is not None
+    assert (draft.token_ids, draft.drafter) == (tuple(answer[23:31]), PREDICTION)
+
+
+def test_a_wrong_prediction_keeps_no_other_draft_away() -> None:
+    rng = random.Random(9)
+    prompt = words(rng, 100)
+    plain = serve(LookupDrafter(), request("r", prompt), prompt)
+    misled = serve(LookupDrafter(), request("r", prompt, prediction=tuple(words(rng, 100))), prompt)
+    assert misled <= plain + 25
 
 
 def words(rng: random.Random, count: int) -> list[int]:

@@ -100,6 +100,19 @@ def _text_of(part: MessagePart, param: str) -> str:
     return text
 
 
+class Prediction(msgspec.Struct):
+    """The answer that a client expects. It changes the speed of the answer only."""
+
+    type: Literal["content"]
+    content: str | list[MessagePart]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(_text_of(part, "prediction") for part in self.content)
+
+
 ToolMode = Literal["auto", "none", "required"]
 
 

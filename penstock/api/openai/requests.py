@@ -13,6 +13,7 @@ from penstock.api.openai.messages import (
     ChatTool,
     ChosenTool,
     Message,
+    Prediction,
     ToolMode,
     chat_messages,
     tool_choice_of,
@@ -229,6 +230,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     tool_choice: ToolMode | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    prediction: Prediction | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -243,13 +245,16 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             raise InvalidRequest("top_logprobs may only be given with logprobs=true.", param="top_logprobs")
         check_top_logprobs(self.top_logprobs)
         is_old_name = self.max_completion_tokens is None
-        return self.generation_request(
+        request = self.generation_request(
             (self._prompt(),),
             max_tokens=self.max_tokens if is_old_name else self.max_completion_tokens,
             max_tokens_param="max_tokens" if is_old_name else "max_completion_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
         )
+        if self.prediction is None:
+            return request
+        return msgspec.structs.replace(request, prediction=self.prediction.text)
 
     def _prompt(self) -> ChatPrompt:
         tools, choice = tool_choice_of(

@@ -1,5 +1,5 @@
-"""Drafts by lookup: copies what followed the latest tokens earlier, in the request's own text or in recent answers of
-the same tenant. Needs no model. Imports no torch.
+"""Drafts by lookup: copies what followed the latest tokens earlier, in the request's own text, in the answer that the
+client predicts, or in recent answers of the same tenant. Needs no model. Imports no torch.
 
 Two ways lead to a draft. A *search* finds the longest earlier match of the latest tokens. An *alignment* follows a
 text that the answer copies, token by token, without searching. Where the answer departs from that text for a few
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.core.plan import Draft
+from penstock.core.plan import PREDICTION, Draft
 from penstock.core.request import Request
 from penstock.engine.drafters.text_index import NO_TOKEN, TextIndex
 
@@ -63,9 +63,11 @@ class _Alignment:
         *,
         is_own: bool,
         is_disputed: bool = False,
+        drafter: str = NAME,
     ) -> None:
         """`edits` has replacements by the first replaced token. `is_own`: the text is the answer's own beginning.
         `is_disputed`: other places in the text match as well, and something else follows there."""
+        self._drafter = drafter
         self.length = length
         self._text = text
         self._place = place
@@ -134,10 +136,10 @@ class _Alignment:
                 break
             draft.append(token_id)
             place += 1
-        return Draft(tuple(draft[:max_tokens]), NAME, self._grade()) if draft else None
+        return Draft(tuple(draft[:max_tokens]), self._drafter, self._grade()) if draft else None
 
     def _grade(self) -> int:
-        if not self._is_own:
+        if not self._is_own and self._drafter == NAME:
             return FROM_ANSWER_LONG if self.length >= _COPIED else FROM_ANSWER
         if self._num_away:
             return REJOINING
@@ -211,16 +213,25 @@ class _Follower:
         self._text: TextIndex | None = None  # prompt and answer
         self._copied: _Alignment | None = None
         self._edits: dict[int, _Edit] = {}
+        self._prediction: TextIndex | None = None
+        if request.prediction:  # the answer is expected to begin like it
+            self._prediction = TextIndex(request.prediction)
+            self._copied = self._aligned_with_prediction(self._prediction, 0, _MIN_COPIED)
 
     def append(self, token_ids: tuple[int, ...]) -> None:
         self.num_answered += len(token_ids)
         if self._text is None:
             self._unread += token_ids
-            return
-        tokens = self._text.tokens
-        for token_id in token_ids:
+        else:
+            self._take(self._text.tokens, token_ids)
+
+    def _take(self, tokens: array[int], token_ids: Sequence[int]) -> None:
+        for place, token_id in enumerate(token_ids):
+            if self._copied is None:
+                tokens.extend(token_ids[place:])
+                return
             tokens.append(token_id)
-            if self._copied is not None and not self._copied.advance(tokens):
+            if not self._copied.advance(tokens):
                 self._copied = None
 
     def propose(self, max_tokens: int, recent: _RecentAnswers | None) -> Draft | None:
@@ -245,8 +256,7 @@ class _Follower:
     def _read(self) -> TextIndex:
         if self._text is None:
             self._text = TextIndex(self._request.prompt_token_ids)
-            self._text.tokens.extend(self._request.output_token_ids)
-            self._text.tokens.extend(self._unread)
+            self._take(self._text.tokens, (*self._request.output_token_ids, *self._unread))
             self._unread = []
         return self._text
 
@@ -255,12 +265,20 @@ class _Follower:
         found = None
         if length:
             found = _Alignment(text, place, length, self._edits, is_own=True, is_disputed=others > 0)
+        if self._prediction is not None:
+            place, longer, _ = self._prediction.find(text.tokens, _MAX_MATCH)
+            if longer and longer >= length:
+                length = longer
+                found = self._aligned_with_prediction(self._prediction, place, length)
         for answers in recent.texts if recent is not None else ():
             place, longer, _ = answers.find(text.tokens, _MAX_MATCH)
             if longer > length and longer >= _ANSWER_MATCH:
                 length = longer
                 found = _Alignment(answers, place, length, {}, is_own=False)
         return found
+
+    def _aligned_with_prediction(self, prediction: TextIndex, place: int, length: int) -> _Alignment:
+        return _Alignment(prediction, place, length, {}, is_own=False, drafter=PREDICTION)
 
 
 class LookupDrafter:

@@ -210,6 +210,15 @@ class ServedModel:
         token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
         return token_ids, breakpoints_at(kept, positions)
 
+    async def prediction_ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a predicted answer, cut to what the context could hold. Special tokens spelled out in
+        the text are plain text."""
+        text = text[: self.max_model_len * self.tokenizer.max_characters_per_token]
+        token_ids = await self.tokenizer.encode(
+            text, add_special_tokens=False, plain_ranges=((0, len(text)),)
+        )
+        return self.known(token_ids[: self.max_model_len], "prediction")
+
     async def with_checked_grammar(
         self, sampling: SamplingParams
     ) -> tuple[SamplingParams, tuple[RequestWarning, ...]]:
