@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -136,7 +137,7 @@ def first_line(error: str) -> str:
     return next(iter(error.strip().splitlines()), "the matcher gave up").rstrip(" .:")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Constraint:
     """A constrained request. Threads write the fields `mask`, `behind` and `forced`, of a state that some committed
     tokens lead to."""
@@ -237,17 +238,27 @@ class GrammarMasks:
             if chunk.request_id not in self._advanced:
                 by_grammar.setdefault(id(drafted.grammar), []).append(drafted)
         self._advanced.clear()
-        now = self._clock.now()
         for constraints in by_grammar.values():
-            before = {each.pending for each in constraints if each.pending is not None and each.is_busy}
-            jobs = [
-                _Job(each, each.token_ids[each.num_given :], len(each.token_ids), each.drafts)
-                for each in constraints
-            ]
-            future = self._pool.submit(_compute, jobs, before, finds_forced=self.finds_forced)
-            for constraint in constraints:
-                constraint.num_given = len(constraint.token_ids)
-                constraint.pending, constraint.pending_since_s = future, now
+            if free := [each for each in constraints if not each.is_busy]:
+                self._give(free)
+            for busy in constraints:
+                if busy not in free:
+                    self._give([busy], after=busy.pending)
+
+    def _give(self, constraints: list[_Constraint], after: Future[None] | None = None) -> None:
+        """Give new tokens and drafts of constraints with one grammar to the threads."""
+        now = self._clock.now()
+        jobs = [
+            _Job(each, each.token_ids[each.num_given :], len(each.token_ids), each.drafts)
+            for each in constraints
+        ]
+        if after is None:
+            future = self._pool.submit(_compute, jobs, finds_forced=self.finds_forced)
+        else:
+            future = _submit_after(self._pool, after, jobs, finds_forced=self.finds_forced)
+        for constraint in constraints:
+            constraint.num_given = len(constraint.token_ids)
+            constraint.pending, constraint.pending_since_s = future, now
 
     def take(self, samples: Samples, num_chunks: int) -> StepMasks | None:
         """Return the masks of the samples of a step of `num_chunks` chunks; None when no request is constrained."""
@@ -322,11 +333,32 @@ class _Job:
     drafts: tuple[int, ...]
 
 
-def _compute(jobs: list[_Job], before: set[Future[None]], *, finds_forced: bool) -> None:
-    """Compute the masks of one grammar in a thread, after the tasks `before`. The loop does not touch a constraint's
-    mask or matcher meanwhile."""
-    for task in before:
-        task.result()
+def _submit_after(
+    pool: ThreadPoolExecutor, before: Future[None], jobs: list[_Job], *, finds_forced: bool
+) -> Future[None]:
+    """Begin a task when another one is done. No thread waits for that: slow tasks would occupy two."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            before.result()
+            _compute(jobs, finds_forced=finds_forced)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def begin(_: Future[None]) -> None:
+        with suppress(RuntimeError):  # the process is ending
+            pool.submit(run)
+
+    before.add_done_callback(begin)
+    return future
+
+
+def _compute(jobs: list[_Job], *, finds_forced: bool) -> None:
+    """Compute the masks of one grammar in a thread. The loop does not touch a constraint's mask or matcher
+    meanwhile."""
     grammar = jobs[0].constraint.grammar
     advanced = [job for job in jobs if job.new_token_ids]
     for job in advanced:

@@ -159,6 +159,38 @@ def test_a_late_mask_postpones_drafts(
     assert {name: answer(each) for name, each in events.items()} == expected
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_drafts_wait_for_the_newest_token_in_no_thread(
+    model: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The task for the drafts begins when the task for the token is done. A failure of the first ends the request."""
+    gate = threading.Event()
+    advance = CompiledGrammar.advance
+
+    def slow(self: CompiledGrammar, matcher: Any, token_ids: Any) -> None:
+        assert gate.wait(10)
+        if fails:
+            raise ValueError("no more")
+        advance(self, matcher, token_ids)
+
+    monkeypatch.setattr(CompiledGrammar, "advance", slow)
+    engine = tiny_engine(model, speculate="off")
+    masks = masks_of(engine)
+    masks.finds_forced = True  # tokens are given to the threads at once
+    speculate(engine, KnowingDrafter({"r": list(b"abcdef")}, 0.0), 3)
+    engine.loop.add(constrained("r", Grammar("choice", '["abcdef"]')))
+    until(engine, lambda: any(each.token_ids for each in masks._constraints.values()))
+    engine.loop.step()
+    constraint = masks._constraints["r"]
+    assert b"bcdef".startswith(bytes(constraint.drafts or b"?")), "the drafts are with the threads, too"
+    assert masks._pool._work_queue.qsize() == 0
+    assert len(masks._pool._threads) == 1
+    gate.set()
+    events = until(engine, lambda: not engine.loop.has_work)
+    assert (events[-1].error is not None) == fails
+    assert fails or bytes(answer(events)[0][:-1]).endswith(b"bcdef")
+
+
 def test_a_forbidden_draft_leaves_the_matcher_as_it_was(model: Path) -> None:
     engine = tiny_engine(model, speculate="off")
     engine.loop.add(constrained("r", Grammar("regex", "[ab]{4}")))
