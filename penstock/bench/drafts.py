@@ -108,12 +108,10 @@ def drafts_table(reports: Sequence[DrafterReport]) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    num_positions = max((len(report.drafted) for report in reports), default=0)
-    table.add_column("drafter")
+    table.add_column("drafter", no_wrap=True)
     for heading in ("drafts", "tokens", "accepted", "tokens/step"):
-        table.add_column(heading, justify="right")
-    for position in range(num_positions):
-        table.add_column(f"#{position + 1}", justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("accepted by position, %")
     for report in reports:
         drafted, accepted = sum(report.drafted), sum(report.accepted)
         shares = zip_longest(report.accepted, report.drafted, fillvalue=0)
@@ -123,6 +121,6 @@ def drafts_table(reports: Sequence[DrafterReport]) -> Table:
             f"{drafted:,}",
             f"{accepted / drafted:.0%}",
             f"{1 + accepted / report.num_drafts:.2f}",
-            *(f"{right / tried:.0%}" if tried else "–" for right, tried in shares),
+            " ".join(f"{100 * right / tried:.0f}" if tried else "–" for right, tried in shares),
         )
     return table

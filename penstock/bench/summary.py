@@ -158,7 +158,7 @@ def serve_table(summary: Summary) -> Table:
     for heading in ("mean", "p50", "p90", "p95", "p99", "max"):
         table.add_column(heading, justify="right")
     _add_distribution(table, "First token, ms", summary.ttft_ms)
-    _add_distribution(table, "Between events, ms", summary.itl_ms)
+    _add_distribution(table, "Per event, ms", summary.itl_ms)
     _add_distribution(table, "Per token, ms", summary.tpot_ms)
     _add_distribution(table, "End to end, ms", summary.e2e_ms)
     return table
@@ -251,7 +251,7 @@ def plot_latencies(path: Path, summary: Summary, result: LoadResult) -> None:
     good = [outcome for outcome in result.outcomes if outcome.error is None]
     panels = {
         "Time to first token, ms": [o.first_token_s - o.start_s for o in good if o.first_token_s is not None],
-        "Between events, ms": [gap for outcome in good for gap in outcome.gaps_s],
+        "Per event, ms": [gap for outcome in good for gap in outcome.gaps_s],
         "End to end, ms": [o.end_s - o.start_s for o in good if o.end_s is not None],
     }
     figure = Figure(figsize=(12, 4), layout="constrained")

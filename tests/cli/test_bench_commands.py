@@ -100,8 +100,8 @@ def test_drafts_of_a_run_are_reported_without_those_before(
         )
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "report.json").read_text())["drafters"] == [expected]
-    assert "tokens/step" in result.stdout
-    assert "10%" in result.stdout
+    assert "accepted by position" in result.stdout
+    assert ("10 100" if "penstock" in metrics else "10 0") in result.stdout
 
 
 def test_a_server_without_counts_of_drafts_is_refused_before_the_load() -> None:
