@@ -52,17 +52,19 @@ class PreparedRequest:
 
     def claim(self) -> Claim:
         """What the request may use at most, as far as it is known by now."""
-        estimated = sum(call.estimated_tokens for call in self.calls[:: self.request.n])
-        external_tokens = sum(call.max_tokens or ASSUMED_MAX_TOKENS for call in self.calls)
+        input_tokens = sum([len(prompt.token_ids) for prompt in self.prompts])
+        output_tokens = sum([request.sampling.max_tokens for request in self.engine_requests])
+        if self.calls:
+            input_tokens += sum([call.estimated_tokens for call in self.calls[:: self.request.n]])
+            output_tokens += sum([call.max_tokens or ASSUMED_MAX_TOKENS for call in self.calls])
         return Claim(
             request_id=self.id,
             principal=self.request.principal,
             model=self.model.name,
             endpoint=self.request.endpoint,
             tier=self.tier,
-            input_tokens=estimated + sum(len(prompt.token_ids) for prompt in self.prompts),
-            max_output_tokens=external_tokens
-            + sum(request.sampling.max_tokens for request in self.engine_requests),
+            input_tokens=input_tokens,
+            max_output_tokens=output_tokens,
             user=self.request.user,
         )
 

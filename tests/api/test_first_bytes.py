@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
+from penstock.api.http.answers import answer_whole
+from penstock.api.http.context import ON_DEPARTURE
 from penstock.core.errors import Overloaded
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import FinishReason
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from tests.api.bounded_server import bounded_server
 from tests.api.conftest import Serve, Served
 from tests.api.test_streams import ThreadedFakeEngine, open_stream, read_until
-from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text, until
 from tests.gateway.guards.read_settings import guard_settings
 
 USER: Any = {"role": "user", "content": "hi"}
@@ -226,3 +234,23 @@ def test_sdks_take_the_signs_of_life_and_raise_the_error(serve: Serve) -> None:
     fail_soon(engine)
     with pytest.raises(openai.APIError, match="queue is full"):
         list(broken)
+
+
+async def test_work_that_begins_in_spite_of_a_departure_is_cancelled() -> None:
+    watches: list[Any] = []
+    scope = {"type": "http", "headers": [], "extensions": {ON_DEPARTURE: {"watch": watches.append}}}
+    gateway = Gateway(FakeEngine(), GatewayConfig())
+
+    async def submit() -> AnswerStream:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        sampling = SamplingOptions(max_tokens=5)
+        return await gateway.submit(GenerationRequest(prompts=(TextPrompt("hi"),), sampling=sampling))
+
+    answering = asyncio.create_task(answer_whole(Request(scope), submit(), lambda answer, deltas: b""))
+    await until(lambda: watches)
+    watches[0]()
+    with pytest.raises(ReaderGone):
+        await answering
+    assert gateway.num_live == 0
+    assert watches[1:] == [None], "the watch has ended"

@@ -47,11 +47,11 @@ class Cancellable(Protocol):
 
 
 class Departure:
-    """Cancels the work for a client that goes away: `work`, or the task of the request as long as there is none. The
+    """Cancels the work for a client that goes away: what was handed over, or before that the task of the request. The
     request body must have been read."""
 
     def __init__(self, request: Request) -> None:
-        self.work: Cancellable | None = None
+        self._work: Cancellable | None = None
         self._task = asyncio.current_task()
         self._has_gone = False
         self._watching: asyncio.Task[None] | None = None
@@ -60,6 +60,12 @@ class Departure:
             self._watching = asyncio.create_task(self._watch(request.receive))
         else:
             self._watch_connection(self._note)
+
+    def hand_over(self, work: Cancellable) -> None:
+        """Watch over `work` from now on. Work that began in spite of a departure is cancelled at once."""
+        self._work = work
+        if self._has_gone:
+            work.cancel()
 
     def check(self) -> None:
         """Raises ReaderGone if the task of the request was cancelled here."""
@@ -80,8 +86,8 @@ class Departure:
         self._note()
 
     def _note(self) -> None:
-        if self.work is not None:
-            self.work.cancel()
+        if self._work is not None:
+            self._work.cancel()
         elif self._task is not None and not self._has_gone:
             self._has_gone = True
             self._task.cancel()
@@ -96,8 +102,9 @@ async def answer_whole(
     """Wait for the end of an answer that is being submitted, and build its body."""
     departure = Departure(request)
     try:
-        answer = departure.work = await submitted
+        answer = await submitted
         try:
+            departure.hand_over(answer)
             deltas = await answer.collect()
         except PenstockError as error:
             raise error.with_rate_limits(answer.rate_limits) from error
@@ -196,7 +203,8 @@ class EventStream:
         of events."""
         stream = cls(request, keep_alive)
         try:
-            answer = stream._answer = stream._departure.work = await submitted
+            answer = stream._answer = await submitted
+            stream._departure.hand_over(answer)
             stream._events = events_of(answer)
             stream._first = await anext(answer)
         except PenstockError as error:

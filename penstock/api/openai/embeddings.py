@@ -99,7 +99,7 @@ async def run_job(job: EmbeddingJob, request: Request) -> EmbeddingAnswer:
     """Until the answer is there or the client has gone, whichever comes first."""
 
     departure = Departure(request)
-    departure.work = job
+    departure.hand_over(job)
     try:
         return await job.run()
     except PenstockError as error:
