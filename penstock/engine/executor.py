@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from penstock.core.clock import Clock
 from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
-from penstock.engine.batch import BatchRows, HostStep, Samples, Staging
+from penstock.engine.batch import BatchRows, HostStep, Samples, Staging, halves
 from penstock.engine.drafters.model import HiddenStates
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
@@ -377,42 +376,3 @@ class CudaTimer:
         self._end.synchronize()
         elapsed_s = float(self._begin.elapsed_time(self._end)) / 1000.0
         return max(0.0, elapsed_s - self._preparation_s)
-
-
-# Fewer tokens hardly need less memory.
-SMALLEST_PIECE_TOKENS = 16
-
-
-def halves(chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Sequence[Chunk]] | None:
-    """Cut a step that lacks memory for its activations in two, to be computed in this order; None when its one chunk
-    is too small to be cut. Drafts are cut off a small chunk, since its request can do without them. Rows and blocks
-    must be up to date before: the parts do not mention them. Together the parts sample at the same positions."""
-    if len(chunks) > 1:
-        middle = len(chunks) // 2
-        return chunks[:middle], chunks[middle:]
-    (chunk,) = chunks
-    count, num_known = chunk.num_tokens // 2, chunk.num_tokens - len(chunk.drafts)
-    if count < SMALLEST_PIECE_TOKENS:
-        if num_known == chunk.num_tokens:
-            return None
-        count = num_known
-    rest = chunk.num_tokens - count
-    first = msgspec.structs.replace(
-        chunk,
-        num_tokens=count,
-        samples=chunk.samples and count >= num_known,
-        drafts=chunk.drafts[: max(0, count - num_known)],
-        new_block_ids=(),
-        begins=False,
-        in_flight=0,
-    )
-    # A part that has only drafts samples at each of its tokens, the first included.
-    second = msgspec.structs.replace(
-        chunk,
-        start=chunk.start + count,
-        num_tokens=rest,
-        drafts=chunk.drafts[max(0, len(chunk.drafts) - rest + 1) :],
-        new_block_ids=(),
-        begins=False,
-    )
-    return (first,), (second,)

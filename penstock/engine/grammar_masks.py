@@ -212,6 +212,8 @@ class GrammarMasks:
     def forced(self, request_ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """Return the tokens that grammars force next, as far as the threads know, for requests that have any. Waits
         for at most half a millisecond, and not for a request whose tasks are slow."""
+        if not self._constraints:
+            return {}
         found = {each: self._constraints[each] for each in request_ids if each in self._constraints}
         awaited = [each for each in found.values() if each.is_busy and each.num_vain_waits < _MOST_VAIN_WAITS]
         if awaited:

@@ -22,10 +22,9 @@ from penstock.core.hashing import adapter_digest
 from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, PREDICTION, Chunk, SampledToken, StepPlan
 from penstock.core.request import Adapter, FinishReason, Request
 from penstock.engine import decoder
-from penstock.engine.batch import BatchRows, Staging
+from penstock.engine.batch import BatchRows, Staging, halves
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.echo import EchoExecutor
-from penstock.engine.executor import halves
 from penstock.engine.graphs import DecodeGraphs
 from penstock.kernels.interface import AttentionBatch, KVStore
 from penstock.models.llama import Llama
