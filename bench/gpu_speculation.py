@@ -5,7 +5,8 @@
 
 FOLDER needs only a config.json. Random weights make text that nothing could guess, so the script replaces one thing:
 whether a draft is accepted is drawn by lot, with the set chance for each position. Drafts, verification, sampling, KV
-and scheduling are those that serve. Each batch decodes without drafts in one engine, then with drafts in another.
+and scheduling are those that serve. Each batch decodes without drafts in one engine, then with drafts in another. The
+second table has the GPU's time for a step of one request that verifies so many tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class SetAcceptance:
 
     def __init__(self, executor: Executor, acceptance: float) -> None:
         self._executor = executor
-        self._acceptance = acceptance
+        self.acceptance = acceptance
         self._rng = random.Random(1)
         self._plans: deque[StepPlan] = deque()
 
@@ -92,7 +93,7 @@ class SetAcceptance:
 
     def _accepted(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         count = 0
-        while count < len(drafts) and self._rng.random() < self._acceptance:
+        while count < len(drafts) and self._rng.random() < self.acceptance:
             count += 1
         return drafts[:count]
 
@@ -102,6 +103,7 @@ class Measured:
     tokens_per_s: float
     tokens_per_step: float  # of each request
     step_ms: float
+    gpu_ms: float  # of that on the GPU
 
 
 def build(folder: Path, max_draft_tokens: int, acceptance: float) -> Engine:
@@ -124,19 +126,25 @@ def measure(loop: EngineLoop, batch: int, vocabulary: IntRange, seed: int) -> Me
     """Decode a batch until every request has NEW_TOKENS more tokens on average."""
     clock = SystemClock()
     requests = begin_decoding(loop, batch, vocabulary, seed, 3 * NEW_TOKENS)
-    num_tokens, steps_ms = 0, []
+    num_tokens, steps_ms, gpu_ms = 0, [], []
     began_s = before_s = clock.now()
     while num_tokens < batch * NEW_TOKENS:
         num_tokens += sum(len(event.token_ids) for event in loop.step())
         now = clock.now()
         steps_ms.append((now - before_s) * 1000)
+        gpu_ms.append(loop.step_s * 1000)
         before_s = now
     elapsed_s = clock.now() - began_s
     for request in requests:
         loop.abort(request.id)
     while loop.has_work:
         loop.step()
-    return Measured(num_tokens / elapsed_s, num_tokens / batch / len(steps_ms), statistics.median(steps_ms))
+    return Measured(
+        num_tokens / elapsed_s,
+        num_tokens / batch / len(steps_ms),
+        statistics.median(steps_ms),
+        statistics.median(gpu_ms),
+    )
 
 
 def main() -> None:
@@ -148,12 +156,11 @@ def main() -> None:
     arguments = parser.parse_args()
     folder, batches = arguments.folder, arguments.batch or [1, 8, 32, 64, 128, 256]
     vocabulary = read_vocabulary(folder)
-    engine = build(folder, 0, 0.0)
+    plain_engine = build(folder, 0, 0.0)
     plain = {}
     for batch in batches:
-        measure(engine.loop, batch, vocabulary, 2 * batch)
-        plain[batch] = measure(engine.loop, batch, vocabulary, 2 * batch + 1)
-    engine.close()
+        measure(plain_engine.loop, batch, vocabulary, 2 * batch)
+        plain[batch] = measure(plain_engine.loop, batch, vocabulary, 2 * batch + 1)
     engine = build(folder, arguments.max_draft_tokens, arguments.acceptance)
     print(f"{folder.name}, acceptance {arguments.acceptance:g} for each position")
     print("| batch | tokens/s without | with drafts | ratio | tokens per step | step, ms, without | with |")
@@ -168,7 +175,23 @@ def main() -> None:
             f"| {without.step_ms:.2f} | {ours.step_ms:.2f} |",
             flush=True,
         )
-    engine.close()
+    print_verifications(engine, vocabulary, measure(plain_engine.loop, 1, vocabulary, 0))
+    for each in (plain_engine, engine):
+        each.close()
+
+
+def print_verifications(engine: Engine, vocabulary: IntRange, plain: Measured) -> None:
+    executor, drafter = engine.loop.executor, engine.loop.drafter
+    assert isinstance(executor, SetAcceptance)
+    assert isinstance(drafter, RandomDrafter)
+    executor.acceptance = 1.0  # the scheduler then takes every draft
+    print("\n| tokens verified | GPU ms | to a plain step |\n|---|---|---|")
+    print(f"| none | {plain.gpu_ms:.2f} | 1.00 |")
+    for num_tokens in (2, 4, 8):
+        drafter.limit = num_tokens - 1
+        for round_ in range(3):
+            found = measure(engine.loop, 1, vocabulary, -1000 - 10 * num_tokens - round_)
+        print(f"| {num_tokens} | {found.gpu_ms:.2f} | {found.gpu_ms / plain.gpu_ms:.2f} |")
 
 
 if __name__ == "__main__":
