@@ -1,0 +1,64 @@
+"""On a GPU drafts change no answer, whether steps come from CUDA graphs or are launched piece by piece."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from penstock.core.request import Request
+from penstock.engine.build import Engine, build_engine
+from tests.engine.drafting import KnowingDrafter, answers, num_accepted, speculate
+from tests.engine.tiny import VOCAB_SIZE, request, write_tiny_model
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
+
+
+def engine_of(folder: Path, **changes: Any) -> Engine:
+    model = write_tiny_model(folder / "tiny", **SIZES)
+    config = EngineConfig(
+        model=ModelConfig(model=str(model), device="cuda", dtype="float32", load_format="random"),
+        cache=CacheConfig(num_kv_blocks=1024, **changes),
+        scheduler=SchedulerConfig(itl_target_ms=None, max_num_seqs=16),
+        speculate="off",
+    )
+    return build_engine(config, model)
+
+
+def questions() -> list[Request]:
+    rng = random.Random(5)
+    settings = (
+        {},
+        {"temperature": 0.9, "seed": 3},
+        {"temperature": 0.8, "seed": 4, "top_p": 0.9, "top_k": 40, "logprobs": 2},
+        {"temperature": 1.0, "seed": 5, "min_p": 0.02, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+        {"logit_bias": {7: 1.5}, "frequency_penalty": 0.3},
+    )
+    return [
+        request(f"r{n}", [rng.randrange(3, VOCAB_SIZE) for _ in range(5 + 11 * n)], 60, **settings[n % 5])
+        for n in range(10)
+    ]
+
+
+@pytest.mark.parametrize("spoiled", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("num_requests", [1, 10])
+def test_answers_are_the_same(tmp_path: Path, spoiled: float, num_requests: int) -> None:
+    asked = questions()[:num_requests]
+    plain_engine = engine_of(tmp_path)
+    plain = answers(plain_engine, asked)
+    plain_engine.close()
+    engine = engine_of(tmp_path)
+    right = {request_id: found[0] for request_id, found in plain.items()}
+    drafted = answers(speculate(engine, KnowingDrafter(right, spoiled)), asked)
+    accepted = num_accepted(engine)
+    engine.close()
+    assert {name: found[0] for name, found in drafted.items()} == right
+    assert bool(accepted) == (spoiled < 1.0)
