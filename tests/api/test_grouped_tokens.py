@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from penstock.api.app import create_app
-from penstock.core.errors import PenstockError
+from penstock.cluster.fleet import Fleet
+from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
-from penstock.core.plan import TokenEvent
-from penstock.core.request import Request
+from penstock.core.plan import TokenEvent, TokenLogprobs
+from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from tests.api.conftest import direct_client
 from tests.api.scripted import THINKING_TEMPLATE, TOOL_TEMPLATE, scripted
+from tests.cluster.fake_replicas import FakeReplicas, member
 from tests.gateway.fake_engine import CHAT_TEMPLATE, FakeEngine, Script, engine_ready, model_card, script_text
 
 Sizes = Callable[[], Iterator[int]]
@@ -312,6 +314,37 @@ def test_groups_change_no_answer_over_a_websocket(case: str) -> None:
     for name, sizes in GROUPINGS.items():
         engine.script = grouped(script, sizes)
         assert answer() == expected, name
+
+
+@pytest.mark.parametrize("num_before", range(1, 7))
+async def test_an_answer_goes_on_elsewhere_behind_any_token_of_a_group(num_before: int) -> None:
+    """A stop string begins at one replica and ends at the other one, inside of a group."""
+    text = b"abEND, and more"
+    fakes = FakeReplicas()
+    fleet = Fleet(seed=0, connect=fakes.connect)
+    fleet.update([member("one"), member("two")])
+    gateway = Gateway(fleet, GatewayConfig())
+    sampling = SamplingOptions(stop=("END",), logprobs=0, max_tokens=50)
+    answer = await gateway.submit(GenerationRequest(prompts=(TextPrompt("x"),), sampling=sampling))
+    (request_id,) = next(fake.requests for fake in fakes.by_id.values() if fake.requests)
+
+    def tell(replica: str, tokens: bytes) -> None:
+        logprobs = tuple(TokenLogprobs(-float(token), (), ()) for token in tokens)
+        fakes[replica].tell_events((TokenEvent(request_id, tuple(tokens), logprobs),))
+
+    first = fakes.holder_of(request_id)
+    tell(first, text[:num_before])
+    if num_before < 5:  # else the first replica has told the whole stop string
+        fakes[first].fail(EngineUnavailable("gone"))
+        second = fakes.holder_of(request_id)
+        assert bytes(fakes[second].requests[request_id].output_token_ids) == text[:num_before]
+        tell(second, text[num_before:])
+    (delta,) = await answer.collect()
+    assert (delta.text, delta.stop_sequence, delta.finish_reason) == ("ab", "END", FinishReason.STOP)
+    assert [detail.data for detail in delta.details] == [b"a", b"b"]
+    assert answer.usage.completion_tokens == 5
+    assert not any(fake.requests for fake in fakes.by_id.values()), "the engine was told"
+    fleet.close()
 
 
 class Rows:

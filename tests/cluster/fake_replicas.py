@@ -15,7 +15,7 @@ from penstock.core.messages import EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.router import Replica, ReplicaState
-from tests.gateway.fake_engine import engine_ready
+from tests.gateway.fake_engine import engine_ready, model_card
 
 MODEL = "fake"
 
@@ -58,7 +58,7 @@ class FakeReplica:
         on_kv_events: Callable[[tuple[KVEvent, ...]], None],
     ) -> None:
         self._on_ready = on_ready
-        self._on_events = on_events
+        self.tell_events = on_events
         self.tell_stats = on_stats
         self.tell_kv_events = on_kv_events
         self.ready: EngineReady | None = None
@@ -72,7 +72,7 @@ class FakeReplica:
         self.is_closed = False
 
     def start(self) -> None:
-        self.ready = engine_ready()
+        self.ready = engine_ready(model_card(name=MODEL))
         self._on_ready()
 
     def add(
@@ -136,7 +136,7 @@ class FakeReplica:
             num_cached_tokens=3 if is_first else None,
             queue_s=0.5 if is_first else None,
         )
-        self._on_events((event,))
+        self.tell_events((event,))
 
     def finish_all(self) -> None:
         for request_id in tuple(self.requests):

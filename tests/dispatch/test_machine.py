@@ -168,7 +168,7 @@ class DispatchMachine(RuleBasedStateMachine):
         }
 
     @precondition(lambda self: self.running())
-    @rule(data=st.data(), count=st.integers(1, 2))
+    @rule(data=st.data(), count=st.integers(1, 5))
     def emit(self, data: st.DataObject, count: int) -> None:
         name, request_id = data.draw(st.sampled_from(self.running()))
         server, client = self.servers[name], self.clients[request_id]
