@@ -7,12 +7,11 @@ scheduler.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch.nn import functional
 from penstock.core.errors import ModelLoadError
 from penstock.core.request import Pooling
 from penstock.kernels.interface import PackedLinear
-from penstock.models.config import Fields
+from penstock.models.config import Fields, read_settings
 from penstock.models.weights import WeightLoader
 
 HUGGINGFACE_NAMES = ("BertModel", "bert")
@@ -182,12 +181,4 @@ def _pooling(fields: Fields) -> Pooling:
 
 def _fields(path: Path) -> Fields:
     """Return the fields of a file; none, when there is no such file."""
-    values: Any = {}
-    if path.is_file():
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{path} cannot be read as JSON.", hint="Fetch the file again.") from error
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{path} does not hold an object of settings.")
-    return Fields(values, str(path))
+    return Fields(read_settings(path) or {}, str(path))

@@ -6,8 +6,10 @@ Settings of one architecture alone are read in the architecture's file.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core.errors import ModelLoadError
@@ -184,6 +186,19 @@ class Fields:
         return ModelLoadError(
             f"{self.where} has {self._prefix}{key} = {value!r:.80}, which is not {expected}."
         )
+
+
+def read_settings(path: Path) -> dict[str, Any] | None:
+    """Read a JSON file that holds an object; None when there is no such file. Raises ModelLoadError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON.", hint="Fetch the file again.") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path} does not hold an object of settings.")
+    return values
 
 
 def common_huggingface_config(fields: Fields, architecture: str) -> ArchitectureConfig:

@@ -7,11 +7,10 @@ Tensors are read and packed one layer at a time, so that memory peaks near the p
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -20,7 +19,7 @@ from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
 from penstock.kernels.interface import Ops
 from penstock.models import bert
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, read_settings
 from penstock.models.gemma3 import Gemma3
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
@@ -222,15 +221,10 @@ def _open_gguf(path: Path) -> GGUFFile:
 
 
 def _read_config(path: Path) -> Fields:
-    try:
-        settings: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    settings = read_settings(path)
+    if settings is None:
         raise ModelLoadError(
             f"{path.parent} has no config.json, so it is not a model folder.",
             hint="Give a folder in Hugging Face form, or a .gguf file.",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON.", hint="Fetch the file again.") from error
-    if not isinstance(settings, dict):
-        raise ModelLoadError(f"{path} does not hold an object of settings.")
+        )
     return Fields(settings, str(path))

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import Fields
+from penstock.models.config import Fields, read_settings
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -49,9 +49,9 @@ def tokenizer_from_folder(folder: Path) -> TokenizerFiles | None:
         raise ModelLoadError(
             f"{path} is not a valid tokenizer: {error}.", hint="Fetch the file again."
         ) from error
-    settings = _read_json(folder / "tokenizer_config.json")
-    config = _read_json(folder / "config.json")
-    special_tokens = _special_tokens(settings, _read_json(folder / "special_tokens_map.json"))
+    settings = read_settings(folder / "tokenizer_config.json") or {}
+    config = read_settings(folder / "config.json") or {}
+    special_tokens = _special_tokens(settings, read_settings(folder / "special_tokens_map.json") or {})
     bos_token_id = _bos_token_id(tokenizer, special_tokens, config)
     return TokenizerFiles(
         tokenizer_json=tokenizer_json,
@@ -99,7 +99,8 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template", _read_json(folder / "chat_template.json").get("chat_template"))
+    own_file = read_settings(folder / "chat_template.json") or {}
+    template = settings.get("chat_template", own_file.get("chat_template"))
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
@@ -127,7 +128,7 @@ def _eos_token_ids(
 ) -> tuple[int, ...]:
     """Return the end tokens of all files: chat models often list the end of a turn in one and of a text in
     another."""
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_settings(folder / "generation_config.json") or {}
     text_config = config.get("text_config")
     listed = [
         Fields(values, name).token_ids("eos_token_id")
@@ -139,16 +140,3 @@ def _eos_token_ids(
     ]
     named = [tokenizer.token_to_id(special_tokens["eos_token"])] if "eos_token" in special_tokens else []
     return distinct([*(token_id for token_ids in listed for token_id in token_ids), *named])
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """Read a JSON file; an empty mapping when there is no such file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON.", hint="Fetch the file again.") from error
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{path} does not hold an object.")
-    return values
