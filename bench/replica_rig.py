@@ -23,7 +23,7 @@ from penstock.core.request import FinishReason, Request
 from penstock.dispatch import DispatchConfig
 from penstock.engine.echo import ECHO_MODEL
 from penstock.router import ReplicaState
-from penstock.serve.replicas import shared_engine
+from penstock.serve.control import shared_engine
 
 POLL_S = 0.01
 

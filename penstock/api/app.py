@@ -16,7 +16,7 @@ from penstock.api.admin.tenants import AdminEndpoints
 from penstock.api.anthropic.batches import KIND as ANTHROPIC
 from penstock.api.anthropic.batches import MESSAGES_PATH, MessageBatchEndpoints, MessageBatches
 from penstock.api.anthropic.endpoints import AnthropicEndpoints
-from penstock.api.files import FilesEndpoints
+from penstock.api.files import FilesEndpoints, UploadEndpoints
 from penstock.api.http.access_log import AccessLog, RequestLog
 from penstock.api.http.application import (
     Application,
@@ -39,7 +39,6 @@ from penstock.api.openai.moderations import ModerationEndpoints
 from penstock.api.openai.responses_endpoints import ResponsesEndpoints
 from penstock.api.openai.responses_history import StoredBodies
 from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
-from penstock.api.openai.uploads import UploadEndpoints
 from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
 from penstock.api.websocket.endpoint import WebSocketEndpoint
 from penstock.api.websocket.responses import PATH as RESPONSES_PATH

@@ -55,7 +55,15 @@ from penstock.api.anthropic.batches import (
 )
 from penstock.api.anthropic.endpoints import TokenCount
 from penstock.api.anthropic.requests import CountTokensRequest, MessagesRequest
-from penstock.api.files import FileDeleted, FileList, FileObject
+from penstock.api.files import (
+    CompleteUpload,
+    FileDeleted,
+    FileList,
+    FileObject,
+    NewUpload,
+    UploadObject,
+    UploadPart,
+)
 from penstock.api.http.errors import AnthropicErrorBody, ErrorBody, OllamaErrorBody
 from penstock.api.models import ModelEntry, ModelList
 from penstock.api.ollama.answers import ChatPart, GeneratePart
@@ -91,7 +99,6 @@ from penstock.api.openai.responses_endpoints import (
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.stored_chats import CompletionChanges, CompletionDeleted, StoredList
-from penstock.api.openai.uploads import CompleteUpload, NewUpload, UploadObject, UploadPart
 from penstock.core.cluster_view import ClusterView, ReleaseOrder
 from penstock.gateway.ledger.usage_store import UsagePage
 

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 import msgspec
 
-from penstock.core.engine_config import EngineConfig
+from penstock.core.engine_config import EngineConfig, parse_speculate
 from penstock.core.log_format import TextFormatter
-from penstock.core.speculate import parse_speculate
 from penstock.serve.environment import model_hub
 
 if TYPE_CHECKING:

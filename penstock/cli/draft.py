@@ -25,7 +25,7 @@ from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.core.messages import ModelCard
-    from penstock.engine.learning.prompts import Conversation
+    from penstock.engine.learning.texts import Conversation
 
 _prompts_option = click.option(
     "--prompts",
@@ -72,7 +72,7 @@ def train(
     MODEL answers the prompts; the head learns to predict MODEL's next hidden states. The head is written to --output
     in EAGLE's published format after every epoch, with its losses and acceptance in curve.json and curve.png.
     """
-    from penstock.engine.learning.prompts import built_in_prompts, read_prompts
+    from penstock.engine.learning.texts import built_in_prompts, read_prompts
 
     conversations = read_prompts(prompts) if prompts else built_in_prompts()
     path = fetch_model(config.model.model)
@@ -117,8 +117,8 @@ def evaluate(
     The built-in prompts here are those that `penstock draft train` holds out. Answers are the most probable ones, to
     one request at a time.
     """
-    from penstock.engine.learning.evaluation import measure
-    from penstock.engine.learning.prompts import built_in_prompts, held_out, read_prompts
+    from penstock.engine.learning.texts import built_in_prompts, held_out, read_prompts
+    from penstock.engine.learning.training import measure
 
     conversations = read_prompts(prompts) if prompts else held_out(built_in_prompts())
     path = fetch_model(config.model.model)

@@ -64,7 +64,7 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
     paths = [fetch_model(engine.model.model) for engine in models]
 
     from penstock.serve import server
-    from penstock.serve.replicas import planned_replicas
+    from penstock.serve.control import planned_replicas
 
     specs = planned_replicas(config, paths[0], paths[1:]) if paths else []
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.core.clock import Clock, SystemClock
-from penstock.core.engine_config import EngineConfig
+from penstock.core.engine_config import EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
-from penstock.core.speculate import parse_speculate
 from penstock.engine.collaborator import Collaborator, StepWatch, refuse_adapters, refuse_grammars
 from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card

@@ -16,11 +16,10 @@ import msgspec
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.engine_config import EngineConfig
+from penstock.core.engine_config import EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
 from penstock.core.messages import ModelCard
-from penstock.core.speculate import parse_speculate
 from penstock.engine.adapters import AdapterQueue, LoRAModel
 from penstock.engine.batch import BatchRows, Staging
 from penstock.engine.device import (
@@ -32,7 +31,7 @@ from penstock.engine.device import (
     num_kv_blocks,
     physical_memory_bytes,
 )
-from penstock.engine.drafters.grammar import GrammarDrafter
+from penstock.engine.drafters.combination import GrammarDrafter
 from penstock.engine.drafters.interface import Drafter
 from penstock.engine.drafters.loading import LoadedDrafter, load_drafter
 from penstock.engine.executor import ModelExecutor

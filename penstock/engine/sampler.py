@@ -25,7 +25,7 @@ from penstock.core.request import Request, SamplingParams
 from penstock.engine.batch import Samples, Staging
 from penstock.engine.grammar_masks import StepMasks
 from penstock.kernels.interface import Ops, SamplingBatch
-from penstock.kernels.sampling import forbid
+from penstock.kernels.reference import forbid
 
 # Below this, float32 quotients overflow; the argmax wins in any case.
 MIN_TEMPERATURE = 1e-5

@@ -27,8 +27,7 @@ from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layers import Decoder
 from penstock.models.llama import Llama, Mistral, Mixtral, Qwen2, Qwen2MoE, Qwen3, Qwen3MoE
 from penstock.models.model import StagedModel
-from penstock.models.quantized_source import QuantizedSource
-from penstock.models.safetensors_source import SafetensorsSource
+from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder

@@ -27,6 +27,7 @@ from penstock.core.engine_config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    parse_speculate,
 )
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import (
@@ -38,7 +39,6 @@ from penstock.core.gateway_config import (
     TelemetryConfig,
     TenantsConfig,
 )
-from penstock.core.speculate import parse_speculate
 from penstock.serve.tables import (
     DescribedModel,
     ModelTable,

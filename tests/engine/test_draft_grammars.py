@@ -13,7 +13,7 @@ from penstock.core.plan import Draft, TokenEvent
 from penstock.core.request import Grammar, Request
 from penstock.engine import grammar_masks
 from penstock.engine.build import Engine
-from penstock.engine.drafters.grammar import GrammarDrafter
+from penstock.engine.drafters.combination import GrammarDrafter
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, Mask
 
 from .byte_model import END, constrained, until, write_byte_model

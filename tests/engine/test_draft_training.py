@@ -13,8 +13,14 @@ import torch
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.engine.learning import training
-from penstock.engine.learning.prompts import FEWEST_PROMPTS, built_in_prompts, read_prompts
-from penstock.engine.learning.texts import TEXTS, Texts, TrainSettings
+from penstock.engine.learning.texts import (
+    FEWEST_PROMPTS,
+    TEXTS,
+    Texts,
+    TrainSettings,
+    built_in_prompts,
+    read_prompts,
+)
 from penstock.engine.learning.trainable import shifted
 from penstock.engine.learning.training import Trainer, draft_vocabulary, train_head
 from penstock.models.drafters.heads import EagleHead, load_heads

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.engine_config import EngineConfig, ModelConfig
+from penstock.core.engine_config import EngineConfig, ModelConfig, Speculate, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.plan import Draft
 from penstock.core.request import Request
-from penstock.core.speculate import Speculate, parse_speculate
 from penstock.engine.build import build_engine
 from penstock.engine.drafters.combination import Drafters, build_drafter
 from penstock.engine.drafters.lookup import LookupDrafter

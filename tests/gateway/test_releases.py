@@ -11,9 +11,9 @@ from sqlalchemy import update
 
 from penstock.cluster.release_record import ReleaseRecord, changed
 from penstock.control.release import Happening, ReleaseConfig, Releases
-from penstock.gateway.releases import DatabaseReleases
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import releases
+from penstock.serve.control import DatabaseReleases
 from tests.cluster.control_stage import SPEC
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.sampling import forbid, forbid_reference
+from penstock.kernels.reference import forbid, forbid_reference
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 300, 1000])

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from penstock.kernels.interface import Ops, SamplingBatch
 from penstock.kernels.library import ISA_NAMES, Library
 from penstock.kernels.native import NativeOps
-from penstock.kernels.reference import TorchOps
-from penstock.kernels.sampling import uniform
+from penstock.kernels.reference import TorchOps, uniform
 
 
 def batch_of(

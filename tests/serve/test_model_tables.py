@@ -9,7 +9,7 @@ import pytest
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.serve.config import read_config_file, resolve
-from penstock.serve.replicas import planned_replicas
+from penstock.serve.control import planned_replicas
 
 TWO_MODELS = """
 max_num_seqs = 32

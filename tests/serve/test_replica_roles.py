@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.config import ClusterConfig, ScalingConfig, ServeConfig
 from penstock.core.errors import ConfigError
-from penstock.serve.replicas import planned_replicas
+from penstock.serve.control import planned_replicas
 
 
 def test_roles_share_a_revision_and_exchange_kv() -> None:

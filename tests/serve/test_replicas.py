@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.figures import parse_bytes
 from penstock.serve.config import resolve
+from penstock.serve.control import planned_replicas, shared_engine
 from penstock.serve.environment import visible_gpus
-from penstock.serve.replicas import planned_replicas, shared_engine
 
 
 def test_one_replica_takes_what_it_always_took() -> None:

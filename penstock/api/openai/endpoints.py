@@ -1,10 +1,16 @@
-"""/v1/completions, with its `echo` option, and /v1/chat/completions: decode, submit, answer."""
+"""/v1/completions, with its `echo` option, and /v1/chat/completions: decode, submit, answer, and the chunks of
+streams.
+
+A stream writes tens of thousands of chunks a second that differ in a few characters, so everything that does not
+change between the chunks of a request is encoded once, and a chunk is put together from bytes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -13,15 +19,155 @@ from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.errors import error_event
 from penstock.api.http.parsing import BodyDecoder
-from penstock.api.openai.answers import AnswerHeader, chat_completion, completion
-from penstock.api.openai.chunks import ChatChunks, CompletionChunks
+from penstock.api.openai.answers import (
+    AnswerHeader,
+    ShowsPrompts,
+    chat_completion,
+    chat_logprobs,
+    completion,
+    completion_logprobs,
+    wire_finish_reason,
+    wire_usage,
+)
 from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
 from penstock.api.openai.requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metadata
-from penstock.gateway.answers.choice import Delta
+from penstock.core.errors import PenstockError
+from penstock.gateway.answers.choice import Delta, ToolCallDelta
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.prompts import GenerationRequest, Usage
+
+_to_json = msgspec.json.Encoder().encode
+
+
+class _ChunkFrame:
+    """The unchanging bytes around one choice: `head`, the choice's index and body, `tail`."""
+
+    def __init__(self, header: AnswerHeader, id_prefix: str, kind: str) -> None:
+        fields: dict[str, str | int] = {
+            "id": f"{id_prefix}-{header.generation_id}",
+            "object": kind,
+            "created": header.created,
+            "model": header.model,
+        }
+        if header.service_tier is not None:
+            fields["service_tier"] = header.service_tier
+        self._start = b"data: " + _to_json(fields)[:-1]
+        self.head = self._start + b',"choices":[{"index":'
+        self.tail = b'}],"usage":null}\n\n' if header.includes_usage else b"}]}\n\n"
+        self._includes_usage = header.includes_usage
+
+    def first_head(self, answer: AnswerStream) -> bytes:
+        """`head` of the first chunk, which tells the answer's warnings."""
+        if not answer.warnings:
+            return self.head
+        return b'%b,"warnings":%b,"choices":[{"index":' % (self._start, _to_json(answer.warnings))
+
+    def closing(self, usage: Usage) -> bytes:
+        if not self._includes_usage:
+            return b"data: [DONE]\n\n"
+        return b'%b,"choices":[],"usage":%b}\n\ndata: [DONE]\n\n' % (
+            self._start, _to_json(wire_usage(usage))
+        )  # fmt: skip
+
+
+class _WireFunction(msgspec.Struct, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class _WireCall(msgspec.Struct, omit_defaults=True):
+    index: int
+    function: _WireFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class ChatChunks:
+    def __init__(self, header: AnswerHeader) -> None:
+        self._frame = _ChunkFrame(header, "chatcmpl", "chat.completion.chunk")
+        self._plain_tail = b'},"logprobs":null,"finish_reason":null' + self._frame.tail
+        self._called_tools: set[int] = set()  # answers that did, by their index
+
+    def opening(self, answer: AnswerStream) -> bytes:
+        delta = b',"delta":{"role":"assistant","content":""'
+        heads = [self._frame.first_head(answer)] + [self._frame.head] * (answer.num_choices - 1)
+        return b"".join(
+            b"%b%d%b%b" % (head, index, delta, self._plain_tail) for index, head in enumerate(heads)
+        )
+
+    def chunk(self, delta: Delta) -> bytes:
+        content = b""
+        if delta.details:
+            logprobs = _to_json(chat_logprobs(delta.details))
+            content = b'%b%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b' % (
+                self._frame.head, delta.index, _to_json(delta.text), logprobs, self._frame.tail
+            )  # fmt: skip
+        elif delta.text:
+            content = self._plain(delta, b"content", _to_json(delta.text))
+        if delta.reasoning:
+            content = self._plain(delta, b"reasoning_content", _to_json(delta.reasoning)) + content
+        if delta.tool_calls:
+            self._called_tools.add(delta.index)
+            content += self._plain(delta, b"tool_calls", _to_json([_wire_call(c) for c in delta.tool_calls]))
+        if delta.finish_reason is None:
+            return content
+        reason = wire_finish_reason(
+            delta.finish_reason, called_tools=delta.index in self._called_tools
+        ).encode()
+        return content + b'%b%d,"delta":{},"logprobs":null,"finish_reason":"%b"%b' % (
+            self._frame.head, delta.index, reason, self._frame.tail
+        )  # fmt: skip
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._frame.closing(usage)
+
+    def failure(self, error: PenstockError) -> bytes:
+        return error_event(error)
+
+    def _plain(self, delta: Delta, field: bytes, value: bytes) -> bytes:
+        return b'%b%d,"delta":{"%b":%b%b' % (self._frame.head, delta.index, field, value, self._plain_tail)
+
+
+def _wire_call(call: ToolCallDelta) -> _WireCall:
+    begins = call.id is not None
+    function = _WireFunction(call.arguments, call.name)
+    return _WireCall(call.index, function, call.id, "function" if begins else None)
+
+
+class CompletionChunks:
+    def __init__(self, header: AnswerHeader, prompts: ShowsPrompts | None = None) -> None:
+        self._prompts = prompts
+        self._frame = _ChunkFrame(header, "cmpl", "text_completion")
+        self._plain_tail = b',"logprobs":null,"finish_reason":null' + self._frame.tail
+
+    def opening(self, answer: AnswerStream) -> bytes:
+        if not answer.warnings:
+            return b""
+        return b'%b0,"text":""%b' % (self._frame.first_head(answer), self._plain_tail)
+
+    def chunk(self, delta: Delta) -> bytes:
+        head, tail = self._frame.head, self._frame.tail
+        text = _to_json(delta.text)
+        if delta.finish_reason is None and not delta.details and delta.prompt is None:
+            return b'%b%d,"text":%b%b' % (head, delta.index, text, self._plain_tail)
+        logprobs = b"null"
+        if delta.details or delta.prompt is not None:
+            shown = self._prompts.logprobs(delta) if self._prompts else completion_logprobs(delta.details)
+            logprobs = _to_json(shown)
+        reason = b"null"
+        if delta.finish_reason is not None:
+            reason = b'"%b"' % wire_finish_reason(delta.finish_reason, called_tools=False).encode()
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            head, delta.index, text, logprobs, reason, tail
+        )  # fmt: skip
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._frame.closing(usage)
+
+    def failure(self, error: PenstockError) -> bytes:
+        return error_event(error)
 
 
 class OpenAIEndpoints:

@@ -5,6 +5,8 @@ a batch needs them. The head learns to predict the model's next hidden state and
 several positions ahead: it is fed with its own predictions, as it is when it drafts.
 
 Training runs in plain torch with autograd. `penstock.models.drafters` serves the result.
+
+A drafter is measured as it is served: acceptance by position, and tokens per second of one stream.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.core.clock import SystemClock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.messages import DrafterStats, ModelCard
+from penstock.core.request import SamplingParams
 from penstock.engine.device import choose_ops
 from penstock.engine.learning.texts import TEXTS, OnStage, Prompts, Texts, TrainSettings, write_texts
 from penstock.engine.learning.trainable import Lesson, TrainableHead, head_config, shifted
+from penstock.engine.offline import OfflineEngine
 from penstock.models.drafters.files import write_heads
 from penstock.models.drafters.heads import Target
 from penstock.models.load import load_model, open_checkpoint, weight_source
@@ -308,3 +314,34 @@ def load_target(config: EngineConfig, model_path: Path) -> Target:
     )
     source = weight_source(open_checkpoint(model_path), settings.load_format, settings.seed, ops.device)
     return Target(model, source, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFigures:
+    answers: list[list[int]]
+    tokens_per_s: float
+    drafters: tuple[DrafterStats, ...]
+
+
+def measure(
+    config: EngineConfig,
+    model_path: Path,
+    prompts: Callable[[ModelCard], Sequence[Sequence[int]]],
+    max_tokens: int,
+) -> DraftFigures:
+    """Answer prompts one after the other. The first one is answered twice, and measured the second time."""
+    clock = SystemClock()
+    engine = OfflineEngine(config, model_path)
+    try:
+        room = engine.card.max_model_len - max_tokens
+        fitting = [prompt for prompt in prompts(engine.card) if 0 < len(prompt) <= room]
+        if not fitting:
+            raise ConfigError(f"No prompt leaves room for {max_tokens} tokens in the model's context.")
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        engine.generate(fitting[:1], sampling)
+        began_s = clock.now()
+        answers = [engine.generate([prompt], sampling)[0].token_ids for prompt in fitting]
+        elapsed_s = clock.now() - began_s
+        return DraftFigures(answers, sum(map(len, answers)) / elapsed_s, engine.stats().drafters)
+    finally:
+        engine.close()

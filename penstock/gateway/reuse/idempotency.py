@@ -29,8 +29,13 @@ from penstock.core.errors import Conflict, InvalidRequest, StoreUnavailable
 from penstock.gateway.accounts import Account
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prepared import PreparedRequest
-from penstock.gateway.reuse.replay import AnswerCache, IdempotencySettings, ReplayedAnswer, decode_answer
-from penstock.gateway.reuse.shared import SharedAnswer
+from penstock.gateway.reuse.replay import (
+    AnswerCache,
+    IdempotencySettings,
+    ReplayedAnswer,
+    SharedAnswer,
+    decode_answer,
+)
 from penstock.gateway.store.database import Database, insert_once
 from penstock.gateway.store.tables import idempotent_answers
 

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p without a sort: the draw of `kernels.sampling` for rows that limit which tokens may be
+"""Top-k, top-p and min-p without a sort: the draw of `kernels.reference` for rows that limit which tokens may be
 drawn.
 
 The kept tokens are a prefix of the row's ranking, so one logit (and, among equal logits, a count) bounds them. The

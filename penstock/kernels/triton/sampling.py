@@ -1,4 +1,4 @@
-"""Sampling without a sort: the draw of `kernels.sampling` for rows that keep the whole vocabulary.
+"""Sampling without a sort: the draw of `kernels.reference` for rows that keep the whole vocabulary.
 
 Two small kernels do it. The first reduces each chunk of the vocabulary to its maximum, the place of the maximum, and
 its sum of weights. The second walks the chunks of a row to the chunk that holds the drawn share, and that chunk to
@@ -61,7 +61,7 @@ def _mix(state):
 
 @triton.jit
 def uniform(seed, position):
-    """Return the numbers of `kernels.sampling.uniform`."""
+    """Return the numbers of `kernels.reference.uniform`."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     state = _mix(_mix(seed.to(tl.uint64) + golden) + position.to(tl.uint64) * golden)
     return (state >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
