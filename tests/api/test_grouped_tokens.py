@@ -28,6 +28,7 @@ from tests.api.conftest import direct_client
 from tests.api.scripted import THINKING_TEMPLATE, TOOL_TEMPLATE, scripted
 from tests.cluster.fake_replicas import FakeReplicas, member
 from tests.gateway.fake_engine import CHAT_TEMPLATE, FakeEngine, Script, engine_ready, model_card, script_text
+from tests.gateway.guards.read_settings import guard_settings
 
 Sizes = Callable[[], Iterator[int]]
 
@@ -314,6 +315,29 @@ def test_groups_change_no_answer_over_a_websocket(case: str) -> None:
     for name, sizes in GROUPINGS.items():
         engine.script = grouped(script, sizes)
         assert answer() == expected, name
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_groups_hide_the_same_text(stream: bool) -> None:
+    """Of a stream that a guard has cut, only what the reader sees is the same: the engine may be ahead of it."""
+    engine = scripted("I call 4111 1111 1111 1111, by nightfall, or later.")
+    script = engine.script
+    assert script is not None
+    gateway = Gateway(engine, GatewayConfig())
+    rules = [{"guard": "pii"}, {"guard": "blocklist", "terms": ["nightfall"]}]
+    gateway.guards.apply(guard_settings({"policies": {"p": {"rules": rules}}, "default_policy": "p"}))
+    body = {**chat({}), "stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+    async with direct_client(engine, gateway) as client:
+        for name, sizes in {"alone": always(1), **GROUPINGS}.items():
+            engine.script = grouped(script, sizes)
+            answer = await client.post("/v1/chat/completions", json=body, timeout=60)
+            if stream:
+                shown = fold_chunks(answer)
+                assert shown["text"] == "I call [CREDIT_CARD], by ", name
+            else:
+                (shown,) = answer.json()["choices"]
+                assert shown["message"]["content"] == "I call [CREDIT_CARD], by ", name
+            assert shown["finish_reason"] == "content_filter", name
 
 
 @pytest.mark.parametrize("num_before", range(1, 7))
