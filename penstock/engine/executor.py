@@ -169,6 +169,8 @@ class ModelExecutor:
         """Keep the samples for steps that are planned before they are committed, which follow no drafts."""
         rows, plain = samples.rows, samples.plain()
         if plain is not None:
+            if not plain.size:
+                return
             rows, sampled = rows[plain], sampled[self._staging.to_device(plain)]
         self._rows.last_tokens[self._staging.to_device(rows)] = sampled.to(torch.int32)
 
