@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from penstock.core.hashing import BlockHash
-from penstock.core.messages import KVEvent
+from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import KVCopy
 from penstock.kvcache.pool import BlockPool
 from penstock.kvcache.retention import Retention
@@ -110,6 +110,23 @@ class KVCache:
         """Make the next `take_events` return `cleared` and all that is indexed, for a reader that has missed
         events."""
         self.pool.events.restart()
+
+    def stats(self) -> EngineStats:
+        """Return the cache's part of EngineStats."""
+        pool, retention = self.pool, self.retention
+        return EngineStats(
+            num_kv_blocks=self.num_blocks,
+            num_kv_blocks_used=self.num_blocks - self.num_available,
+            prefix_cache_queries=self.lookup_tokens,
+            prefix_cache_hits=self.hit_tokens,
+            num_pinned_blocks=retention.num_pins,
+            num_pins_demoted=retention.pins_given_up,
+            num_host_blocks=self.num_host_blocks,
+            num_host_blocks_used=len(pool.host),
+            num_blocks_to_host=pool.copies_to_host,
+            num_blocks_from_host=pool.copies_from_host,
+            num_kept_blocks_lost=retention.num_lost,
+        )
 
     def check_integrity(self, tables: Collection[BlockTable] | None = None) -> None:
         """Raise IntegrityError unless every block is in exactly one state and all records agree. With all open

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission
-from penstock.scheduler.running import RunningSet
+from penstock.scheduler.running import RunningSet, Work
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, seniority
 from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
 
@@ -42,6 +42,19 @@ class Preemption:
         self._admission = admission
         self._max_num_seqs = max_num_seqs
         self._preempt = preempt
+
+    def make_room(self, max_decodes: int, waiting: Sequence | None, now: float) -> tuple[Work, bool]:
+        """Preempt requests where others need their blocks or their seat. Returns what the remaining requests could do,
+        and whether blocks were missing for growth. This comes before any chunk is planned: other requests may share a
+        planned chunk, so it stays planned."""
+        running = self._running
+        work = running.find_work(max_decodes)
+        lacks_blocks = running.num_blocks_to_grow(work.growing) > self._cache.num_available
+        if lacks_blocks:
+            self.for_growth(work.growing, now)
+        elif not self.for_urgency(waiting, now):
+            return work, False
+        return running.find_work(max_decodes), lacks_blocks
 
     def for_growth(self, growing: list[Sequence], now: float) -> None:
         """Preempt requests until there is a block for each running request that needs one."""

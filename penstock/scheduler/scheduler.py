@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.messages import EngineStats, KVEvent
@@ -183,15 +185,7 @@ class Scheduler:
             return None
 
         max_tokens = self._config.max_num_batched_tokens
-        # Preemption comes before any chunk: other requests may already share a planned chunk, so it stays planned.
-        work = self._running.find_work(max_tokens)
-        lacks_blocks = self._running.num_blocks_to_grow(work.growing) > self._cache.num_available
-        if lacks_blocks:
-            self._preemption.for_growth(work.growing, now)
-            work = self._running.find_work(max_tokens)
-        elif self._preemption.for_urgency(self._queue.first(), now):
-            work = self._running.find_work(max_tokens)
-
+        work, lacks_blocks = self._preemption.make_room(max_tokens, self._queue.first(), now)
         step = StepBuilder(
             max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self._cache.block_size
         )
@@ -266,25 +260,14 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return the scheduler's part of EngineStats. The driver adds the figures of steps."""
-        cache = self._cache
-        return EngineStats(
+        return msgspec.structs.replace(
+            self._cache.stats(),
             num_running=len(self._running),
             num_waiting=len(self._queue),
             num_waiting_tokens=self._queue.num_tokens,
-            num_kv_blocks=cache.num_blocks,
-            num_kv_blocks_used=cache.num_blocks - cache.num_available,
             kv_fragmentation=self._running.fragmentation,
-            prefix_cache_queries=cache.lookup_tokens,
-            prefix_cache_hits=cache.hit_tokens,
             num_preemptions=self._num_preemptions,
             num_swapped=self._swapping.num_swapped,
-            num_pinned_blocks=cache.retention.num_pins,
-            num_pins_demoted=cache.retention.pins_given_up,
-            num_host_blocks=cache.num_host_blocks,
-            num_host_blocks_used=len(cache.pool.host),
-            num_blocks_to_host=cache.pool.copies_to_host,
-            num_blocks_from_host=cache.pool.copies_from_host,
-            num_kept_blocks_lost=cache.retention.num_lost,
             cache_read_tokens=self._breakpoints.read_tokens,
             cache_write_tokens=self._breakpoints.written_tokens,
             drafters=self._speculation.stats(),
