@@ -162,7 +162,8 @@ def _add_changes(group: click.Group, method: str, noun: str, what_ends: str) -> 
     given_id = click.argument("record_id", metavar=f"{method.upper()}_ID")
 
     @group.command(
-        short_help=f"Give {noun} another name.", help=f"Change the name of {noun}. The id stays the same."
+        short_help=f"Give {noun} another name.",
+        help=f"Change the name of {noun} to NAME. The id stays the same.",
     )
     @given_id
     @click.argument("name")
