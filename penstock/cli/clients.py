@@ -13,18 +13,24 @@ from penstock.core.cluster_view import ClusterView, ReleaseView
 from penstock.core.errors import PenstockError, UsageError
 from penstock.serve.environment import API_KEY_VARIABLE
 
-ORDER_TIMEOUT_S = 600.0  # a release may have to fetch weights first
+ANSWER_TIMEOUT_S = 600.0  # a release may have to fetch weights first
 Shape = TypeVar("Shape")
 
 
-class AdminClient:
-    def __init__(self, url: str, api_key: str | None) -> None:
+class _Client:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # A busy server may take long to answer, but not to accept a connection.
         self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(ORDER_TIMEOUT_S, connect=5.0)
+            base_url=self.url, headers=headers, timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=5.0)
         )
 
+    def close(self) -> None:
+        self._http.close()
+
+
+class AdminClient(_Client):
     def cluster(self) -> ClusterView:
         return self._ask("GET", "/admin/cluster", ClusterView)
 
@@ -36,9 +42,6 @@ class AdminClient:
 
     def roll_back_release(self, model: str | None) -> ReleaseView:
         return self._ask("POST", "/admin/releases/rollback", ReleaseView, {"model": model})
-
-    def close(self) -> None:
-        self._http.close()
 
     def _ask(self, method: str, path: str, shape: type[Shape], body: Any = None) -> Shape:
         try:
@@ -57,15 +60,7 @@ class AdminClient:
             ) from error
 
 
-class ChatClient:
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # A busy server may take long to begin an answer, but not to accept a connection.
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(600.0, connect=5.0)
-        )
-
+class ChatClient(_Client):
     def served_models(self) -> list[str]:
         """Return the names of the served models. Raises UsageError if no OpenAI-compatible server answers."""
         try:
@@ -102,9 +97,6 @@ class ChatClient:
                         yield _piece(json.loads(payload))
         except httpx.HTTPError as error:
             raise PenstockError(f"The connection to {self.url} broke ({error}).") from error
-
-    def close(self) -> None:
-        self._http.close()
 
 
 def _piece(event: dict[str, Any]) -> str:

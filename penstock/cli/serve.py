@@ -164,24 +164,15 @@ def print_banner(
 ) -> None:
     """Print the address, the model and the limits of a server. `others` are the further models."""
     card = ready.model
-    console = stderr_console()
-    console.print(
-        f"\n[bold]Penstock {__version__}[/bold] serves [bold]{card.name}[/bold] at {url}", soft_wrap=True
-    )
     each = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
-    rows = (
-        ("API", f"{url}/v1"),
+    rows = [
         ("Chat page", f"{url}/"),
         ("Model", describe_weights(card)),
         *([("Also", ", ".join(others))] if others else []),
         ("Context", f"{card.max_model_len:,} tokens"),
-        ("Keys", "none are asked for" if is_open else "every caller needs one; see penstock keys"),
         ("KV cache", f"{ready.num_kv_blocks * ready.block_size:,} tokens{each}"),
-        ("Stop", "Ctrl-C lets running answers finish; twice cuts them short"),
-    )
-    for name, value in rows:
-        console.print(f"  [dim]{name:<10}[/dim] {value}", soft_wrap=True)
-    console.print()
+    ]
+    _print_banner(f"serves [bold]{card.name}[/bold] at {url}", url, rows, is_open=is_open)
 
 
 def describe_weights(card: ModelCard) -> str:
@@ -203,15 +194,15 @@ def describe_weights(card: ModelCard) -> str:
 
 def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> None:
     """Print the address of a server that has no engines and forwards requests to `servers`."""
+    _print_banner(f"at {url} passes requests on", url, [("Servers", ", ".join(servers))], is_open=is_open)
+
+
+def _print_banner(title: str, url: str, rows: Sequence[tuple[str, str]], *, is_open: bool) -> None:
     console = stderr_console()
-    console.print(f"\n[bold]Penstock {__version__}[/bold] at {url} passes requests on", soft_wrap=True)
-    rows = (
-        ("API", f"{url}/v1"),
-        ("Servers", ", ".join(servers)),
-        ("Keys", "none are asked for" if is_open else "every caller needs one; see penstock keys"),
-        ("Stop", "Ctrl-C lets running answers finish; twice cuts them short"),
-    )
-    for name, value in rows:
+    console.print(f"\n[bold]Penstock {__version__}[/bold] {title}", soft_wrap=True)
+    keys = "none are asked for" if is_open else "every caller needs one; see penstock keys"
+    stop = "Ctrl-C lets running answers finish; twice cuts them short"
+    for name, value in (("API", f"{url}/v1"), *rows, ("Keys", keys), ("Stop", stop)):
         console.print(f"  [dim]{name:<10}[/dim] {value}", soft_wrap=True)
     console.print()
 
