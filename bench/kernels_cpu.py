@@ -1,9 +1,12 @@
 """How fast the CPU kernels are on the shapes of SmolLM2-135M, beside torch's own linear.
 
     python bench/kernels_cpu.py [--rows 1,8,32,128,512] [--dtype bfloat16] [--integers] [--threads N]
+    python bench/kernels_cpu.py --relative [--rows 1,2,4,8]
 
 Prints GB/s of packed weights and GFLOP/s for each matrix, then whole decode and prefill steps made of the
-backend's operations in the order a model calls them, with random weights in the model's 4-bit format.
+backend's operations in the order a model calls them, with random weights in the model's 4-bit format. With
+--relative, it prints what several rows cost in terms of one row, as speculative decoding verifies them: for every
+instruction set of this machine, for five formats of weights, and for attention over several queries of a request.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from penstock.kernels import library
 from penstock.kernels.interface import (
     AttentionBatch,
     AttentionLayer,
+    DenseWeight,
     GatedLayer,
     GroupQuantWeight,
     KVStore,
@@ -42,14 +48,35 @@ MATRICES = {
 BLOCK_SIZE = 16
 
 
-def random_weight(out_features: int, in_features: int, bits: int) -> WeightData:
-    groups = in_features // 32
-    scales = torch.rand(out_features, groups).mul_(0.01).half().float()
-    if bits == 4:
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A published format: its bits, its group and whether its scales fit float16. Dense where there is no group."""
+
+    bits: int
+    group: int | None
+    exact_halves: bool = True
+
+
+FORMATS = {
+    "Q4_1": WeightFormat(4, 32),
+    "Q4_K": WeightFormat(4, 32, exact_halves=False),
+    "Q6_K": WeightFormat(8, 16, exact_halves=False),
+    "int8": WeightFormat(8, 32),
+    "bf16": WeightFormat(16, None),
+}
+
+
+def random_weight(out_features: int, in_features: int, form: WeightFormat) -> WeightData:
+    if form.group is None:
+        return DenseWeight(torch.randn(out_features, in_features).bfloat16())
+    scales = torch.rand(out_features, in_features // form.group).mul_(0.01)
+    scales = scales.half().float() if form.exact_halves else scales
+    if form.bits == 4:
         codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
-        return GroupQuantWeight(codes, scales, (scales * -8).half().float(), 32, 4)
+        offsets = (scales * -8).half().float() if form.exact_halves else scales * -8
+        return GroupQuantWeight(codes, scales, offsets, form.group, 4)
     codes = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
-    return GroupQuantWeight(codes, scales / 16, None, 32, 8)
+    return GroupQuantWeight(codes, scales, None, form.group, 8)
 
 
 def best_time_s(function: Callable[[], object], seconds: float = 0.3) -> float:
@@ -63,13 +90,13 @@ def best_time_s(function: Callable[[], object], seconds: float = 0.3) -> float:
     return best
 
 
-def bench_matrices(ops: Ops, rows_list: list[int], bits: int) -> None:
+def bench_matrices(ops: Ops, rows_list: list[int], form: WeightFormat) -> None:
     print(f"\n{'matrix':10} {'rows':>5} {'us':>9} {'GB/s':>7} {'GFLOP/s':>8}")
     for name, (inputs, outputs) in MATRICES.items():
         # Several copies in turn, so that no call finds its weights where the last one left them.
         copies = 1 if name == "head" else LAYERS
         packed = [
-            ops.pack_linear([random_weight(out, inputs, bits) for out in outputs]) for _ in range(copies)
+            ops.pack_linear([random_weight(out, inputs, form) for out in outputs]) for _ in range(copies)
         ]
         for rows in rows_list:
             x = torch.randn(rows, inputs).to(ops.dtype)
@@ -107,19 +134,19 @@ class Model:
     """SmolLM2-135M's sequence of operations with random weights."""
 
     ops: NativeOps
-    bits: int = 4
+    form: WeightFormat = FORMATS["Q4_1"]
 
     def __post_init__(self) -> None:
         ops, angles = self.ops, torch.rand(8192, HEAD_DIM // 2)
-        self.head = ops.pack_linear([random_weight(VOCABULARY, HIDDEN, self.bits)])
-        self.table = ops.pack_embedding(random_weight(16, HIDDEN, self.bits), tied=self.head)
+        self.head = ops.pack_linear([random_weight(VOCABULARY, HIDDEN, self.form)])
+        self.table = ops.pack_embedding(random_weight(16, HIDDEN, self.form), tied=self.head)
         self.attention = AttentionLayer(
             HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, torch.cat([angles.cos(), angles.sin()], 1)
         )
         self.norm = torch.ones(HIDDEN, dtype=ops.dtype)
         self.layers = [
             {
-                name: ops.pack_linear([random_weight(out, inputs, self.bits) for out in outputs])
+                name: ops.pack_linear([random_weight(out, inputs, self.form) for out in outputs])
                 for name, (inputs, outputs) in MATRICES.items()
                 if name != "head"
             }
@@ -154,15 +181,11 @@ class Model:
         return ops.sample(ops.logits(last, self.head), sampling)
 
 
-def make_step(model: Model, requests: int, query_len: int, context_len: int) -> Callable[[], Tensor]:
-    ops = model.ops
-    blocks = -(-context_len // BLOCK_SIZE)
-    store = ops.allocate_kv(LAYERS, requests * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    run = model.join(store)
-    tables = torch.randperm(requests * blocks, dtype=torch.int32).view(requests, blocks)
+def make_batch(tables: Tensor, query_len: int, context_len: int) -> AttentionBatch:
+    requests = tables.shape[0]
     positions = torch.arange(context_len - query_len, context_len)
     slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    batch = AttentionBatch(
+    return AttentionBatch(
         positions=positions.repeat(requests).int(),
         slots=slots.flatten().int(),
         query_starts=torch.arange(0, requests * query_len + 1, query_len, dtype=torch.int32),
@@ -172,6 +195,15 @@ def make_step(model: Model, requests: int, query_len: int, context_len: int) -> 
         max_query_len=query_len,
         max_context_len=context_len,
     )
+
+
+def make_step(model: Model, requests: int, query_len: int, context_len: int) -> Callable[[], Tensor]:
+    ops = model.ops
+    blocks = -(-context_len // BLOCK_SIZE)
+    store = ops.allocate_kv(LAYERS, requests * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    run = model.join(store)
+    tables = torch.randperm(requests * blocks, dtype=torch.int32).view(requests, blocks)
+    batch = make_batch(tables, query_len, context_len)
     ids = torch.randint(0, VOCABULARY, (requests * query_len,), dtype=torch.int32)
     sampling = SamplingBatch(
         temperature=torch.zeros(requests),
@@ -185,8 +217,8 @@ def make_step(model: Model, requests: int, query_len: int, context_len: int) -> 
     return lambda: model.forward(ids, batch, run, sampling)
 
 
-def bench_steps(ops: NativeOps, bits: int) -> None:
-    model = Model(ops, bits)
+def bench_steps(ops: NativeOps, form: WeightFormat) -> None:
+    model = Model(ops, form)
     print(f"\nwhole steps, {model.num_bytes / 1e6:.0f} MB of weights")
     print(f"{'step':24} {'ms':>8} {'tokens/s':>9} {'GFLOP/s':>8}")
     weights = HIDDEN * sum(
@@ -206,11 +238,102 @@ def bench_steps(ops: NativeOps, bits: int) -> None:
         )
 
 
+# The products of a layer of Qwen2.5-1.5B, whose weights no cache holds when the layers take turns.
+LARGE_LAYER = {"qkv": (1536, 2048), "output": (1536, 1536), "gate_up": (1536, 17920), "down": (8960, 1536)}
+LARGE_LAYERS = 4
+QUERY_HEADS, QUERY_KV_HEADS, QUERY_DIM, QUERY_CONTEXT = 12, 2, 128, 1024
+
+
+def times_by_rows(run: dict[int, Callable[[], object]], rounds: int = 7) -> dict[int, float]:
+    """The fastest of several turns of each, so that all meet the same machine."""
+    best = dict.fromkeys(run, float("inf"))
+    for _ in range(rounds):
+        for rows, function in run.items():
+            start = time.perf_counter()
+            function()
+            best[rows] = min(best[rows], time.perf_counter() - start)
+    return best
+
+
+def relative_products(
+    ops: NativeOps, layers: list[list[PackedLinear]], rows_list: list[int]
+) -> dict[int, float]:
+    def multiply_all(inputs: list[Tensor]) -> None:
+        for layer in layers:
+            for x, packed in zip(inputs, layer, strict=True):
+                ops.linear(x, packed)
+
+    rows_of = {
+        rows: [torch.randn(rows, inputs).to(ops.dtype) for inputs, _ in LARGE_LAYER.values()]
+        for rows in rows_list
+    }
+    return times_by_rows({rows: partial(multiply_all, inputs) for rows, inputs in rows_of.items()})
+
+
+def relative_attention(ops: NativeOps, rows_list: list[int]) -> dict[int, float]:
+    angles = torch.rand(QUERY_CONTEXT, QUERY_DIM // 2)
+    layer = AttentionLayer(
+        QUERY_HEADS, QUERY_KV_HEADS, QUERY_DIM, QUERY_DIM**-0.5, torch.cat([angles.cos(), angles.sin()], 1)
+    )
+    store = ops.allocate_kv(LARGE_LAYERS, QUERY_CONTEXT // BLOCK_SIZE, BLOCK_SIZE, QUERY_KV_HEADS, QUERY_DIM)
+    table = torch.randperm(QUERY_CONTEXT // BLOCK_SIZE, dtype=torch.int32).unsqueeze(0)
+    width = (QUERY_HEADS + 2 * QUERY_KV_HEADS) * QUERY_DIM
+
+    def attend_all(batch: AttentionBatch, qkv: Tensor) -> None:
+        for index in range(LARGE_LAYERS):
+            ops.attend(qkv, layer, store.layer(index), batch)
+
+    calls = {
+        rows: partial(
+            attend_all, make_batch(table, rows, QUERY_CONTEXT), torch.randn(rows, width).to(ops.dtype)
+        )
+        for rows in rows_list
+    }
+    calls[rows_list[0]]()
+    return times_by_rows(calls, rounds=40)
+
+
+def bench_relative(rows_list: list[int]) -> None:
+    native = library.load()
+    assert native is not None, "main has looked"
+    print(
+        f"\n{'product':10} {'set':12} {'1 row, ms':>10}" + "".join(f"{rows:>7} ×" for rows in rows_list[1:])
+    )
+    # What `--dtype auto` computes with on each set.
+    backends: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for isa, name in enumerate(library.ISA_NAMES):
+        if name != "generic" and native.set_isa(isa):
+            dtype = torch.bfloat16 if name == "amx" else torch.float32
+            backends.setdefault((dtype, bool(native.fast_integers())), []).append(isa)
+    for (dtype, integers), isas in backends.items():
+        ops = NativeOps(native, dtype, integer_products=integers)
+        for form_name, form in FORMATS.items():
+            layers = [
+                [ops.pack_linear([random_weight(out, inputs, form)]) for inputs, out in LARGE_LAYER.values()]
+                for _ in range(LARGE_LAYERS)
+            ]
+            for isa in isas:
+                native.set_isa(isa)
+                print_relative(form_name, library.ISA_NAMES[isa], relative_products(ops, layers, rows_list))
+        for isa in isas:
+            native.set_isa(isa)
+            print_relative("attention", library.ISA_NAMES[isa], relative_attention(ops, rows_list))
+    native.set_isa(native.best_isa())
+
+
+def print_relative(product: str, isa: str, times: dict[int, float]) -> None:
+    first, *others = times.values()
+    print(f"{product:10} {isa:12} {first * 1e3:10.2f}" + "".join(f"{time / first:8.2f} " for time in others))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="1,8,32,128,512")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--bits", type=int, default=4, choices=[4, 8])
+    parser.add_argument("--format", default="Q4_1", choices=list(FORMATS))
+    parser.add_argument(
+        "--relative", action="store_true", help="several rows in terms of one row, and nothing else"
+    )
     parser.add_argument(
         "--integers", action="store_true", help="multiply as whole numbers, as --dtype auto does"
     )
@@ -224,9 +347,12 @@ def main() -> None:
         raise SystemExit("The CPU kernels are not built here.")
     print(f"backend {ops.name}, {ops.dtype}, {capabilities()}")
     rows_list = [int(rows) for rows in arguments.rows.split(",")]
+    if arguments.relative:
+        bench_relative(rows_list)
+        raise SystemExit
     if not arguments.steps_only:
-        bench_matrices(ops, rows_list, arguments.bits)
-    bench_steps(ops, arguments.bits)
+        bench_matrices(ops, rows_list, FORMATS[arguments.format])
+    bench_steps(ops, FORMATS[arguments.format])
     if not arguments.steps_only:
         bench_torch(ops, rows_list)
 

@@ -13,6 +13,7 @@ from tests.kernels.attention_case import BLOCK_SIZE, make_batch, make_layer
 from tests.kernels.test_linear import BATCHES, quantized
 
 GROUP = 32  # activations that share a scale
+LARGEST_CODE = 127 * 256 + 127
 
 
 @pytest.fixture
@@ -21,15 +22,9 @@ def ops(library: Library, isa: str, dtype: torch.dtype) -> NativeOps:
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """Two terms of 8 bits: the numbers rounded, and what rounding left, rounded as well."""
-    first = rounded_once(rows)
-    return first + rounded_once(rows.float() - first)
-
-
-def rounded_once(rows: Tensor) -> Tensor:
-    """8 bits with a scale for every 32 numbers, which takes the largest of them to 127."""
+    """16 bits with a scale for every 32 numbers, which takes the largest of them to 127 × 256 + 127."""
     padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    step = (padded.abs().amax(dim=2, keepdim=True) / 127).clamp_min(1e-30)
+    step = (padded.abs().amax(dim=2, keepdim=True) / LARGEST_CODE).clamp_min(1e-30)
     return ((padded / step).round() * step).flatten(1)[:, : rows.shape[1]]
 
 
@@ -41,7 +36,7 @@ def stack(outputs: list[int], inputs: int) -> list[GroupQuantWeight]:
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 37])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 37])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [([1], 16), ([20, 33], 48), ([64, 16, 16], 64), ([100, 7], 576), ([48], 1536)]
 )
@@ -57,8 +52,8 @@ def test_products_with_rounded_activations(
     expected = rounded(x) @ dense.T + (0 if bias is None else bias)
     logits = ops.logits(x, packed)
     assert logits.dtype == torch.float32
-    # Numbers in the middle between two codes may become either: a step of the second term.
-    step = x.float().abs().amax(dim=1, keepdim=True) / (127 * 254)
+    # Numbers in the middle between two codes may become either.
+    step = x.float().abs().amax(dim=1, keepdim=True) / LARGEST_CODE
     largest = dense.abs().amax(dim=1)
     assert ((logits - expected).abs() <= 3.01 * step * largest + 1e-3).all()
     assert torch.equal(ops.linear(x, packed), logits.to(ops.dtype))

@@ -8,19 +8,24 @@
 namespace penstock {
 namespace {
 
-// The codes live until the thread's next call.
+// Give the call the codes of its activations, which live until the thread's next call.
 void round_rows(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, IntegerCall* call) {
-  static thread_local Scratch made_rows, codes, groups;
+  static thread_local Scratch made_rows, bytes, words, groups;
+  const Kernels& set = kernels();
   const int64_t width = linear.in_features, row_bytes = width * element_bytes(dtype);
   const bool makes = in.origin != InputRows::Origin::given;
   uint8_t* made = makes ? made_rows.get<uint8_t>(rows * row_bytes) : nullptr;
   const uint8_t* x = makes ? made : static_cast<const uint8_t*>(in.data);
-  call->codes = codes.get<int8_t>(rows * kTerms * call->num_tiles * kTileInputs);
-  call->groups = groups.get<RoundedGroup>(rows * kTerms * call->num_tiles);
+  const bool is_few = rows < set.word_rows;
+  const auto is_wide = [](const Part& part) { return part.format == Format::int8; };
+  const bool any_wide = set.wide_bytes && std::any_of(linear.parts.begin(), linear.parts.end(), is_wide);
+  if (is_few) call->bytes = bytes.get<int8_t>(rows * call->row_stride());
+  if (!is_few || any_wide) call->words = words.get<int16_t>(rows * call->row_stride() / 2);
+  call->groups = groups.get<RoundedGroup>(rows * call->num_tiles);
   for_row_blocks(rows, width, [&](int64_t first, int64_t count) {
     for (int64_t row = first; row < first + count; ++row) {
       if (makes) make_row(in, dtype, width, row, made + row * row_bytes);
-      kernels().round_row(*call, dtype, x + row * row_bytes, width, row);
+      set.round_row(*call, dtype, x + row * row_bytes, width, row);
     }
   }, std::clamp<int64_t>(ceil_div(rows, num_threads()), 1, kPackRows));
 }
@@ -40,6 +45,7 @@ IntegerCall make_call(const Linear& linear, const OutputRows& out) {
 // The rows of an item, which every panel reads again, should stay in a core's second-level cache.
 constexpr int64_t kItemBytes = 1 << 19;
 constexpr int64_t kMinRowsPerItem = 64;
+constexpr int64_t kRowsAtOnce = 16;  // engines take rows in blocks whose size divides this
 constexpr int64_t kItemsPerThread = 4;
 // From this many rows for each thread, a thread keeps to its rows and reads all weights, rather than to its weights:
 // the rows stay in its cache from one product to the next.
@@ -52,7 +58,7 @@ struct RowPieces {
 };
 
 RowPieces cut_rows(const IntegerCall& call, int64_t num_groups, int64_t rows) {
-  const int64_t threads = num_threads(), row_bytes = call.num_tiles * kTileInputs * kTerms;
+  const int64_t threads = num_threads(), row_bytes = call.row_stride();
   const int64_t cached = std::max<int64_t>(kMinRowsPerItem, kItemBytes / row_bytes);
   const bool owned = threads > 1 && rows >= threads * kOwnRows;
   const int64_t wanted = owned ? threads : ceil_div(threads * kItemsPerThread, num_groups);

@@ -30,16 +30,19 @@ PENSTOCK_INLINE float largest_lane(Ints magnitudes) {
 // Added to a small number, it leaves the nearest integer in the lowest bits.
 constexpr float kCodeRounder = 12582912.0f;
 
-// Rounds 32 values, and replaces the values by the remainders.
-PENSTOCK_INLINE void round_group(Floats (&halves)[2], int8_t* codes, RoundedGroup* group) {
+// Rounds 32 values to codes, written as two bytes each, as words, or both.
+PENSTOCK_INLINE void round_group(const Floats (&halves)[2], uint8_t* bytes, int16_t* words, RoundedGroup* group) {
   const float largest = largest_lane(larger_magnitudes(larger_magnitudes(broadcast_int(0), halves[0]), halves[1]));
   const Floats inverse = broadcast(largest > 0 ? kLargestCode / largest : 0.0f), rounder = broadcast(kCodeRounder);
-  const Floats step = broadcast(largest / kLargestCode);
   int32_t sums[2];
   for (int half = 0; half < 2; ++half) {
     const Floats shifted = multiply_add(halves[half], inverse, rounder);
-    store_bytes(reinterpret_cast<uint8_t*>(codes) + half * kLanes, as_ints(shifted));
-    halves[half] = multiply_add(zeros() - (shifted - rounder), step, halves[half]);
+    const Ints code = as_ints(shifted);
+    if (bytes != nullptr) {
+      store_bytes(bytes + half * kLanes, shift_right(code + broadcast_int(128), 8));
+      store_bytes(bytes + kTileInputs + half * kLanes, code);
+    }
+    if (words != nullptr) store_words(words + half * kLanes, code);
     const float sum = reduce_sum(shifted - rounder);
     sums[half] = sum == sum ? static_cast<int32_t>(sum) : 0;
   }
@@ -51,14 +54,15 @@ PENSTOCK_INLINE void round_group(Floats (&halves)[2], int8_t* codes, RoundedGrou
 
 template <typename T>
 static void round_row_of(const IntegerCall& call, const T* x, int64_t width, int64_t row) {
+  uint8_t* bytes = call.bytes == nullptr ? nullptr : reinterpret_cast<uint8_t*>(call.row_bytes(row));
+  int16_t* words = call.words == nullptr ? nullptr : call.row_words(row);
   for (int64_t t = 0; t < call.num_tiles; ++t) {
     const T* from = x + t * kTileInputs;
     const int64_t count = width - t * kTileInputs;
-    Floats halves[2] = {load_some(from, count),
-                        count > kLanes ? load_some(from + kLanes, count - kLanes) : zeros()};
-    for (int64_t term = row * kTerms; term < (row + 1) * kTerms; ++term) {
-      round_group(halves, call.row_codes(term) + t * kTileInputs, call.row_groups(term) + t);
-    }
+    const Floats halves[2] = {load_some(from, count),
+                              count > kLanes ? load_some(from + kLanes, count - kLanes) : zeros()};
+    round_group(halves, bytes == nullptr ? nullptr : bytes + t * kRowTileBytes,
+                words == nullptr ? nullptr : words + t * kTileInputs, call.row_groups(row) + t);
   }
 }
 
@@ -68,85 +72,103 @@ static void round_row_of(const IntegerCall& call, const T* x, int64_t width, int
   return round_row_of(call, static_cast<const bf16*>(x), width, row);
 }
 
-// Two codes in a byte become two bytes, in the order of 8-bit codes.
-static void unpack_nibbles(const uint8_t* from, int64_t step, int64_t num_tiles, uint8_t* to) {
-  for (int64_t t = 0; t < num_tiles; ++t, from += step, to += kTileElements) {
-    for (int i = 0; i < kTileElements / 2; ++i) {
-      to[i] = from[i] & 15;
-      to[i + kTileElements / 2] = static_cast<uint8_t>(from[i] >> 4);
-    }
-  }
+PENSTOCK_INLINE Floats load_factors(const TileRun& run, const uint8_t* table, int64_t group) {
+  return run.half_scales ? load_halves(reinterpret_cast<const uint16_t*>(table) + group * kLanes)
+                         : load(reinterpret_cast<const float*>(table) + group * kLanes);
 }
 
-// From this many rows of codes on, nibbles are unpacked once for all rows.
-constexpr int64_t kUnpackRows = 12;
+// Asks for the memory that few rows will read soon: a tile some way ahead, in this panel or behind it.
+PENSTOCK_INLINE void prefetch_tile(const uint8_t* tile, int64_t tile_bytes) {
+  constexpr int64_t ahead = 4096;
+  for (int64_t line = 0; line < tile_bytes; line += 64) __builtin_prefetch(tile + ahead + line);
+}
+
+// body(run) with a run of which the compiler knows what its loops would ask again and again.
+template <CodeKind kKind, typename Body>
+PENSTOCK_INLINE void with_known_run(TileRun run, const Body& body) {
+  if (kKind == CodeKind::unpacked) run.half_scales = false;
+  if (run.has_offsets) {
+    run.has_offsets = true;
+    return body(run);
+  }
+  run.has_offsets = false;
+  body(run);
+}
+
+// Tiles that are still packed → [scales][offsets][codes], the former in float32, the codes as the engine likes them.
+template <typename Engine>
+static TileRun unpack_tiles(const Part& part, const TileRun& packed, uint8_t* to) {
+  const int64_t table_bytes = part.groups_per_tile * kPanelOutputs * static_cast<int64_t>(sizeof(float));
+  TileRun run = packed;
+  run.data = to;
+  run.half_scales = false;
+  run.offsets_at = table_bytes;
+  run.codes_at = table_bytes * (run.has_offsets ? 2 : 1);
+  run.step = run.codes_at + Engine::kUnpackedBytes;
+  for (int64_t t = 0; t < run.num_tiles; ++t, to += run.step) {
+    const uint8_t* tile = packed.data + t * packed.step;
+    for (int64_t g = 0; g < part.groups_per_tile; ++g) {
+      store(reinterpret_cast<float*>(to) + g * kLanes, load_factors(packed, tile, g));
+      if (!run.has_offsets) continue;
+      store(reinterpret_cast<float*>(to + table_bytes) + g * kLanes,
+            load_factors(packed, tile + packed.offsets_at, g));
+    }
+    if (part.format == Format::int4) {
+      Engine::template unpack_codes<CodeKind::nibbles>(tile + packed.codes_at, to + run.codes_at);
+    } else {
+      Engine::template unpack_codes<CodeKind::bytes>(tile + packed.codes_at, to + run.codes_at);
+    }
+  }
+  return run;
+}
 
 template <typename Engine, CodeKind kKind>
-PENSTOCK_INLINE void multiply_codes(const IntegerCall& call, const Part& part, const uint8_t* tiles,
-                                    const PanelCodes& codes, int64_t row, int64_t rows, float* sums) {
+PENSTOCK_INLINE void multiply_run(const IntegerCall& call, const Part& part, const TileRun& run, int64_t row,
+                                  int64_t rows, float* sums) {
   if (part.groups_per_tile == 1) {
-    Engine::template multiply<kKind, 1>(call, part, tiles, codes, row, rows, sums);
+    Engine::template multiply<kKind, 1>(call, run, row, rows, sums);
   } else {
-    Engine::template multiply<kKind, 2>(call, part, tiles, codes, row, rows, sums);
+    Engine::template multiply<kKind, 2>(call, run, row, rows, sums);
   }
 }
 
-constexpr int64_t kOutputRows = kRowsAtOnce / kTerms;
-
-// The product of some rows and the 16 outputs of a panel.
+// The product of some rows and the 16 outputs of a panel, [row][16], in `room`. Few rows use the packed tiles. For many
+// rows, tiles are unpacked a few at a time, which stay in the nearest cache while all rows use them.
 template <typename Engine>
-struct PanelProduct {
-  const IntegerCall& call;
-  const Part& part;
-  const uint8_t* tiles;
-  PanelCodes codes;
-  CodeKind kind;
-
-  PanelProduct(const IntegerCall& of, const Panel& panel, int64_t rows, Scratch* scratch)
-      : call(of), part(of.parts[panel.part]), tiles(panel.tiles) {
-    codes = {tiles + part.codes_at(), part.tile_bytes};
-    kind = part.format == Format::int4 ? CodeKind::nibbles : CodeKind::bytes;
-    if (kind == CodeKind::nibbles && rows * kTerms >= kUnpackRows) {
-      uint8_t* unpacked = scratch->get<uint8_t>(call.num_tiles * kTileElements);
-      unpack_nibbles(codes.data, codes.step, call.num_tiles, unpacked);
-      codes = {unpacked, kTileElements};
-      kind = CodeKind::small_bytes;
+static const float* sum_panel(const IntegerCall& call, const Panel& panel, int64_t first_row, int64_t end_row,
+                              Scratch* room) {
+  const Part& part = call.parts[panel.part];
+  const int64_t rows = end_row - first_row, count = rows * kPanelOutputs;
+  constexpr int64_t largest_tile = 4 * kPanelOutputs * sizeof(float) + Engine::kUnpackedBytes;
+  float* sums = room->get<float>(count + Engine::kTilesAtOnce * largest_tile / 4);
+  memset(sums, 0, static_cast<size_t>(count) * sizeof(float));
+  TileRun run = {panel.tiles, part.tile_bytes, part.table_bytes(), part.codes_at(),
+                 0,           call.num_tiles,  part.half_scales,   part.has_offsets};
+  if (Engine::unpacks(call, part, rows)) {
+    uint8_t* unpacked = reinterpret_cast<uint8_t*>(sums + count);
+    for (; run.first_tile < call.num_tiles; run.first_tile += run.num_tiles) {
+      const int64_t left = call.num_tiles - run.first_tile;
+      run.num_tiles = left < Engine::kTilesAtOnce ? left : Engine::kTilesAtOnce;
+      run.data = panel.tiles + run.first_tile * run.step;
+      multiply_run<Engine, CodeKind::unpacked>(call, part, unpack_tiles<Engine>(part, run, unpacked), first_row, rows,
+                                               sums);
     }
+  } else if (part.format == Format::int4) {
+    multiply_run<Engine, CodeKind::nibbles>(call, part, run, first_row, rows, sums);
+  } else {
+    multiply_run<Engine, CodeKind::bytes>(call, part, run, first_row, rows, sums);
   }
-
-  // sums[r * 16 + output], for at most kOutputRows rows of activations
-  void sum(int64_t row, int64_t rows, float* sums) const {
-    alignas(64) float terms[kRowsAtOnce * kPanelOutputs];
-    sum_codes(row * kTerms, rows * kTerms, terms);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* first = terms + r * kTerms * kPanelOutputs;
-      store(sums + r * kPanelOutputs, load(first) + load(first + kPanelOutputs));
-    }
-  }
-
-  void sum_codes(int64_t row, int64_t rows, float* sums) const {
-    switch (kind) {
-      case CodeKind::nibbles: return multiply_codes<Engine, CodeKind::nibbles>(call, part, tiles, codes, row, rows, sums);
-      case CodeKind::small_bytes:
-        return multiply_codes<Engine, CodeKind::small_bytes>(call, part, tiles, codes, row, rows, sums);
-      case CodeKind::bytes: return multiply_codes<Engine, CodeKind::bytes>(call, part, tiles, codes, row, rows, sums);
-    }
-  }
-};
+  return sums;
+}
 
 template <typename Engine>
 static void multiply_panels_with(const IntegerCall& call, const Panel* panels, int64_t num_panels, int64_t first_row,
                                  int64_t end_row) {
-  static thread_local Scratch scratch;
-  alignas(64) float sums[kOutputRows * kPanelOutputs];
+  static thread_local Scratch room;
   for (const Panel* panel = panels; panel < panels + num_panels; ++panel) {
-    const PanelProduct<Engine> product(call, *panel, end_row - first_row, &scratch);
-    for (int64_t row = first_row; row < end_row; row += kOutputRows) {
-      const int64_t rows = end_row - row < kOutputRows ? end_row - row : kOutputRows;
-      product.sum(row, rows, sums);
-      for (int64_t r = 0; r < rows; ++r) {
-        write_outputs(call, row + r, panel->first_output, panel->num_outputs, load(sums + r * kPanelOutputs));
-      }
+    const float* sums = sum_panel<Engine>(call, *panel, first_row, end_row, &room);
+    for (int64_t row = first_row; row < end_row; ++row, sums += kPanelOutputs) {
+      write_outputs(call, row, panel->first_output, panel->num_outputs, load(sums));
     }
   }
 }
@@ -168,79 +190,77 @@ template <typename Engine>
 static void multiply_gated_panels_with(const IntegerCall& call, const Panel* gates, const Panel* ups,
                                        int64_t num_panels, Activation activation, int64_t first_row,
                                        int64_t end_row) {
-  static thread_local Scratch gate_scratch, up_scratch;
-  alignas(64) float gate_sums[kOutputRows * kPanelOutputs], up_sums[kOutputRows * kPanelOutputs];
+  static thread_local Scratch gate_room, up_room;
   for (int64_t p = 0; p < num_panels; ++p) {
-    const PanelProduct<Engine> gate(call, gates[p], end_row - first_row, &gate_scratch);
-    const PanelProduct<Engine> up(call, ups[p], end_row - first_row, &up_scratch);
-    for (int64_t row = first_row; row < end_row; row += kOutputRows) {
-      const int64_t rows = end_row - row < kOutputRows ? end_row - row : kOutputRows;
-      gate.sum(row, rows, gate_sums);
-      up.sum(row, rows, up_sums);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t at = (row + r) * call.out_features + gates[p].first_output, count = gates[p].num_outputs;
-        const Floats gated = load(gate_sums + r * kPanelOutputs), other = load(up_sums + r * kPanelOutputs);
-        if (call.y_dtype == Dtype::float32) {
-          write_gated(static_cast<float*>(call.y) + at, count, activation, gated, other);
-        } else {
-          write_gated(static_cast<bf16*>(call.y) + at, count, activation, gated, other);
-        }
+    const float* gate_sums = sum_panel<Engine>(call, gates[p], first_row, end_row, &gate_room);
+    const float* up_sums = sum_panel<Engine>(call, ups[p], first_row, end_row, &up_room);
+    for (int64_t row = first_row; row < end_row; ++row, gate_sums += kPanelOutputs, up_sums += kPanelOutputs) {
+      const int64_t at = row * call.out_features + gates[p].first_output, count = gates[p].num_outputs;
+      if (call.y_dtype == Dtype::float32) {
+        write_gated(static_cast<float*>(call.y) + at, count, activation, load(gate_sums), load(up_sums));
+      } else {
+        write_gated(static_cast<bf16*>(call.y) + at, count, activation, load(gate_sums), load(up_sums));
       }
     }
   }
 }
 
-PENSTOCK_INLINE Floats load_factors(const Part& part, const uint8_t* table, int64_t group) {
-  return part.half_scales ? load_halves(reinterpret_cast<const uint16_t*>(table) + group * kLanes)
-                          : load(reinterpret_cast<const float*>(table) + group * kLanes);
+template <int kGroups>
+PENSTOCK_INLINE int32_t group_code_sum(const RoundedGroup& rounded, int64_t group) {
+  if (kGroups == 1) return rounded.code_sum;
+  return group == 0 ? rounded.first_code_sum : rounded.code_sum - rounded.first_code_sum;
+}
+
+template <int kGroups>
+PENSTOCK_INLINE float group_sum(const RoundedGroup& rounded, int64_t group) {
+  return kGroups == 1 ? rounded.sum : rounded.scale * static_cast<float>(group_code_sum<kGroups>(rounded, group));
 }
 
 // The definition in plain C++, for machines without dot products of bytes and for tests.
 struct PlainEngine {
+  static constexpr int64_t kWordRows = kBytesOnly, kTilesAtOnce = 0, kUnpackedBytes = 0;
+  static constexpr bool kWideBytes = false;
+
+  static bool unpacks(const IntegerCall&, const Part&, int64_t) { return false; }
+
+  template <CodeKind kKind>
+  static void unpack_codes(const uint8_t*, uint8_t*) {}
+
   template <CodeKind kKind>
   static int32_t code_at(const uint8_t* codes, int64_t input, int64_t output) {
     const int64_t quad = input / kQuadInputs, lane = output * kQuadInputs + input % kQuadInputs;
     if (kKind == CodeKind::bytes) {
       return static_cast<int32_t>(static_cast<int8_t>(codes[quad * kQuadBytes + lane] ^ kCodeBias));
     }
-    if (kKind == CodeKind::small_bytes) return codes[quad * kQuadBytes + lane];
     const uint8_t both = codes[quad % 4 * kQuadBytes + lane];
     return quad < 4 ? both & 15 : both >> 4;
   }
 
   template <CodeKind kKind, int kGroups>
-  static void multiply(const IntegerCall& call, const Part& part, const uint8_t* tiles, const PanelCodes& codes,
-                       int64_t row, int64_t rows, float* sums) {
+  static void multiply(const IntegerCall& call, const TileRun& run, int64_t row, int64_t rows, float* sums) {
     for (int64_t r = 0; r < rows; ++r) {
       Floats total = zeros();
       for (int64_t t = 0; t < call.num_tiles; ++t) {
-        const uint8_t* tile = tiles + t * part.tile_bytes;
-        const int8_t* x = call.row_codes(row + r) + t * kTileInputs;
+        const uint8_t* tile = run.data + t * run.step;
+        const int8_t* x = call.row_bytes(row + r) + t * kRowTileBytes;
         const RoundedGroup& rounded = call.row_groups(row + r)[t];
         for (int64_t g = 0; g < kGroups; ++g) {
           alignas(64) int32_t sum[kPanelOutputs];
           for (int64_t o = 0; o < kPanelOutputs; ++o) {
             sum[o] = 0;
             for (int64_t i = g * kTileInputs / kGroups; i < (g + 1) * kTileInputs / kGroups; ++i) {
-              sum[o] += code_at<kKind>(codes.data + t * codes.step, i, o) * x[i];
+              sum[o] += code_at<kKind>(tile + run.codes_at, i, o) * (x[i] * 256 + x[i + kTileInputs]);
             }
           }
-          const Floats scales = load_factors(part, tile, g) * broadcast(rounded.scale);
+          const Floats scales = load_factors(run, tile, g) * broadcast(rounded.scale);
           total = multiply_add(to_floats(load_ints(sum)), scales, total);
-          if (!part.has_offsets) continue;
-          const Floats offsets = load_factors(part, tile + part.table_bytes(), g);
+          if (!run.has_offsets) continue;
+          const Floats offsets = load_factors(run, tile + run.offsets_at, g);
           total = multiply_add(offsets, broadcast(group_sum<kGroups>(rounded, g)), total);
         }
       }
       store(sums + r * kPanelOutputs, total);
     }
-  }
-
-  template <int kGroups>
-  static float group_sum(const RoundedGroup& rounded, int64_t group) {
-    if (kGroups == 1) return rounded.sum;
-    const int32_t first = rounded.first_code_sum;
-    return rounded.scale * static_cast<float>(group == 0 ? first : rounded.code_sum - first);
   }
 };
 

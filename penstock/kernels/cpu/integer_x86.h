@@ -1,10 +1,16 @@
-// Scaled sums of products in whole numbers with x86's products of bytes, for vectors of 32 or 64 bytes. Included under a
-// target that has AVX2 or AVX-512BW; with PENSTOCK_DOT_PRODUCTS, one that has VNNI for these vectors.
+// Scaled sums of products in whole numbers with x86's products of bytes and of words, for vectors of 32 or 64 bytes.
+// Included under a target that has AVX2 or AVX-512BW; with PENSTOCK_DOT_PRODUCTS, one that has VNNI for these vectors.
+//
+// Few rows multiply 4-bit weights as bytes, which are unpacked in registers: a product with the high bytes of the
+// activations and one with the low bytes. More rows multiply words. Their weights are unpacked to words in the nearest
+// cache, as [16 pairs of inputs][16 outputs][2 inputs]. Few rows with 8-bit weights multiply bytes where there are dot
+// products, else words: without dot products, the sum of two products of 8-bit numbers does not fit its 16 bits.
 #pragma once
 
 #include <immintrin.h>
 
 #include "integer_impl.h"
+#include "register_tile.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -12,50 +18,80 @@ namespace PENSTOCK_ISA {
 // The names of intrinsics and of types differ between the two sizes in their first letters only.
 #if PENSTOCK_REGISTER_BYTES == 64
 #define PENSTOCK_SIZED(name) _mm512_##name
-#define PENSTOCK_DOT _mm512_dpbusd_epi32
+#define PENSTOCK_DOT(name) _mm512_##name##_epi32
 typedef __m512i VectorBytes;
 typedef __m512 VectorReals;
 typedef __m256i VectorHalves;
-constexpr int kVectorRows = 8;  // of codes, whose sums stay in registers together
+constexpr int kWordBlockRows = 8;  // rows whose sums stay in registers together
+constexpr int kByteBlockRows = 8;
 #else
 #define PENSTOCK_SIZED(name) _mm256_##name
-#define PENSTOCK_DOT _mm256_dpbusd_avx_epi32
+#define PENSTOCK_DOT(name) _mm256_##name##_avx_epi32
 typedef __m256i VectorBytes;
 typedef __m256 VectorReals;
 typedef __m128i VectorHalves;
-constexpr int kVectorRows = 2;
+constexpr int kWordBlockRows = 4;
+constexpr int kByteBlockRows = 2;
 #endif
 
 struct Vector {
   typedef VectorBytes Bytes;
   typedef VectorReals Reals;
   static constexpr int kOutputs = PENSTOCK_REGISTER_BYTES / 4;
-  static constexpr int kRowsAtOnce = kVectorRows;
 
-  PENSTOCK_INLINE Bytes load(const uint8_t* from) {
+  PENSTOCK_INLINE Bytes load(const void* from) {
     Bytes out;
     memcpy(&out, from, sizeof out);
     return out;
   }
+  PENSTOCK_INLINE void store(void* to, Bytes a) { memcpy(to, &a, sizeof a); }
+  // Four bytes, which are the same in every lane.
+  PENSTOCK_INLINE Bytes repeat(const void* from) {
+    int32_t lane;
+    memcpy(&lane, from, sizeof lane);
+    return PENSTOCK_SIZED(set1_epi32)(lane);
+  }
   PENSTOCK_INLINE Bytes broadcast(int32_t value) { return PENSTOCK_SIZED(set1_epi32)(value); }
   PENSTOCK_INLINE Bytes lower(Bytes a) { return a & PENSTOCK_SIZED(set1_epi8)(15); }
   PENSTOCK_INLINE Bytes upper(Bytes a) { return lower(PENSTOCK_SIZED(srli_epi16)(a, 4)); }
+  // The first or the last two bytes of each lane, as words.
+  PENSTOCK_INLINE Bytes first_pair(Bytes a) { return PENSTOCK_SIZED(shuffle_epi8)(a, pair_order(0)); }
+  PENSTOCK_INLINE Bytes second_pair(Bytes a) { return PENSTOCK_SIZED(shuffle_epi8)(a, pair_order(2)); }
+  PENSTOCK_INLINE Bytes pair_order(int byte) {
+    alignas(64) int8_t order[PENSTOCK_REGISTER_BYTES];
+    for (int i = 0; i < PENSTOCK_REGISTER_BYTES; ++i) {
+      order[i] = static_cast<int8_t>(i % 2 == 0 ? i % 16 / 4 * 4 + byte + i % 4 / 2 : -1);
+    }
+    return load(order);
+  }
   PENSTOCK_INLINE Bytes add(Bytes a, Bytes b) { return PENSTOCK_SIZED(add_epi32)(a, b); }
-  PENSTOCK_INLINE Bytes add_words(Bytes a, Bytes b) { return PENSTOCK_SIZED(add_epi16)(a, b); }
-  PENSTOCK_INLINE Bytes pairs(Bytes a, Bytes b) { return PENSTOCK_SIZED(maddubs_epi16)(a, b); }
-  PENSTOCK_INLINE Bytes widen_pairs(Bytes a) { return PENSTOCK_SIZED(madd_epi16)(a, PENSTOCK_SIZED(set1_epi16)(1)); }
-  PENSTOCK_INLINE Bytes times_16(Bytes a) { return PENSTOCK_SIZED(slli_epi32)(a, 4); }
+  PENSTOCK_INLINE Bytes subtract_words(Bytes a, int16_t b) {
+    return PENSTOCK_SIZED(sub_epi16)(a, PENSTOCK_SIZED(set1_epi16)(b));
+  }
 #ifdef PENSTOCK_DOT_PRODUCTS
-  PENSTOCK_INLINE Bytes dot(Bytes sum, Bytes a, Bytes b) { return PENSTOCK_DOT(sum, a, b); }
+  PENSTOCK_INLINE Bytes dot_bytes(Bytes sum, Bytes a, Bytes b) { return PENSTOCK_DOT(dpbusd)(sum, a, b); }
+  PENSTOCK_INLINE Bytes dot_words(Bytes sum, Bytes a, Bytes b) { return PENSTOCK_DOT(dpwssd)(sum, a, b); }
+  // 256 × high + low, of sums that dot_bytes has made.
+  PENSTOCK_INLINE Bytes join(Bytes high, Bytes low) { return add(PENSTOCK_SIZED(slli_epi32)(high, 8), low); }
+#else
+  // Sums in 16 bits: a product of four bits and eight fits them, and so does the sum of the sixteen of a tile.
+  PENSTOCK_INLINE Bytes dot_bytes(Bytes sum, Bytes a, Bytes b) {
+    return PENSTOCK_SIZED(add_epi16)(sum, PENSTOCK_SIZED(maddubs_epi16)(a, b));
+  }
+  PENSTOCK_INLINE Bytes dot_words(Bytes sum, Bytes a, Bytes b) { return add(sum, PENSTOCK_SIZED(madd_epi16)(a, b)); }
+  PENSTOCK_INLINE Bytes join(Bytes high, Bytes low) {
+    return add(PENSTOCK_SIZED(madd_epi16)(high, PENSTOCK_SIZED(set1_epi16)(256)),
+               PENSTOCK_SIZED(madd_epi16)(low, PENSTOCK_SIZED(set1_epi16)(1)));
+  }
 #endif
-  PENSTOCK_INLINE Reals zero() { return PENSTOCK_SIZED(setzero_ps)(); }
+  PENSTOCK_INLINE Reals load_reals(const float* from) { return PENSTOCK_SIZED(loadu_ps)(from); }
   PENSTOCK_INLINE Reals broadcast(float value) { return PENSTOCK_SIZED(set1_ps)(value); }
   PENSTOCK_INLINE Reals to_reals(Bytes a) { return PENSTOCK_SIZED(cvtepi32_ps)(a); }
   PENSTOCK_INLINE Reals multiply(Reals a, Reals b) { return PENSTOCK_SIZED(mul_ps)(a, b); }
   PENSTOCK_INLINE Reals multiply_add(Reals a, Reals b, Reals c) { return PENSTOCK_SIZED(fmadd_ps)(a, b, c); }
   PENSTOCK_INLINE void store(float* to, Reals a) { PENSTOCK_SIZED(storeu_ps)(to, a); }
   PENSTOCK_INLINE Reals load_factor(bool halves, const uint8_t* table, int64_t at) {
-    if (!halves) return PENSTOCK_SIZED(loadu_ps)(reinterpret_cast<const float*>(table) + at);
+    if (!halves) return load_reals(reinterpret_cast<const float*>(table) + at);
     VectorHalves narrow;
     memcpy(&narrow, table + at * 2, sizeof narrow);
     return PENSTOCK_SIZED(cvtph_ps)(narrow);
@@ -64,175 +100,178 @@ struct Vector {
 #undef PENSTOCK_SIZED
 #undef PENSTOCK_DOT
 
-// Sums of weight × activation in 32-bit lanes, one for each output.
-#ifdef PENSTOCK_DOT_PRODUCTS
-template <CodeKind>
-struct Dots {
-  typedef Vector::Bytes Weights;
-  Vector::Bytes sum[2];  // of the two halves of a tile, so that neither waits for the other
-
-  inline __attribute__((always_inline)) void clear() { sum[0] = sum[1] = Vector::broadcast(0); }
-  PENSTOCK_INLINE Weights prepare(Vector::Bytes weights) { return weights; }
-  inline __attribute__((always_inline)) void add(int half, Weights weights, Vector::Bytes x) {
-    sum[half] = Vector::dot(sum[half], weights, x);
-  }
-  inline __attribute__((always_inline)) Vector::Bytes total() const { return Vector::add(sum[0], sum[1]); }
-};
-#else
-// A product of four bits and eight fits sixteen, and so does the sum of the sixteen of a tile. Codes of eight bits are
-// two of four.
-template <CodeKind kKind>
-struct Dots {
-  struct Weights {
-    Vector::Bytes lower, upper;
-  };
-  Vector::Bytes lower, upper;
-
-  inline __attribute__((always_inline)) void clear() { lower = upper = Vector::broadcast(0); }
-  PENSTOCK_INLINE Weights prepare(Vector::Bytes weights) {
-    if (kKind == CodeKind::bytes) return {Vector::lower(weights), Vector::upper(weights)};
-    return {weights, weights};
-  }
-  inline __attribute__((always_inline)) void add(int, const Weights& weights, Vector::Bytes x) {
-    lower = Vector::add_words(lower, Vector::pairs(weights.lower, x));
-    if (kKind == CodeKind::bytes) upper = Vector::add_words(upper, Vector::pairs(weights.upper, x));
-  }
-  inline __attribute__((always_inline)) Vector::Bytes total() const {
-    const Vector::Bytes sum = Vector::widen_pairs(lower);
-    if (kKind != CodeKind::bytes) return sum;
-    return Vector::add(sum, Vector::times_16(Vector::widen_pairs(upper)));
-  }
-};
-#endif
-
 struct ByteEngine {
   static constexpr int kVectors = kPanelOutputs / Vector::kOutputs;
+  static constexpr int64_t kVectorBytes = Vector::kOutputs * kQuadInputs;
+  static constexpr int64_t kPairBytes = kPanelOutputs * 2 * sizeof(int16_t);
+  static constexpr int64_t kWordRows = kByteBlockRows + 1, kTilesAtOnce = 16, kUnpackedBytes = kTileElements * 2;
+#ifdef PENSTOCK_DOT_PRODUCTS
+  static constexpr bool kWideBytes = false;
+#else
+  static constexpr bool kWideBytes = true;
+#endif
+  typedef Vector::Bytes RowSums[kVectors];
+
+  static bool unpacks(const IntegerCall& call, const Part&, int64_t) { return call.bytes == nullptr; }
+
+  template <CodeKind kKind>
+  static void unpack_codes(const uint8_t* from, uint8_t* to) {
+    const auto put = [&](int64_t quad, int64_t v, Vector::Bytes codes) __attribute__((always_inline)) {
+      constexpr int16_t bias = kKind == CodeKind::bytes ? kCodeBias : 0;
+      uint8_t* at = to + 2 * quad * kPairBytes + v * kVectorBytes;
+      Vector::store(at, Vector::subtract_words(Vector::first_pair(codes), bias));
+      Vector::store(at + kPairBytes, Vector::subtract_words(Vector::second_pair(codes), bias));
+    };
+    constexpr int64_t quads = kKind == CodeKind::nibbles ? kQuadsPerTile / 2 : kQuadsPerTile;
+    for (int64_t quad = 0; quad < quads; ++quad) {
+      for (int64_t v = 0; v < kVectors; ++v) {
+        const Vector::Bytes codes = Vector::load(from + quad * kQuadBytes + v * kVectorBytes);
+        if (kKind == CodeKind::bytes) {
+          put(quad, v, codes);
+        } else {
+          put(quad, v, Vector::lower(codes));
+          put(quad + kQuadsPerTile / 2, v, Vector::upper(codes));
+        }
+      }
+    }
+  }
 
   template <CodeKind kKind, int kGroups>
-  static void multiply(const IntegerCall& call, const Part& part, const uint8_t* tiles, const PanelCodes& codes,
-                       int64_t row, int64_t rows, float* sums) {
-    constexpr int most = Vector::kRowsAtOnce;
+  static void multiply(const IntegerCall& call, const TileRun& run, int64_t row, int64_t rows, float* sums) {
+    constexpr int most = kKind == CodeKind::unpacked ? kWordBlockRows : kByteBlockRows;
     int64_t r = 0;
-    for (; r + most <= rows; r += most) {
-      block<kKind, kGroups, most>(call, part, tiles, codes, row + r, sums + r * kPanelOutputs);
-    }
-    if (most > 4 && r + 4 <= rows) {
-      block<kKind, kGroups, 4>(call, part, tiles, codes, row + r, sums + r * kPanelOutputs);
-      r += 4;
-    }
-    for (; r < rows; ++r) block<kKind, kGroups, 1>(call, part, tiles, codes, row + r, sums + r * kPanelOutputs);
+    for (; r + most <= rows; r += most) block<kKind, kGroups, most>(call, run, row + r, sums + r * kPanelOutputs);
+    for_row_groups<most - 1>(rows - r, [&](auto count, int64_t first) {
+      block<kKind, kGroups, decltype(count)::value>(call, run, row + r + first, sums + (r + first) * kPanelOutputs);
+    });
   }
 
-  PENSTOCK_INLINE Vector::Bytes broadcast_quad(const int8_t* from) {
-    int32_t quad;
-    memcpy(&quad, from, sizeof quad);
-    return Vector::broadcast(quad);
-  }
-
-  template <CodeKind kKind, int kGroups, int kRows>
-  PENSTOCK_INLINE void add_quad(const Vector::Bytes (&loaded)[kVectors], int64_t quad, const int8_t* x,
-                                              int64_t x_stride, Dots<kKind> (&sum)[kGroups][kRows][kVectors]) {
-    const int half = quad < kQuadsPerTile / 2 ? 0 : 1, group = kGroups == 1 ? 0 : half;
-    typename Dots<kKind>::Weights weights[kVectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) weights[v] = Dots<kKind>::prepare(loaded[v]);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Vector::Bytes inputs = broadcast_quad(x + r * x_stride + quad * kQuadInputs);
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[group][r][v].add(half, weights[v], inputs);
-    }
-  }
-
-  template <CodeKind kKind, int kGroups, int kRows>
-  PENSTOCK_INLINE void add_tile(const uint8_t* codes, const int8_t* x, int64_t x_stride,
-                                              Dots<kKind> (&sum)[kGroups][kRows][kVectors]) {
-    constexpr int64_t vector_bytes = Vector::kOutputs * kQuadInputs;
+  // Sums of products of words over kPairs pairs of inputs.
+  template <CodeKind kKind, int kPairs, int kRows>
+  PENSTOCK_INLINE void add_words(const uint8_t* codes, const int16_t* x, int64_t x_stride, RowSums (&sum)[kRows]) {
 #pragma GCC unroll 4
-    for (int64_t quad = 0; quad < kQuadsPerTile / 2; ++quad) {
-      Vector::Bytes first[kVectors], second[kVectors];
+    for (int64_t pair = 0; pair < kPairs; ++pair) {
+      RowSums weights;
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        first[v] = Vector::load(codes + quad * kQuadBytes + v * vector_bytes);
-        if (kKind == CodeKind::nibbles) {
-          second[v] = Vector::upper(first[v]);
-          first[v] = Vector::lower(first[v]);
+        if (kKind == CodeKind::unpacked) {
+          weights[v] = Vector::load(codes + pair * kPairBytes + v * kVectorBytes);
         } else {
-          second[v] = Vector::load(codes + (quad + kQuadsPerTile / 2) * kQuadBytes + v * vector_bytes);
+          const Vector::Bytes quad = Vector::load(codes + pair / 2 * kQuadBytes + v * kVectorBytes);
+          weights[v] = pair % 2 == 0 ? Vector::first_pair(quad) : Vector::second_pair(quad);
         }
       }
-      add_quad<kKind, kGroups, kRows>(first, quad, x, x_stride, sum);
-      add_quad<kKind, kGroups, kRows>(second, quad + kQuadsPerTile / 2, x, x_stride, sum);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Vector::Bytes inputs = Vector::repeat(x + r * x_stride + pair * 2);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = Vector::dot_words(sum[r][v], weights[v], inputs);
+      }
+    }
+  }
+
+  // The same as bytes: high[r] and low[r] for half `half` of a tile.
+  template <CodeKind kKind, int kRows>
+  PENSTOCK_INLINE void add_bytes(const uint8_t* codes, int half, const int8_t* x, int64_t x_stride,
+                                 RowSums (&high)[kRows], RowSums (&low)[kRows]) {
+#pragma GCC unroll 4
+    for (int64_t quad = 0; quad < kQuadsPerTile / 2; ++quad) {
+      const int64_t stored = kKind == CodeKind::nibbles ? quad : quad + half * kQuadsPerTile / 2;
+      RowSums weights;
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        weights[v] = Vector::load(codes + stored * kQuadBytes + v * kVectorBytes);
+        if (kKind == CodeKind::nibbles) weights[v] = half == 0 ? Vector::lower(weights[v]) : Vector::upper(weights[v]);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const int8_t* at = x + r * x_stride + half * kTileInputs / 2 + quad * kQuadInputs;
+        const Vector::Bytes upper = Vector::repeat(at), lower = Vector::repeat(at + kTileInputs);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          high[r][v] = Vector::dot_bytes(high[r][v], weights[v], upper);
+          low[r][v] = Vector::dot_bytes(low[r][v], weights[v], lower);
+        }
+      }
+    }
+  }
+
+  // Products of a group of inputs, exact. 8-bit codes that are still packed have their bias.
+  template <CodeKind kKind, int kGroups, int kRows>
+  PENSTOCK_INLINE void sum_group(const IntegerCall& call, const uint8_t* codes, int64_t row, int64_t t, int group,
+                                 RowSums (&sum)[kRows]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Vector::broadcast(0);
+    }
+    if constexpr (kKind == CodeKind::unpacked || (kKind == CodeKind::bytes && kWideBytes)) {
+      constexpr int64_t pairs = kTileInputs / 2 / kGroups;
+      const uint8_t* from = codes + group * pairs * (kKind == CodeKind::unpacked ? kPairBytes : kQuadBytes / 2);
+      const int16_t* x = call.row_words(row) + t * kTileInputs + group * pairs * 2;
+      add_words<kKind, pairs>(from, x, call.row_stride() / 2, sum);
+    } else {
+      const int8_t* x = call.row_bytes(row) + t * kRowTileBytes;
+      RowSums low[kRows];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) low[r][v] = sum[r][v];
+      }
+      add_bytes<kKind>(codes, group, x, call.row_stride(), sum, low);
+      if (kGroups == 1) add_bytes<kKind>(codes, 1, x, call.row_stride(), sum, low);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = Vector::join(sum[r][v], low[r][v]);
+      }
+    }
+    if (kKind != CodeKind::bytes) return;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t bias = -kCodeBias * group_code_sum<kGroups>(call.row_groups(row + r)[t], group);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Vector::add(sum[r][v], Vector::broadcast(bias));
     }
   }
 
   template <CodeKind kKind, int kGroups, int kRows>
-  static void block(const IntegerCall& call, const Part& part, const uint8_t* tiles, const PanelCodes& codes,
-                    int64_t row, float* sums) {
-    Vector::Reals total[kRows][kVectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) total[r][v] = Vector::zero();
-    }
-    const int8_t* x = call.row_codes(row);
-    const RoundedGroup* rounded = call.row_groups(row);
-    const int64_t x_stride = call.num_tiles * kTileInputs;
-    for (int64_t t = 0; t < call.num_tiles; ++t) {
-      const uint8_t* tile = tiles + t * part.tile_bytes;
-      Dots<kKind> sum[kGroups][kRows][kVectors];
+  static __attribute__((noinline)) void block(const IntegerCall& call, const TileRun& run, int64_t row, float* sums) {
+    with_known_run<kKind>(run, [&](const TileRun& known) __attribute__((always_inline)) {
+      add_block<kKind, kGroups, kRows>(call, known, row, sums);
+    });
+  }
+
+  template <CodeKind kKind, int kGroups, int kRows>
+  PENSTOCK_INLINE void add_block(const IntegerCall& call, const TileRun& run, int64_t row, float* sums) {
+    const uint8_t* tile = run.data;
+    for (int64_t t = run.first_tile; t < run.first_tile + run.num_tiles; ++t, tile += run.step) {
+      if (kKind != CodeKind::unpacked) prefetch_tile(tile, run.step);
+      const RoundedGroup* rounded = call.row_groups(row) + t;
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) sum[g][r][v].clear();
-        }
-      }
-      add_tile<kKind, kGroups, kRows>(codes.data + t * codes.step, x + t * kTileInputs, x_stride, sum);
-#pragma GCC unroll 2
-      for (int g = 0; g < kGroups; ++g) {
+        RowSums sum[kRows];
+        sum_group<kKind, kGroups>(call, tile + run.codes_at, row, t, g, sum);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = g * kPanelOutputs + v * Vector::kOutputs;
-          const Vector::Reals scale = Vector::load_factor(part.half_scales, tile, at);
+          const Vector::Reals scale = Vector::load_factor(run.half_scales, tile, at);
+          Vector::Reals offset = Vector::broadcast(0.0f);
+          if (run.has_offsets) offset = Vector::load_factor(run.half_scales, tile + run.offsets_at, at);
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) {
-            const RoundedGroup& group = rounded[r * call.num_tiles + t];
-            add_scaled(unbiased<kKind, kGroups>(sum[g][r][v].total(), group, g), scale, group.scale, &total[r][v]);
-          }
-          if (!part.has_offsets) continue;
-          const Vector::Reals offset = Vector::load_factor(part.half_scales, tile + part.table_bytes(), at);
-#pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) {
-            const float row_sum = PlainEngine::group_sum<kGroups>(rounded[r * call.num_tiles + t], g);
-            total[r][v] = Vector::multiply_add(offset, Vector::broadcast(row_sum), total[r][v]);
+            const RoundedGroup& group = rounded[r * call.num_tiles];
+            float* to = sums + r * kPanelOutputs + v * Vector::kOutputs;
+            const Vector::Reals both = Vector::multiply(scale, Vector::broadcast(group.scale));
+            Vector::Reals total = Vector::multiply_add(Vector::to_reals(sum[r][v]), both, Vector::load_reals(to));
+            if (run.has_offsets) {
+              total = Vector::multiply_add(offset, Vector::broadcast(group_sum<kGroups>(group, g)), total);
+            }
+            Vector::store(to, total);
           }
         }
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        Vector::store(sums + r * kPanelOutputs + v * Vector::kOutputs, total[r][v]);
-      }
-    }
-  }
-
-  // The bias of 8-bit codes is taken away from the sum.
-  template <CodeKind kKind, int kGroups>
-  PENSTOCK_INLINE Vector::Bytes unbiased(Vector::Bytes sum, const RoundedGroup& group, int half) {
-    if (kKind != CodeKind::bytes) return sum;
-    int32_t code_sum = group.code_sum;
-    if (kGroups == 2) code_sum = half == 0 ? group.first_code_sum : group.code_sum - group.first_code_sum;
-    return Vector::add(sum, Vector::broadcast(-kCodeBias * code_sum));
-  }
-
-  PENSTOCK_INLINE void add_scaled(Vector::Bytes sum, Vector::Reals scale, float row_scale,
-                                                Vector::Reals* total) {
-    const Vector::Reals both = Vector::multiply(scale, Vector::broadcast(row_scale));
-    *total = Vector::multiply_add(Vector::to_reals(sum), both, *total);
   }
 };
 

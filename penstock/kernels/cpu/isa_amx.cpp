@@ -1,4 +1,4 @@
-// AMX tiles for matrix work in bfloat16 and in bytes; everything else is AVX-512 with bfloat16.
+// AMX tiles for matrix work in bfloat16; everything else is AVX-512 with bfloat16.
 #include "kernels.h"
 #include "target.h"
 
@@ -12,10 +12,6 @@ void pack_activations(const LinearCall& call, const bf16* x, int64_t first_row, 
 void multiply_strip(const LinearCall& call, const Strip& strip, int64_t first_row, int64_t end_row);
 void multiply_gated(const LinearCall& call, const Strip& gate, const Strip& up, Activation activation,
                     int64_t first_row, int64_t end_row);
-void multiply_panels(const IntegerCall& call, const Panel* panels, int64_t num_panels, int64_t first_row,
-                     int64_t end_row);
-void multiply_gated_panels(const IntegerCall& call, const Panel* gates, const Panel* ups, int64_t num_panels,
-                           Activation activation, int64_t first_row, int64_t end_row);
 void attend_tiles_bf16(const AttendCall& call, const QueryTile* tiles, int64_t num_tiles);
 void store_token_bf16(const AttendCall& call, int64_t token);
 
@@ -38,10 +34,8 @@ const Kernels* amx_kernels() {
     made.pack_activations = amx::pack_activations;
     made.multiply_strip_bf16 = amx::multiply_strip;
     made.multiply_gated = amx::multiply_gated;
-    // Tiles multiply bfloat16 about as fast, and without rounding activations to 8 bits.
+    // Tiles multiply bfloat16 faster.
     made.fast_integers = false;
-    made.multiply_panels = amx::multiply_panels;
-    made.multiply_gated_panels = amx::multiply_gated_panels;
     made.attend_tiles = amx::attend_tiles;
     made.store_token = amx::store_token;
     return made;

@@ -12,10 +12,12 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 template <typename Engine>
-[[maybe_unused]] static void use_engine(Kernels* table) {
+[[maybe_unused]] static void use_engine(Kernels* table, bool is_fast = true) {
+  table->word_rows = Engine::kWordRows;
+  table->wide_bytes = Engine::kWideBytes;
   table->multiply_panels = multiply_panels_with<Engine>;
   table->multiply_gated_panels = multiply_gated_panels_with<Engine>;
-  table->fast_integers = true;
+  table->fast_integers = is_fast;
 }
 
 static Kernels make_table() {
@@ -29,9 +31,7 @@ static Kernels make_table() {
   table.multiply_strip_bf16 = multiply_strip;
   table.activations = Activations::widened;
   table.round_row = round_row;
-  table.multiply_panels = multiply_panels_with<PlainEngine>;
-  table.multiply_gated_panels = multiply_gated_panels_with<PlainEngine>;
-  table.fast_integers = false;
+  use_engine<PlainEngine>(&table, false);
   table.read_row = read_row;
   table.store_token = store_token;
   table.attend_tiles = attend_tiles;

@@ -214,7 +214,22 @@ PENSTOCK_INLINE Ints load_words(const uint16_t* from) {
   return out;
 }
 
-PENSTOCK_INLINE Floats load(const bf16* from) { return as_floats(shift_left(load_words(from), 16)); }
+PENSTOCK_INLINE FloatRegister load_register(const bf16* from) {
+  ShortRegister half;
+  memcpy(&half, from, sizeof half);
+#if defined(__aarch64__)  // half as long as two shifts
+  const uint16x8_t words = vcombine_u16((uint16x4_t)half, vcreate_u16(0));
+  return (FloatRegister)vzip1q_u16(vdupq_n_u16(0), words);
+#else
+  return (FloatRegister)((UintRegister)widen_words(half) << 16);
+#endif
+}
+
+PENSTOCK_INLINE Floats load(const bf16* from) {
+  Floats out;
+  FOR_PARTS out.part[i] = load_register(from + i * kRegisterLanes);
+  return out;
+}
 
 PENSTOCK_INLINE Floats load_bytes(const int8_t* from) {
   Floats out;
@@ -231,16 +246,24 @@ PENSTOCK_INLINE Floats load_bytes(const int8_t* from) {
   return out;
 }
 
-// Finite IEEE halves. Shifting places exponent and fraction; the product corrects the exponent's bias, and is
-// exact for subnormals too.
+// Finite IEEE halves. Without an instruction, shifting places exponent and fraction; the product corrects the exponent's
+// bias, and is exact for subnormals too.
 PENSTOCK_INLINE Floats load_halves(const uint16_t* from) {
   Floats out;
   FOR_PARTS {
     ShortRegister half;
     memcpy(&half, from + i * kRegisterLanes, sizeof half);
+#if PENSTOCK_REGISTER_BYTES == 64
+    out.part[i] = (FloatRegister)_mm512_cvtph_ps((__m256i)half);
+#elif PENSTOCK_REGISTER_BYTES == 32
+    out.part[i] = (FloatRegister)_mm256_cvtph_ps((__m128i)half);
+#elif defined(__aarch64__)
+    out.part[i] = (FloatRegister)vcvt_f32_f16((float16x4_t)half);
+#else
     const UintRegister bits = __builtin_convertvector(half, UintRegister);
     const FloatRegister magnitude = (FloatRegister)((bits & 0x7fff) << 13) * 0x1p112f;
     out.part[i] = (FloatRegister)((UintRegister)magnitude | ((bits & 0x8000) << 16));
+#endif
   }
   return out;
 }
@@ -303,6 +326,18 @@ PENSTOCK_INLINE void store_bytes(uint8_t* to, Ints a) {
     const ByteRegister bytes = __builtin_convertvector(a.part[i], ByteRegister);
 #endif
     memcpy(to + i * kRegisterLanes, &bytes, sizeof bytes);
+  }
+}
+
+// The lower half of each lane.
+PENSTOCK_INLINE void store_words(int16_t* to, Ints a) {
+  FOR_PARTS {
+#if PENSTOCK_REGISTER_BYTES == 64
+    const __m256i words = _mm512_cvtepi32_epi16((__m512i)a.part[i]);
+#else
+    const ShortRegister words = __builtin_convertvector((UintRegister)a.part[i], ShortRegister);
+#endif
+    memcpy(to + i * kRegisterLanes, &words, sizeof words);
   }
 }
 
