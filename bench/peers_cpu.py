@@ -317,7 +317,9 @@ def main() -> None:
     servers = []
     for port, isa in enumerate(sets, FIRST_PORT):
         name, hidden = (OURS, {}) if isa is None else (f"{OURS} {isa}", {ISA_VARIABLE: isa})
-        servers.append(Server(name, port, [penstock, "serve", MODEL, "--port", str(port)], hidden))
+        servers.append(
+            Server(name, port, [penstock, "serve", MODEL, "--device", "cpu", "--port", str(port)], hidden)
+        )
     vllm, llama = FIRST_PORT + len(sets), FIRST_PORT + len(sets) + 1
     if arguments.vllm_python:
         folder = export_for_vllm(gguf, gguf.parent / "bfloat16")

@@ -46,7 +46,7 @@ class NativeLinear:
             self._add_part(part, dtype)
 
     def add_integers(self, parts: Sequence[GroupQuantWeight]) -> None:
-        """Stack quantized matrices, as exact as they come, to be multiplied with activations of two bytes."""
+        """Stack quantized matrices, as exact as they come, to be multiplied with 16-bit activations."""
         for part in parts:
             self._check_inputs(part)
             self._add_quantized(part, integer=True)

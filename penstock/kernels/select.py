@@ -37,9 +37,9 @@ def select_ops(
 ) -> Ops:
     """The backend for a device and a type of activations.
 
-    With `integer_products`, a CPU that multiplies bytes fast multiplies quantized weights with activations of
-    two bytes. `kv_dtype` is the type of the KV cache, unless that is `dtype`. `attention_backend` chooses the kernels
-    of attention over prompts on CUDA."""
+    With `integer_products`, a CPU that multiplies bytes fast multiplies quantized weights with 16-bit
+    activations. `kv_dtype` is the type of the KV cache, unless that is `dtype`. `attention_backend` chooses
+    the kernels of attention over prompts on CUDA."""
     device = torch.device(device)
     native = library.load()
     if (
