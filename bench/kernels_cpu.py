@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -244,7 +244,7 @@ LARGE_LAYERS = 4
 QUERY_HEADS, QUERY_KV_HEADS, QUERY_DIM, QUERY_CONTEXT = 12, 2, 128, 1024
 
 
-def times_by_rows(run: dict[int, Callable[[], object]], rounds: int = 7) -> dict[int, float]:
+def times_by_rows(run: Mapping[int, Callable[[], object]], rounds: int = 7) -> dict[int, float]:
     """The fastest of several turns of each, so that all meet the same machine."""
     best = dict.fromkeys(run, float("inf"))
     for _ in range(rounds):
@@ -256,7 +256,7 @@ def times_by_rows(run: dict[int, Callable[[], object]], rounds: int = 7) -> dict
 
 
 def relative_products(
-    ops: NativeOps, layers: list[list[PackedLinear]], rows_list: list[int]
+    ops: NativeOps, layers: Sequence[Sequence[PackedLinear]], rows_list: list[int]
 ) -> dict[int, float]:
     def multiply_all(inputs: list[Tensor]) -> None:
         for layer in layers:
