@@ -45,8 +45,8 @@ class Preemption:
 
     def make_room(self, max_decodes: int, waiting: Sequence | None, now: float) -> tuple[Work, bool]:
         """Preempt requests where others need their blocks or their seat. Returns what the remaining requests could
-        do, and whether blocks were missing for growth. This comes before any chunk is planned: other requests may share a
-        planned chunk, so it stays planned."""
+        do, and whether blocks were missing for growth. This comes before any chunk is planned: other requests may
+        share a planned chunk, so it stays planned."""
         running = self._running
         work = running.find_work(max_decodes)
         lacks_blocks = running.num_blocks_to_grow(work.growing) > self._cache.num_available
