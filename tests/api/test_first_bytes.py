@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -21,6 +23,7 @@ from penstock.core.request import FinishReason
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
+from penstock.gateway.responses.service import EventLog
 from tests.api.bounded_server import bounded_server
 from tests.api.conftest import Serve, Served
 from tests.api.test_streams import ThreadedFakeEngine, open_stream, read_until
@@ -32,6 +35,7 @@ ROUTES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": ("/v1/chat/completions", {"messages": [USER]}, ": waiting"),
     "completions": ("/v1/completions", {"prompt": "hi"}, ": waiting"),
     "responses": ("/v1/responses", {"input": "hi"}, ": waiting"),
+    "background": ("/v1/responses", {"input": "hi", "background": True}, ": waiting"),
     "messages": ("/v1/messages", {"messages": [USER], "max_tokens": 5}, "event: ping"),
     "ollama": ("/api/chat", {"messages": [USER]}, '"done":false'),
 }
@@ -75,7 +79,12 @@ def test_headers_and_signs_of_life_come_before_the_first_token(serve: Serve, nam
         engine.emit_soon(ord("b"), finish_reason=FinishReason.STOP)
         rest = "\n".join(lines)
     assert "a" in rest
-    ending = {"messages": "message_stop", "responses": "response.completed", "ollama": '"done":true'}
+    ending = {
+        "messages": "message_stop",
+        "responses": "response.completed",
+        "background": "response.completed",
+        "ollama": '"done":true',
+    }
     assert ending.get(name, "[DONE]") in rest
     assert served.gateway.num_live == 0
 
@@ -87,6 +96,7 @@ def test_headers_and_signs_of_life_come_before_the_first_token(serve: Serve, nam
         ("chat", 'data: {"error":{"message":"The queue is full.","type":"overloaded_error"'),
         ("completions", 'data: {"error":{"message":"The queue is full.","type":"overloaded_error"'),
         ("responses", '"code":"server_is_overloaded","message":"The queue is full."'),
+        ("background", '"code":"server_is_overloaded","message":"The queue is full."'),
         ("messages", 'data: {"error":{"type":"overloaded_error","message":"The queue is full."}'),
         ("ollama", '{"error":"The queue is full."'),
     ],
@@ -137,6 +147,7 @@ def test_a_judge_that_waits_does_not_keep_the_headers_back(serve: Serve, name: s
     [
         ("chat", 'data: {"error":{"message":"'),
         ("responses", '"type":"response.failed"'),
+        ("background", '"type":"response.failed"'),
         ("messages", 'event: error\ndata: {"error":{"type":"invalid_request_error"'),
         ("ollama", '{"error":"'),
     ],
@@ -190,7 +201,7 @@ def test_the_last_token_and_the_end_of_a_stream_leave_together(serve: Serve) -> 
     assert piece.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("name", [name for name in ROUTES if name != "ollama"])
+@pytest.mark.parametrize("name", [name for name in ROUTES if name not in ("ollama", "background")])
 def test_an_error_known_at_once_has_its_status(serve: Serve, name: str) -> None:
     path, body, _ = ROUTES[name]
     engine = FakeEngine(lambda request: [Overloaded("The queue is full.")])
@@ -254,3 +265,34 @@ async def test_work_that_begins_in_spite_of_a_departure_is_cancelled() -> None:
         await answering
     assert gateway.num_live == 0
     assert watches[1:] == [None], "the watch has ended"
+
+
+@pytest.mark.parametrize("is_bounded", [True, False], ids=["penstock", "uvicorn"])
+def test_a_response_in_the_background_goes_on_without_its_reader(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, *, is_bounded: bool
+) -> None:
+    is_left = threading.Event()
+    follow = EventLog.follow
+
+    async def followed(log: EventLog, first: int) -> AsyncIterator[bytes]:
+        try:
+            async for events in follow(log, first):
+                yield events
+        finally:
+            is_left.set()
+
+    monkeypatch.setattr(EventLog, "follow", followed)
+    engine = ThreadedFakeEngine()
+    path, body, _ = ROUTES["background"]
+    with ExitStack() as stack:
+        served = stack.enter_context(bounded_server(engine)) if is_bounded else serve(engine)
+        body = {"model": "bytes", "stream": True} | body
+        with httpx.stream("POST", served.url + path, json=body, timeout=20) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+            response_id = json.loads(next(lines).removeprefix("data: "))["response"]["id"]
+            assert not is_left.is_set()
+        assert is_left.wait(20)
+        engine.emit_soon(ord("a"), finish_reason=FinishReason.STOP)
+        sdk = served.sdk()
+        served.wait_until(lambda: sdk.responses.retrieve(response_id).status == "completed")
+    assert not engine.aborted

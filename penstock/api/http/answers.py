@@ -67,8 +67,13 @@ class Departure:
         if self._has_gone:
             work.cancel()
 
+    def take_back(self) -> None:
+        """Watch over the task of the request again. Raises ReaderGone if the client has gone."""
+        self._work = None
+        self.check()
+
     def check(self) -> None:
-        """Raises ReaderGone if the task of the request was cancelled here."""
+        """Raises ReaderGone if the client has gone, which a cancelled task of the request may mean."""
         if self._has_gone and self._task is not None:
             self._task.uncancel()
             raise ReaderGone
@@ -86,10 +91,12 @@ class Departure:
         self._note()
 
     def _note(self) -> None:
+        if self._has_gone:
+            return
+        self._has_gone = True
         if self._work is not None:
             self._work.cancel()
-        elif self._task is not None and not self._has_gone:
-            self._has_gone = True
+        elif self._task is not None:
             self._task.cancel()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +16,6 @@ from starlette.types import ASGIApp
 
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response
 from penstock.api.http.context import (
-    answer_headers,
     note_model,
     principal_of,
     request_id_of,
@@ -37,7 +37,7 @@ from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.responses_tools import Toolbox
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.stream import AnswerStream, EmptyAnswer
+from penstock.gateway.answers.stream import AnswerStream, EmptyAnswer, WrappedAnswer
 from penstock.gateway.prompts import RequestWarning
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.service import Responses
@@ -110,6 +110,35 @@ class BegunResponse:
     is_stored: bool
 
 
+class FollowedAnswer(WrappedAnswer):
+    """A response that runs in the background. Its reader waits for no token of it, and may leave."""
+
+    def __init__(self, answer: AnswerStream, events: AsyncIterator[bytes]) -> None:
+        super().__init__(answer)
+        self.events = events
+
+    async def __anext__(self) -> list[Delta]:
+        return []
+
+    def cancel(self) -> None:
+        """Does nothing: `Responses` owns the answer."""
+
+
+class FollowedStream(EventStream):
+    """The events of a response that runs in the background, as its log has them."""
+
+    async def _send_events(self) -> bytes:
+        assert isinstance(self._answer, FollowedAnswer)
+        self._departure.take_back()
+        try:
+            async for events in self._answer.events:
+                await self._write(events)
+        except asyncio.CancelledError:
+            self._departure.check()
+            raise
+        return b""
+
+
 class ResponsesEndpoints:
     def __init__(self, responses: Responses, objects: ObjectStore) -> None:
         self._responses = responses
@@ -133,15 +162,19 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> ASGIApp:
         wire = await self._read(request)
-        if wire.background:
-            return await self._create_in_background(request, wire)
+        if wire.background and not wire.stream:
+            begun = await self.begin(request, wire)
+            return WholeAnswer(begun.events.to_json(begun.answer.model), begun.answer.rate_limits)
         events: ResponseEvents | None = None
 
         async def submit() -> AnswerStream:
             nonlocal events
             begun = await self.begin(request, wire)
             events = begun.events
-            return begun.answer
+            if not wire.background:
+                return begun.answer
+            found = await self._responses.find(principal_of(request), events.response_id)
+            return FollowedAnswer(begun.answer, self._responses.follow(found, 0))
 
         def written(answer: AnswerStream) -> ResponseEvents:
             assert events is not None
@@ -152,15 +185,9 @@ class ResponsesEndpoints:
             return ResponseEvents(new_response(wire, refused), wants_logprobs=False).failure(error)
 
         if wire.stream:
-            return await EventStream.open(request, submit(), written, failure)
+            kind = FollowedStream if wire.background else EventStream
+            return await kind.open(request, submit(), written, failure)
         return await answer_whole(request, submit(), lambda answer, _: _to_json(written(answer).body))
-
-    async def _create_in_background(self, request: Request, wire: ResponseRequest) -> ASGIApp:
-        begun = await self.begin(request, wire)
-        if wire.stream:
-            found = await self._responses.find(principal_of(request), begun.events.response_id)
-            return self._followed(found, 0, answer_headers(begun.answer))
-        return WholeAnswer(begun.events.to_json(begun.answer.model), begun.answer.rate_limits)
 
     async def begin(
         self,
@@ -267,16 +294,9 @@ class ResponsesEndpoints:
                 "Only a response that was created with both background and stream can be streamed again.",
                 param="stream",
             )
-        return self._followed(found, after + 1)
-
-    def _followed(
-        self, found: StoredResponse, first: int, more_headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> Response:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        events = self._responses.follow(found, first)
-        response = StreamingResponse(events, headers=headers, media_type="text/event-stream")
-        response.raw_headers += more_headers
-        return response
+        events = self._responses.follow(found, after + 1)
+        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
