@@ -68,6 +68,26 @@ def test_an_outlier_drowns_its_group_alone(ops: NativeOps) -> None:
     assert float(error.norm() / expected.norm()) < 1e-4  # one term of 8 bits would make 0.015
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 20])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 16), (8, 32), (8, 16)])
+def test_no_sum_overflows(ops: NativeOps, bits: int, group: int, rows: int) -> None:
+    """Every code of a weight is the largest or the smallest, and activations have the codes that make sums largest:
+    all bits of both bytes, and a low byte of -128."""
+    smallest, largest = (0, 15) if bits == 4 else (-128, 127)
+    codes = torch.full((17, GROUP), largest, dtype=torch.uint8 if bits == 4 else torch.int8)
+    codes[::2] = smallest
+    weight = GroupQuantWeight(codes, torch.ones(17, GROUP // group), None, group, bits)
+    packed = ops.pack_linear([weight])
+    wide = NativeOps(ops._library, torch.float32, integer_products=True)  # bfloat16 has no such numbers
+    x = torch.tensor([LARGEST_CODE, 128, -128, 127 * 256, -LARGEST_CODE]).repeat(7)[:GROUP].repeat(rows, 1)
+    x[1::2], x[:, 0] = LARGEST_CODE, LARGEST_CODE  # a scale of 1
+    sums = (x.unflatten(1, (-1, group)).long().unsqueeze(1) * codes.unflatten(1, (-1, group)).long()).sum(-1)
+    expected = torch.zeros(rows, 17)
+    for part in sums.unbind(-1):
+        expected = expected + part.float()
+    assert torch.equal(wide.logits(x.float(), packed), expected)
+
+
 @pytest.mark.parametrize("inputs", [48, 576])
 def test_a_row_has_the_same_bits_in_every_batch(ops: NativeOps, inputs: int) -> None:
     packed = ops.pack_linear(stack([70, 40], inputs), torch.randn(110))
