@@ -164,6 +164,19 @@ def test_a_draft_is_what_followed_the_longest_match() -> None:
     assert draft == Draft((50, 51), "lookup", lookup.SHORT)
 
 
+def test_a_short_match_makes_a_short_draft() -> None:
+    text = words(random.Random(11), 40)
+    for num_matched, most in ((3, 4), (5, 8), (9, 12)):
+        drafter = LookupDrafter()
+        drafter.add(request("a", [*text, 1, *text[10 - num_matched : 10]]))
+        draft = propose(drafter, "a", max_tokens=12)
+        assert draft is not None
+        assert draft.token_ids == tuple(text[10 : 10 + most])
+    disputed = LookupDrafter()
+    disputed.add(request("a", [1, 2, 3, 50, 51, 52, 53, 1, 2, 3, 60, 61, 62, 63, 1, 2, 3]))
+    assert propose(disputed, "a", max_tokens=12) == Draft((60, 61), "lookup", lookup.DISPUTED)
+
+
 def test_nothing_is_drafted_for_a_match_of_two_tokens() -> None:
     drafter = LookupDrafter()
     drafter.add(request("a", [1, 2, 50, 51, 52, 8, 1, 2]))
@@ -172,7 +185,7 @@ def test_nothing_is_drafted_for_a_match_of_two_tokens() -> None:
 
 def test_a_text_that_repeats_itself_is_drafted_beyond_its_end() -> None:
     drafter = LookupDrafter()
-    drafter.add(request("a", [9, 5, 6, 5, 6, 5, 6]))
+    drafter.add(request("a", [9, *[5, 6] * 6]))
     draft = propose(drafter, "a", max_tokens=7)
     assert draft is not None
     assert draft.token_ids == (5, 6, 5, 6, 5, 6, 5)

@@ -24,6 +24,12 @@ NAME = "lookup"
 # Grades of drafts. Grades from SHORT to COPIED go by the number of tokens in a row that have agreed.
 DISPUTED, SHORT, MEDIUM, LONG, COPIED, REJOINING, FROM_ANSWER, FROM_ANSWER_LONG = range(8)
 _MEDIUM, _LONG, _COPIED = 5, 9, 17  # the fewest tokens of these grades
+_MOST_DRAFTED = {
+    DISPUTED: 2,
+    SHORT: 4,
+    MEDIUM: 8,
+    FROM_ANSWER: 4,
+}  # tokens; as many as wanted in other grades
 _MAX_MATCH = 32  # tokens that a search compares
 _ANSWER_MATCH = 6  # the shortest match in another answer
 
@@ -117,6 +123,8 @@ class _Alignment:
     def draft(self, max_tokens: int) -> Draft | None:
         if self._num_away and not self.length:
             return None
+        grade = self._grade()
+        max_tokens = min(max_tokens, _MOST_DRAFTED.get(grade, max_tokens))
         tokens, place = self._text.tokens, self._place
         size = len(tokens)
         draft = list(self._replacing)
@@ -136,7 +144,7 @@ class _Alignment:
                 break
             draft.append(token_id)
             place += 1
-        return Draft(tuple(draft[:max_tokens]), self._drafter, self._grade()) if draft else None
+        return Draft(tuple(draft[:max_tokens]), self._drafter, grade) if draft else None
 
     def _grade(self) -> int:
         if not self._is_own and self._drafter == NAME:
