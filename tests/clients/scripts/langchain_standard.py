@@ -21,7 +21,7 @@ Details = dict[Literal["invoke", "stream"], list[str]]
 LONG_TEXT = "The sun is a star at the center of the solar system, and the planets move around it. " * 60
 
 
-# What a model of 135 million parameters does not do. Each of these tests passes with qwen2.5-coder-1.5b.
+# What a model of 135 million parameters does not do. With another model these tests must pass.
 SMALL_MODEL = "smollm2-135m"
 REPEATS_ITSELF = "repeats itself inside a string until max_tokens"
 CANNOT = {
