@@ -71,6 +71,7 @@ REPEATED = (
     "Repeat this sentence until you are told to stop: The quick brown fox number {n} jumps over the lazy dog."
 )
 LOAD = (1, 2, 4, 8, 16, 32, 64, 32, 16, 8, 4, 2, 1)
+LOAD_TOKENS = 200  # of every answer
 SAMPLE_S = 1.0
 
 
@@ -99,8 +100,8 @@ class Drafts:
 
     @property
     def mean_length(self) -> float:
-        """The mean number of drafted tokens of a request in a step."""
-        steps = self.generated_tokens - self.accepted_tokens
+        """The mean number of drafted tokens of a request in a step. Tokens are counted a moment after drafts."""
+        steps = max(self.generated_tokens - self.accepted_tokens, self.drafts)
         return self.draft_tokens / steps if steps > 0 else 0.0
 
 
@@ -119,7 +120,15 @@ def edit_prompts(count: int) -> list[str]:
     ]
 
 
-async def ask(client: httpx.AsyncClient, server: Server, prompt: str, max_tokens: int, salt: str) -> Answer:
+async def ask(
+    client: httpx.AsyncClient,
+    server: Server,
+    prompt: str,
+    max_tokens: int,
+    salt: str,
+    *,
+    ignore_eos: bool = False,
+) -> Answer:
     """Ask for a greedy answer. Requests with other salts share no cache and no memory of answers."""
     body = {
         "model": server.model,
@@ -129,6 +138,7 @@ async def ask(client: httpx.AsyncClient, server: Server, prompt: str, max_tokens
         "stream": True,
         "stream_options": {"include_usage": True},
         "cache_salt": salt,
+        "ignore_eos": ignore_eos,
     }
     started_s = first_s = last_s = time.perf_counter()
     num_tokens = 0
@@ -248,7 +258,8 @@ async def follow_load(server: Server, seconds: float) -> list[tuple[float, int, 
             nonlocal num_asked
             while True:
                 num_asked += 1
-                await ask(client, server, REPEATED.format(n=num_asked), 200, "load")
+                prompt = REPEATED.format(n=num_asked)
+                await ask(client, server, prompt, LOAD_TOKENS, f"{num_asked}", ignore_eos=True)
 
         began_s = time.perf_counter()
         streams: list[asyncio.Task[None]] = []

@@ -37,6 +37,7 @@ def test_the_mean_draft_length_counts_steps_without_drafts() -> None:
     since = Drafts(20, 100, 50, 230).since(before)
     assert since == Drafts(10, 60, 30, 130)
     assert since.mean_length == 60 / (130 - 30)
+    assert Drafts(10, 60, 30, 30).mean_length == 6  # the tokens of the last step are not yet counted
     assert Drafts().mean_length == 0.0
 
 
