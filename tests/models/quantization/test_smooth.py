@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight
-from penstock.models.quantization.activations import Inputs, RoundedInputsOps, _best_smoothing, _rounded
+from penstock.models.quantization.activations import Inputs, RoundedInputsOps, _rounded, factors_for_int8
 
 
 def outlying_rows() -> torch.Tensor:
@@ -18,7 +18,7 @@ def outlying_rows() -> torch.Tensor:
 def test_outliers_are_shared_between_inputs_and_weights() -> None:
     rows, weight = outlying_rows(), torch.randn(96, 64)
     seen = Inputs(rows.abs().sum(0), rows.abs().amax(0), len(rows), [rows])
-    factors = _best_smoothing(weight, seen)
+    factors = factors_for_int8(weight, seen)
     wanted = rows @ weight.T
 
     def error(s: torch.Tensor) -> float:
@@ -32,7 +32,7 @@ def test_outliers_are_shared_between_inputs_and_weights() -> None:
 def test_inputs_without_outliers_are_left_alone_where_that_is_best() -> None:
     rows = torch.ones(8, 32)
     seen = Inputs(rows.sum(0), rows.amax(0), len(rows), [rows])
-    assert torch.equal(_best_smoothing(torch.ones(16, 32), seen), torch.ones(32))
+    assert torch.equal(factors_for_int8(torch.ones(16, 32), seen), torch.ones(32))
 
 
 def test_only_marked_weights_round_their_inputs() -> None:
