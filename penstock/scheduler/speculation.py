@@ -45,6 +45,7 @@ _OUTLIER = 1.5  # no step counts for more than so many times its prediction
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again
 _FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each trial in vain doubles the number
 _TRIAL_SHARE = 4  # one in so many requests takes part in a trial, with one token
+_FIRST_TOKENS = 2  # of each draft, before it is known what a drafted token costs
 _FADING = 0.02  # per plan without drafts, of what is known of their cost
 _PLANS_BETWEEN_PLAIN_STEPS = 48
 _PLANS_AFTER_RISE = 8
@@ -202,6 +203,8 @@ class Speculation:
         may have `max_tokens`."""
         is_trial = self._is_trial_due
         lengths = self._best_lengths(offers, load, max_tokens)
+        if self._row_s is None:
+            lengths = [min(length, _FIRST_TOKENS) for length in lengths]
         if any(lengths):
             self._num_plans_without = 0
             self._plans_between_trials = _FEWEST_BETWEEN_TRIALS

@@ -161,6 +161,7 @@ class IdempotentAnswers:
         self._claims: dict[_Key, KeyClaim] = {}  # of running requests, where a database holds them
         self._fingerprints: dict[_Key, bytes] = {}  # of running requests
         self._finished = AnswerCache(settings.max_bytes)  # fingerprint and answer
+        self._releasing: set[asyncio.Task[None]] = set()  # claims of requests that were cancelled
         self._turns: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
 
     def apply(self, settings: IdempotencySettings) -> None:
@@ -211,6 +212,7 @@ class IdempotentAnswers:
     async def close(self) -> None:
         """Let the records of answers that have ended be written. Call it when the gateway has drained."""
         endings = [asyncio.ensure_future(shared.over()) for shared in self._unrecorded]
+        endings += self._releasing
         if endings:
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
 
@@ -272,8 +274,14 @@ class IdempotentAnswers:
                 lease_until=now + LEASE_S,
                 expires_at=now + self.settings.ttl_s,
             )
+            attempting = asyncio.ensure_future(self._database.run(attempt))
             try:
-                result = await self._database.run(attempt)
+                result = await asyncio.shield(attempting)
+            except asyncio.CancelledError:  # the database may still grant what nobody waits for any more
+                releasing = asyncio.create_task(self._release_after(attempting, claim))
+                self._releasing.add(releasing)
+                releasing.add_done_callback(self._releasing.discard)
+                raise
             except StoreUnavailable as error:
                 logger.warning("idempotency keys hold within this process only: %s", error)
                 return None
@@ -291,6 +299,11 @@ class IdempotentAnswers:
                 await self._database.run(
                     partial(keep_answer, claim=claim, answer=answer, expires_at=expires_at)
                 )
+
+    async def _release_after(self, attempting: Awaitable[ClaimResult], claim: KeyClaim) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await attempting
+        await self._release(claim)
 
     async def _release(self, claim: KeyClaim) -> None:
         if self._database is not None:

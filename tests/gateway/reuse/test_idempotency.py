@@ -273,6 +273,29 @@ class TestAcrossProcesses:
         deltas = await read(first)
         assert await read(await repeat) == deltas
 
+    async def test_a_client_that_leaves_during_the_claim_frees_the_key(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        claims, may_claim = threading.Event(), threading.Event()
+
+        def slow(*args: Any, **options: Any) -> Any:
+            claims.set()
+            may_claim.wait(10)
+            return claim_key(*args, **options)
+
+        monkeypatch.setattr(idempotency, "claim_key", slow)
+        gateway = make_gateway(FakeEngine(script_text("yes")), database)
+        leaving = asyncio.ensure_future(gateway.submit(request_for()))
+        await until(claims.is_set)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        may_claim.set()
+        again = make_gateway(FakeEngine(script_text("yes")), database)
+        await recorded(gateway)
+        answer = await asyncio.wait_for(again.submit(request_for()), idempotency.LEASE_S / 2)
+        assert "".join(delta.text for delta in await read(answer)) == "yes"
+
     async def test_whoever_ran_it_has_died(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(idempotency, "POLL_S", 0.001)
         clock, claims = WallClock(), CountedCalls(monkeypatch, "claim_key")
