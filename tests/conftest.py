@@ -14,6 +14,8 @@ if not Path("/dev/nvidiactl").exists():
 
 # Two slow cores compute a prompt of 2,000 tokens in a minute or two while other tests run.
 E2E_TIMEOUT_S = 1200
+# These files take minutes, in one process each.
+LONG_FILES = ("tests/triton/", "tests/engine/test_prompt_scores_transformers.py")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,10 +25,6 @@ def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-# In one process for minutes, with no server that could run beside others.
-LONG_FILES = ("tests/triton/", "tests/engine/test_prompt_scores_transformers.py")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give tests of the real server time on a slow machine, and begin with the longest files: workers take whole
     files, and all but one would be idle if a long file came last."""
