@@ -203,8 +203,6 @@ class Speculation:
         may have `max_tokens`."""
         is_trial = self._is_trial_due
         lengths = self._best_lengths(offers, load, max_tokens)
-        if self._row_s is None:
-            lengths = [min(length, _FIRST_TOKENS) for length in lengths]
         if any(lengths):
             self._num_plans_without = 0
             self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
@@ -262,6 +260,8 @@ class Speculation:
             lengths[index] += 1
             num_tokens += chance
             step_s += row_s
+        if self._row_s is None:
+            lengths = [min(length, _FIRST_TOKENS) for length in lengths]
         if self._plans_ahead and num_tokens * plain_s <= _MIN_GAIN * load.decode_sequences * step_s:
             return [0] * len(offers)
         return lengths

@@ -156,6 +156,7 @@ def test_events_tell_of_the_drafts_that_were_verified() -> None:
     config = SchedulerConfig(max_draft_tokens=3)
     scheduler = Scheduler(config, cache, max_model_len=64, eos_token_ids=frozenset({9}))
     scheduler.add(make_request("r", 5, 20), 0.0)
+    scheduler._speculation._row_s = 1e-5  # before that is known, drafts are short
     uses = []
     steps = (((), (), 1), ((2, 3, 4), (2,), 7), ((), (), 6), ((8, 9, 4), (8, 9, 4), 5))
     for drafts, accepted, token_id in steps:
