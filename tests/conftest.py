@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ LONG_FILES = ("tests/triton/", "tests/engine/test_prompt_scores_transformers.py"
 def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Servers that tests start keep their data here, and not where the user's own server has its keys."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="package")
+def one_torch_thread() -> Iterator[None]:
+    """Tiny models spend more time handing work to threads than doing it."""
+    import torch  # most tests do without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -129,10 +129,10 @@ def evaluate(
     def encode(card: ModelCard) -> list[list[int]]:
         return encoded(card, conversations[:num_requests])
 
+    with spinner("Answering with drafts"):  # first, so that a drafter that does not fit is refused at once
+        drafted = measure(speculating, path, encode, max_tokens)
     with spinner("Answering without drafts"):
         plain = measure(_unspeculated(config), path, encode, max_tokens)
-    with spinner("Answering with drafts"):
-        drafted = measure(speculating, path, encode, max_tokens)
     num_same = sum(a == b for a, b in zip(plain.answers, drafted.answers, strict=True))
     figures = {
         "tokens_per_s": drafted.tokens_per_s,

@@ -181,8 +181,10 @@ class Scheduler:
         self._cache.retention.expire(now)
         self._end_overdue(now)
         self._queue.promote(now)
-        if self._steps and self._speculation.waits_for_commits() and self._running.has_decodes:
-            return None
+        if self._steps:
+            self._speculation.plans_ahead = True
+            if self._speculation.waits_for_commits and self._running.has_decodes:
+                return None
 
         max_tokens = self._config.max_num_batched_tokens
         work, lacks_blocks = self._preemption.make_room(max_tokens, self._queue.first(), now)

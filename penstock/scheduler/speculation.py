@@ -117,12 +117,12 @@ class Speculation:
         self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
         self._num_observed = 0  # steps that taught the host's time
         self._host_s = 0.0  # host's time per step, while the executor idles
-        self._plans_ahead = False  # the driver asks for plans ahead of commits
+        self.plans_ahead = False  # the driver asks for plans ahead of commits; set by the scheduler
 
+    @property
     def waits_for_commits(self) -> bool:
         """Say whether the next step, which could be planned ahead, is better planned with the newest tokens known:
         drafts have been paying, or a trial is due."""
-        self._plans_ahead = True
         return self._max_draft_tokens > 0 and (self._num_plans_without < _PATIENCE or self._is_trial_due)
 
     def wanted(self) -> dict[str, int]:
@@ -262,7 +262,7 @@ class Speculation:
             step_s += row_s
         if self._row_s is None:
             lengths = [min(length, _FIRST_TOKENS) for length in lengths]
-        if self._plans_ahead and num_tokens * plain_s <= _MIN_GAIN * load.decode_sequences * step_s:
+        if self.plans_ahead and num_tokens * plain_s <= _MIN_GAIN * load.decode_sequences * step_s:
             return [0] * len(offers)
         return lengths
 

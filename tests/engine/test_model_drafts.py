@@ -221,14 +221,15 @@ class Clock(SystemClock):
         return self.time
 
 
-def lengths(accepted: int, token_s: float, step_s: float, calls: int) -> list[int]:
+def lengths(accepted: int, token_s: float, step_s: float, calls: int, *, first_s: float = 0.0) -> list[int]:
+    """The lengths that are chosen in so many calls, of which the first two take `first_s` longer."""
     clock = Clock()
     chooser = DraftLength(clock, 8)
     chosen = []
-    for _ in range(calls):
+    for call in range(calls):
         count = chooser.begin()
         chosen.append(count)
-        clock.time += count * token_s
+        clock.time += count * token_s + (first_s if call < 2 else 0.0)
         if count:
             chooser.end(count, 1, 1)
             chooser.observe(count, min(accepted, count))
@@ -243,3 +244,7 @@ def test_lengths_follow_acceptance_and_cost() -> None:
     assert never[-20:].count(0) >= 19
     assert 0 < sum(never[100:]) <= length._TRIAL_TOKENS * 4
     assert lengths(8, 5.0, 1.0, 60)[-1] == 0
+
+
+def test_the_time_to_compile_does_not_count() -> None:
+    assert lengths(8, 0.1, 1.0, 40, first_s=100.0)[-1] == 8

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,12 +12,7 @@ from tests.models.checkpoints import MODELS, VOCAB_SIZE, Reference, make_referen
 
 
 @pytest.fixture(scope="package", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Models of this size spend more time handing work to threads than doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def models_use_one_thread(one_torch_thread: None) -> None: ...
 
 
 def available_ops(dtype: torch.dtype) -> list[Ops]:

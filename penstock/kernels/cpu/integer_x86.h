@@ -64,6 +64,8 @@ struct Vector {
     }
     return load(order);
   }
+  // The compiler is not to move products across: it would keep sums in memory to keep weights in registers.
+  PENSTOCK_INLINE void keep_in_register(Bytes& sum) { asm volatile("" : "+v"(sum)); }
   PENSTOCK_INLINE Bytes add(Bytes a, Bytes b) { return PENSTOCK_SIZED(add_epi32)(a, b); }
   PENSTOCK_INLINE Bytes subtract_words(Bytes a, int16_t b) {
     return PENSTOCK_SIZED(sub_epi16)(a, PENSTOCK_SIZED(set1_epi16)(b));
@@ -146,10 +148,31 @@ struct ByteEngine {
     });
   }
 
+  // The codes of a tile of several rows. Three rows share a pointer, which addresses of x86 allow.
+  template <int kRows>
+  struct RowCodes {
+    static constexpr int kPointers = (kRows + 2) / 3;
+    const uint8_t* rows[kPointers];
+    int64_t stride;
+
+    inline __attribute__((always_inline)) RowCodes(const uint8_t* first, int64_t row_stride) : stride(row_stride) {
+#pragma GCC unroll 3
+      for (int i = 0; i < kPointers; ++i) rows[i] = first + 3 * i * row_stride;
+    }
+    inline __attribute__((always_inline)) void next_tile() {
+#pragma GCC unroll 3
+      for (int i = 0; i < kPointers; ++i) rows[i] += kRowTileBytes;
+    }
+    // Four bytes of row r.
+    inline __attribute__((always_inline)) Vector::Bytes repeat(int r, int64_t at) const {
+      return Vector::repeat(rows[r / 3] + r % 3 * stride + at);
+    }
+  };
+
   // Sums of products of words over kPairs pairs of inputs.
   template <CodeKind kKind, int kPairs, int kRows>
-  PENSTOCK_INLINE void add_words(const uint8_t* codes, const int16_t* x, int64_t x_stride, RowSums (&sum)[kRows]) {
-#pragma GCC unroll 4
+  PENSTOCK_INLINE void add_words(const uint8_t* codes, const RowCodes<kRows>& x, int64_t x_at, RowSums (&sum)[kRows]) {
+#pragma GCC unroll 16
     for (int64_t pair = 0; pair < kPairs; ++pair) {
       RowSums weights;
 #pragma GCC unroll 2
@@ -163,20 +186,24 @@ struct ByteEngine {
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const Vector::Bytes inputs = Vector::repeat(x + r * x_stride + pair * 2);
+        const Vector::Bytes inputs = x.repeat(r, x_at + pair * 4);
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = Vector::dot_words(sum[r][v], weights[v], inputs);
+        for (int v = 0; v < kVectors; ++v) {
+          sum[r][v] = Vector::dot_words(sum[r][v], weights[v], inputs);
+          Vector::keep_in_register(sum[r][v]);
+        }
       }
     }
   }
 
-  // The same as bytes: high[r] and low[r] for half `half` of a tile.
+  // Sums of products of bytes over half a tile.
   template <CodeKind kKind, int kRows>
-  PENSTOCK_INLINE void add_bytes(const uint8_t* codes, int half, const int8_t* x, int64_t x_stride,
-                                 RowSums (&high)[kRows], RowSums (&low)[kRows]) {
+  PENSTOCK_INLINE void add_bytes(const uint8_t* codes, int half, const RowCodes<kRows>& x, RowSums (&high)[kRows],
+                                 RowSums (&low)[kRows]) {
 #pragma GCC unroll 4
     for (int64_t quad = 0; quad < kQuadsPerTile / 2; ++quad) {
       const int64_t stored = kKind == CodeKind::nibbles ? quad : quad + half * kQuadsPerTile / 2;
+      const int64_t at = half * kTileInputs / 2 + quad * kQuadInputs;
       RowSums weights;
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
@@ -185,41 +212,45 @@ struct ByteEngine {
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const int8_t* at = x + r * x_stride + half * kTileInputs / 2 + quad * kQuadInputs;
-        const Vector::Bytes upper = Vector::repeat(at), lower = Vector::repeat(at + kTileInputs);
+        const Vector::Bytes upper = x.repeat(r, at), lower = x.repeat(r, at + kTileInputs);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           high[r][v] = Vector::dot_bytes(high[r][v], weights[v], upper);
           low[r][v] = Vector::dot_bytes(low[r][v], weights[v], lower);
+          Vector::keep_in_register(high[r][v]);
+          Vector::keep_in_register(low[r][v]);
         }
       }
     }
   }
 
-  // Products of a group of inputs, exact. 8-bit codes that are still packed have their bias.
-  template <CodeKind kKind, int kGroups, int kRows>
-  PENSTOCK_INLINE void sum_group(const IntegerCall& call, const uint8_t* codes, int64_t row, int64_t t, int group,
-                                 RowSums (&sum)[kRows]) {
+  template <int kRows>
+  PENSTOCK_INLINE void clear(RowSums (&sum)[kRows]) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) sum[r][v] = Vector::broadcast(0);
     }
-    if constexpr (kKind == CodeKind::unpacked || (kKind == CodeKind::bytes && kWideBytes)) {
+  }
+
+  static constexpr bool uses_words(CodeKind kind) {
+    return kind == CodeKind::unpacked || (kind == CodeKind::bytes && kWideBytes);
+  }
+
+  // Products of a group of inputs, exact. 8-bit codes that are still packed have their bias.
+  template <CodeKind kKind, int kGroups, int kRows>
+  PENSTOCK_INLINE void sum_group(const uint8_t* codes, const RowCodes<kRows>& x, const RoundedGroup* rounded,
+                                 int64_t groups_stride, int group, RowSums (&sum)[kRows]) {
+    clear(sum);
+    if constexpr (uses_words(kKind)) {
       constexpr int64_t pairs = kTileInputs / 2 / kGroups;
       const uint8_t* from = codes + group * pairs * (kKind == CodeKind::unpacked ? kPairBytes : kQuadBytes / 2);
-      const int16_t* x = call.row_words(row) + t * kTileInputs + group * pairs * 2;
-      add_words<kKind, pairs>(from, x, call.row_stride() / 2, sum);
+      add_words<kKind, pairs>(from, x, group * pairs * 4, sum);
     } else {
-      const int8_t* x = call.row_bytes(row) + t * kRowTileBytes;
       RowSums low[kRows];
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) low[r][v] = sum[r][v];
-      }
-      add_bytes<kKind>(codes, group, x, call.row_stride(), sum, low);
-      if (kGroups == 1) add_bytes<kKind>(codes, 1, x, call.row_stride(), sum, low);
+      clear(low);
+      add_bytes<kKind>(codes, group, x, sum, low);
+      if (kGroups == 1) add_bytes<kKind>(codes, 1, x, sum, low);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -229,7 +260,7 @@ struct ByteEngine {
     if (kKind != CodeKind::bytes) return;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const int32_t bias = -kCodeBias * group_code_sum<kGroups>(call.row_groups(row + r)[t], group);
+      const int32_t bias = -kCodeBias * group_code_sum<kGroups>(rounded[r * groups_stride], group);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) sum[r][v] = Vector::add(sum[r][v], Vector::broadcast(bias));
     }
@@ -245,13 +276,17 @@ struct ByteEngine {
   template <CodeKind kKind, int kGroups, int kRows>
   PENSTOCK_INLINE void add_block(const IntegerCall& call, const TileRun& run, int64_t row, float* sums) {
     const uint8_t* tile = run.data;
-    for (int64_t t = run.first_tile; t < run.first_tile + run.num_tiles; ++t, tile += run.step) {
+    const RoundedGroup* rounded = call.row_groups(row) + run.first_tile;
+    const int64_t groups_stride = call.num_tiles;
+    const uint8_t* row_codes = uses_words(kKind) ? reinterpret_cast<const uint8_t*>(call.row_words(row))
+                                                 : reinterpret_cast<const uint8_t*>(call.row_bytes(row));
+    RowCodes<kRows> x(row_codes + run.first_tile * kRowTileBytes, call.row_stride());
+    for (int64_t t = 0; t < run.num_tiles; ++t, tile += run.step, ++rounded, x.next_tile()) {
       if (kKind != CodeKind::unpacked) prefetch_tile(tile, run.step);
-      const RoundedGroup* rounded = call.row_groups(row) + t;
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) {
         RowSums sum[kRows];
-        sum_group<kKind, kGroups>(call, tile + run.codes_at, row, t, g, sum);
+        sum_group<kKind, kGroups>(tile + run.codes_at, x, rounded, groups_stride, g, sum);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = g * kPanelOutputs + v * Vector::kOutputs;
@@ -260,7 +295,7 @@ struct ByteEngine {
           if (run.has_offsets) offset = Vector::load_factor(run.half_scales, tile + run.offsets_at, at);
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) {
-            const RoundedGroup& group = rounded[r * call.num_tiles];
+            const RoundedGroup& group = rounded[r * groups_stride];
             float* to = sums + r * kPanelOutputs + v * Vector::kOutputs;
             const Vector::Reals both = Vector::multiply(scale, Vector::broadcast(group.scale));
             Vector::Reals total = Vector::multiply_add(Vector::to_reals(sum[r][v]), both, Vector::load_reals(to));
