@@ -16,6 +16,7 @@ from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
     AttentionLayer,
+    ExpertGroups,
     ExpertWeights,
     PackedLinear,
     Routing,
@@ -38,14 +39,42 @@ class ExpertList:
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """float32 [T, E] → the weights of each token's experts, float32 [T, K], and which they are, int64 [T, K]."""
-    shares = torch.softmax(logits, dim=-1)
-    # Stable, so that equals keep the order of their indices.
-    ranked, order = torch.sort(shares, dim=-1, descending=True, stable=True)
-    weights, chosen = ranked[:, : routing.top_k], order[:, : routing.top_k]
+    """float32 [T, E] → the weights of each token's experts, float32 [T, K], and which they are, int64 [T, K]. Runs
+    on any device without waiting for the device."""
+    if routing.scoring == "sparsemixer":
+        weights, chosen = _mix_sparsely(logits, routing)
+    else:
+        scores = torch.softmax(logits, dim=-1) if routing.scoring == "softmax" else torch.sigmoid(logits)
+        ranked = scores if routing.selection_bias is None else scores + routing.selection_bias
+        if routing.groups is not None:
+            ranked = _within_best_groups(ranked, routing.groups)
+        # Stable, so that equals keep the order of their indices.
+        chosen = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+        weights = scores.gather(1, chosen)
     if routing.normalizes:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, chosen
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(routing.least_sum)
+    return weights * routing.scale, chosen
+
+
+def _within_best_groups(scores: Tensor, groups: ExpertGroups) -> Tensor:
+    """Return the scores with those outside of the best groups at minus infinity."""
+    by_group = scores.view(scores.shape[0], groups.count, -1)
+    quality = by_group.topk(groups.ranked_by, dim=-1).values.sum(dim=-1)
+    best = torch.sort(quality, dim=-1, descending=True, stable=True).indices[:, : groups.kept]
+    is_left_out = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
+    return by_group.masked_fill(is_left_out.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _mix_sparsely(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    left, weights, chosen = logits, [], []
+    for _ in range(routing.top_k):
+        highest = left.amax(dim=-1, keepdim=True)
+        index = left.argmax(dim=-1, keepdim=True)
+        is_far = (highest - logits) / logits.abs().maximum(highest) > 2 * routing.jitter
+        weights.append(torch.softmax(left.masked_fill(is_far, float("-inf")), dim=-1).gather(1, index))
+        chosen.append(index)
+        left = left.scatter(1, index, float("-inf"))
+    return torch.cat(weights, dim=1), torch.cat(chosen, dim=1)
 
 
 class ComposedOps:
@@ -91,7 +120,10 @@ class ComposedOps:
 
     def pack_experts(self: Ops, experts: Iterable[ExpertWeights]) -> ExpertList:
         packed = [
-            (self.pack_linear([expert.gate, expert.up]), self.pack_linear([expert.down]))
+            (
+                self.pack_linear([expert.gate, expert.up], expert.gate_up_bias),
+                self.pack_linear([expert.down], expert.down_bias),
+            )
             for expert in experts
         ]
         return ExpertList(tuple(pair[0] for pair in packed), tuple(pair[1] for pair in packed))
@@ -104,8 +136,11 @@ class ComposedOps:
         # In the order of the experts, so that a row's sum does not depend on its neighbours.
         for index in chosen.unique().tolist():
             rows, ranks = (chosen == index).nonzero(as_tuple=True)
-            made = self.mlp(x[rows], experts.gate_ups[index], experts.downs[index], activation)
-            total[rows] += made.float() * weights[rows, ranks].unsqueeze(1)
+            taken, share = x[rows], weights[rows, ranks].unsqueeze(1)
+            if routing.weighs_input:
+                taken = (taken * share).to(x.dtype)
+            made = self.mlp(taken, experts.gate_ups[index], experts.downs[index], activation)
+            total[rows] += made.float() if routing.weighs_input else made.float() * share
         return total.to(x.dtype)
 
     def moe_block(

@@ -25,7 +25,9 @@ from penstock.kernels.weights import GroupQuantWeight as GroupQuantWeight
 from penstock.kernels.weights import WeightData as WeightData
 from penstock.kernels.weights import with_common_order as with_common_order
 
-Activation = Literal["silu", "gelu_tanh"]
+# "clamped_swiglu" is gpt-oss's: gate × sigmoid(1.702 × gate) × (up + 1), both clamped at 7.
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 class PackedLinear(Protocol):
@@ -55,21 +57,52 @@ class PackedExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert: down(activation(gate x) × up x)."""
+    """One expert: down(activation(gate x) × up x). Biases are float32, one number for each output."""
 
     gate: WeightData
     up: WeightData
     down: WeightData
+    gate_up_bias: Tensor | None = None  # of gate, then of up
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Experts in groups of neighbours: a token chooses among the experts of its `kept` best groups only. A group is
+    as good as the sum of its `ranked_by` best experts."""
+
+    count: int
+    kept: int
+    ranked_by: int
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a token chooses its experts: the softmax over all, then the `top_k` most probable. Among equals the lower
-    index comes first."""
+    """How a token chooses its experts: the `top_k` with the highest scores, which are also their weights. Among
+    equals the lower index comes first.
+
+    Scores are the softmax or the sigmoid of the router's logits. With "sparsemixer" (Phi's), the weight of each
+    chosen expert is its softmax over the logits close to its own, without the experts chosen before."""
 
     num_experts: int
     top_k: int
     normalizes: bool  # whether the chosen weights are scaled to sum to 1
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    selection_bias: Tensor | None = (
+        None  # float32 [E], added to scores where experts are chosen, not to weights
+    )
+    groups: ExpertGroups | None = None
+    scale: float = 1.0  # of the weights
+    least_sum: float = 1e-20  # that weights are divided by, where they are normalized
+    weighs_input: bool = False  # whether an expert's input is multiplied by its weight, instead of its output
+    jitter: float = (
+        0.0  # of sparsemixer: how far logits may be apart, relative to the larger one, to be close
+    )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the softmax and nothing more."""
+        return self == Routing(self.num_experts, self.top_k, self.normalizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +119,7 @@ class AttentionLayer:
     q_norm: Tensor | None = None  # [D], RMS norm of each head before rope
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
+    sinks: Tensor | None = None  # float32 [H]: a logit of each head that takes weight, and has no value
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class AttentionLayerStruct(Structure):
         ("rope", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("sinks", c_void_p),
         ("scale", c_float),
         ("softcap", c_float),
         ("norm_eps", c_float),

@@ -36,6 +36,7 @@ from penstock.kernels.library import (
     SamplingStruct,
 )
 from penstock.kernels.native_storage import NativeEmbedding, NativeKVStore, NativeLinear, check_kv_shape
+from penstock.kernels.reference import gated_reference
 
 # Numbers shared with cpu/common.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -159,6 +160,8 @@ class NativeOps(ComposedOps):
         return y
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if activation not in ACTIVATION_CODES:
+            return gated_reference(gate_up, activation)
         gate_up = self._fitted(gate_up)
         rows, double_width = gate_up.shape
         width = double_width // 2
@@ -217,7 +220,7 @@ class NativeOps(ComposedOps):
         return y
 
     def mlp(self, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
-        if gate_up.input_order is not None or down.input_order is not None:
+        if _is_not_fused(gate_up, down, activation):
             return self.linear(self.gated(self.linear(x, gate_up), activation), down)
         x = self._fitted(x)
         y = torch.empty((x.shape[0], down.out_features), dtype=self.dtype)
@@ -267,7 +270,7 @@ class NativeOps(ComposedOps):
     def mlp_block(
         self, residual: Tensor, norm: Tensor, eps: float, gate_up: Any, down: Any, activation: Activation
     ) -> None:
-        if gate_up.input_order is not None or down.input_order is not None:
+        if _is_not_fused(gate_up, down, activation):
             residual.add_(self.mlp(self.rms_norm(residual, norm, eps), gate_up, down, activation))
             return
         self._check_residual(residual)
@@ -286,7 +289,11 @@ class NativeOps(ComposedOps):
     def join_layers(
         self, layers: Sequence[GatedLayer], eps: float, activation: Activation, kv: KVStore
     ) -> RunLayers | None:
-        if not isinstance(kv, NativeKVStore) or any(map(_is_reordered, layers)):
+        if (
+            not isinstance(kv, NativeKVStore)
+            or activation not in ACTIVATION_CODES
+            or any(map(_is_reordered, layers))
+        ):
             return None
         structs = (DecoderLayerStruct * len(layers))(*map(self._describe_decoder_layer, layers))
         run, activation_code = self._library.decoder_layers, ACTIVATION_CODES[activation]
@@ -358,7 +365,7 @@ class NativeOps(ComposedOps):
             return known[0]
         tables = [
             None if table is None else table.to(torch.float32).contiguous()
-            for table in (layer.rope, layer.q_norm, layer.k_norm)
+            for table in (layer.rope, layer.q_norm, layer.k_norm, layer.sinks)
         ]
         struct = AttentionLayerStruct(
             layer.num_heads,
@@ -393,6 +400,12 @@ class NativeOps(ComposedOps):
             *(tensor.data_ptr() for tensor in tensors),
         )
         self._batch = batch
+
+
+def _is_not_fused(gate_up: Any, down: Any, activation: Activation) -> bool:
+    """Whether the library has no single call for an MLP."""
+    reordered = gate_up.input_order is not None or down.input_order is not None
+    return reordered or activation not in ACTIVATION_CODES
 
 
 def _is_reordered(layer: GatedLayer) -> bool:

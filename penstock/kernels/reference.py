@@ -25,6 +25,8 @@ from torch import Tensor
 
 from penstock.kernels.blocks import ComposedOps
 from penstock.kernels.interface import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     Activation,
     AttentionBatch,
     AttentionLayer,
@@ -162,9 +164,7 @@ class TorchOps(ComposedOps):
         return self.rms_norm(residual, weight, eps)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        return (active * up).to(gate_up.dtype)
+        return gated_reference(gate_up, activation)
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
@@ -207,6 +207,17 @@ class TorchOps(ComposedOps):
         return weight.dequantize(self.dtype).to(self.device)
 
 
+def gated_reference(gate_up: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate = gate.clamp(max=SWIGLU_LIMIT)
+        active = gate * torch.sigmoid(SWIGLU_ALPHA * gate)
+        up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    else:
+        active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (active * up).to(gate_up.dtype)
+
+
 def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D/2) of every head by the angle of its token's position."""
     half = x.shape[-1] // 2
@@ -242,7 +253,11 @@ def _attend_one_request(
     hidden = key_at > query_at
     if layer.window is not None:
         hidden |= key_at <= query_at - layer.window
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if layer.sinks is not None:  # one more key, without a value
+        sinks = layer.sinks.float().view(layer.num_kv_heads, group, 1, 1).expand(-1, -1, num_queries, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[0]]
     return torch.einsum("ghnc,cgd->nghd", weights, values).reshape(query.shape).to(query.dtype)
 
 

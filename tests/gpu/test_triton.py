@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.core.engine_config import Quantization
-from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Routing
+from penstock.kernels.interface import DenseWeight, ExpertGroups, GroupQuantWeight, Routing
 from penstock.models.weights import quantize
 
 if not torch.cuda.is_available():
@@ -64,6 +64,16 @@ def test_attend(
     assert error < (1e-2 if bench is NARROW else 2e-3)  # float32 products run as tf32
 
 
+@pytest.mark.parametrize("bench", [WIDE, NARROW], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [Heads(64, 8, 64, sinks=True), Heads(64, 8, 64, 128, sinks=True)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[(700, 1), (3, 1)], [(9000, 1)], [(33, 1), (500, 77), (0, 130)], [(9000, 9)]], ids=str
+)
+def test_attention_sinks(bench: Bench, heads: Heads, lengths: Lengths) -> None:
+    """Contexts of 9,000 tokens are split, and merged with the sink."""
+    assert attention_error(bench, heads, lengths) < (1e-2 if bench is NARROW else 2e-3)
+
+
 @pytest.mark.parametrize("lengths", [[(500, 1), (1, 1), (77, 1)], [(0, 70), (130, 33), (16, 200)]])
 def test_a_cache_in_float8(lengths: Lengths) -> None:
     bench = Bench(DEVICE, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
@@ -96,6 +106,24 @@ def test_a_block_is_its_parts(rows: int, hidden: int, inner: int, bias: bool) ->
 def test_experts(tokens: int, experts: int, top_k: int, inner: int, normalizes: bool) -> None:
     routing = Routing(experts, top_k, normalizes)
     assert share_of_close_tokens(NARROW, tokens, experts, routing, hidden=256, inner=inner) > 0.98
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_experts_of_other_families(tokens: int) -> None:
+    deepseek = Routing(
+        64,
+        6,
+        True,
+        scoring="sigmoid",
+        selection_bias=torch.randn(64, device=DEVICE),
+        groups=ExpertGroups(8, 4, 2),
+        scale=2.5,
+    )
+    assert share_of_close_tokens(NARROW, tokens, 64, deepseek, hidden=256, inner=512) > 0.98
+    gpt_oss = Routing(32, 4, True)
+    assert share_of_close_tokens(NARROW, tokens, 32, gpt_oss, 256, 512, "clamped_swiglu", bias=True) > 0.98
+    llama4 = Routing(16, 1, False, scoring="sigmoid", weighs_input=True)
+    assert share_of_close_tokens(NARROW, tokens, 16, llama4, 256, 512) > 0.98
 
 
 @pytest.mark.parametrize(("rows", "experts"), [(1, 1), (70, 3), (500, 32)])

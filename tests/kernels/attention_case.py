@@ -20,6 +20,7 @@ def make_layer(
     softcap: float | None = None,
     head_norms: bool = False,
     max_positions: int = 2048,
+    sinks: bool = False,
 ) -> AttentionLayer:
     half = head_dim // 2
     frequencies = 10000.0 ** (-torch.arange(half) / half)
@@ -34,6 +35,7 @@ def make_layer(
         softcap=softcap,
         q_norm=torch.rand(head_dim) + 0.5 if head_norms else None,
         k_norm=torch.rand(head_dim) + 0.5 if head_norms else None,
+        sinks=torch.randn(num_heads) * 2 if sinks else None,
     )
 
 

@@ -25,7 +25,8 @@ LAYERS = {
     "window": {"window": 40},
     "softcap": {"softcap": 5.0},
     "norms": {"head_norms": True},
-    "all": {"window": 100, "softcap": 20.0, "head_norms": True},
+    "sinks": {"sinks": True, "window": 60},
+    "all": {"window": 100, "softcap": 20.0, "head_norms": True, "sinks": True},
 }
 LENGTHS = [1, 15, 16, 17, 100, 230]
 

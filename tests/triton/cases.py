@@ -90,6 +90,7 @@ class Heads:
     window: int | None = None
     softcap: float | None = None
     norms: bool = False
+    sinks: bool = False
 
     def layer(self, bench: Bench, max_positions: int) -> AttentionLayer:
         norms = [
@@ -106,6 +107,7 @@ class Heads:
             softcap=self.softcap,
             q_norm=norms[0],
             k_norm=norms[1],
+            sinks=torch.randn(self.count, device=bench.device) * 2 if self.sinks else None,
         )
 
 
@@ -151,7 +153,7 @@ def assert_elementwise(bench: Bench, rows: int, width: int) -> None:
     )
     torch.testing.assert_close(ours, theirs, **tolerance)
     both = torch.cat([x, residual], 1)
-    activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
+    activations: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
     for activation in activations:
         torch.testing.assert_close(
             ops.gated(both, activation), definition.gated(both, activation), **tolerance
@@ -184,11 +186,28 @@ def block_error(bench: Bench, rows: int, heads: Heads, hidden: int, inner: int, 
 
 
 def share_of_close_tokens(
-    bench: Bench, tokens: int, experts: int, routing: Routing, hidden: int, inner: int
+    bench: Bench,
+    tokens: int,
+    experts: int,
+    routing: Routing,
+    hidden: int,
+    inner: int,
+    activation: Activation = "silu",
+    bias: bool = False,
 ) -> float:
     """Rounding lets a token near a tie take another expert, so not all can be."""
+
+    def biases(size: int) -> Tensor | None:
+        return torch.randn(size, device=bench.device) if bias else None
+
     parts = [
-        ExpertWeights(bench.matrix(inner, hidden), bench.matrix(inner, hidden), bench.matrix(hidden, inner))
+        ExpertWeights(
+            bench.matrix(inner, hidden),
+            bench.matrix(inner, hidden),
+            bench.matrix(hidden, inner),
+            biases(2 * inner),
+            biases(hidden),
+        )
         for _ in range(experts)
     ]
     router = bench.matrix(experts, hidden)
@@ -197,7 +216,7 @@ def share_of_close_tokens(
     theirs = ours.clone()
     for ops, residual in ((bench.ops, ours), (bench.definition, theirs)):
         packed = ops.pack_experts(iter(parts))
-        ops.moe_block(residual, norm, 1e-5, ops.pack_linear([router]), packed, routing, "silu")
+        ops.moe_block(residual, norm, 1e-5, ops.pack_linear([router]), packed, routing, activation)
     close = (ours.float() - theirs.float()).abs().amax(dim=1) < 0.03 * theirs.abs().max()
     return float(close.float().mean())
 

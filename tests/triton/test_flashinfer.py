@@ -143,6 +143,12 @@ def test_what_it_has_no_kernels_for_stays(
     assert StandIn.num_plans == int(is_for_it)
 
 
+def test_layers_with_sinks_stay(flashinfer: FlashInferAttention) -> None:
+    ops = TritonOps(CPU, torch.float16, flashinfer=flashinfer)
+    _attend(ops, [(33, 1), (0, 4)], sinks=True)
+    assert StandIn.num_plans == 0
+
+
 @pytest.fixture
 def a_small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
@@ -214,9 +220,9 @@ def test_where_it_cannot_build_its_kernels_triton_goes_on_unless_it_was_asked_fo
         _attend(insisting, lengths)
 
 
-def _attend(ops: TritonOps, lengths: Lengths, head_dim: int = 64) -> Tensor:
+def _attend(ops: TritonOps, lengths: Lengths, head_dim: int = 64, sinks: bool = False) -> Tensor:
     torch.manual_seed(0)
-    bench, heads = Bench(CPU, ops.dtype), Heads(4, 2, head_dim)
+    bench, heads = Bench(CPU, ops.dtype), Heads(4, 2, head_dim, sinks=sinks)
     batch = bench.batch(lengths, NUM_BLOCKS)
     store = ops.allocate_kv(1, NUM_BLOCKS, BLOCK_SIZE, heads.kv_count, head_dim)
     qkv = bench.normal(len(batch.positions), (heads.count + 2 * heads.kv_count) * head_dim)

@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Routing
+from penstock.kernels.interface import DenseWeight, ExpertGroups, GroupQuantWeight, Routing
 
 pytest.importorskip(
     "triton", "3.9", reason="needs triton 3.9 or later, whose interpreter knows today's numpy"
@@ -58,6 +58,7 @@ WHOLE = Bench(torch.device("cpu"), torch.float32)
         Heads(3, 1, 40, norms=True),
         Heads(2, 2, 16, window=21),
         Heads(4, 1, 32, window=150, softcap=3.0),
+        Heads(4, 2, 16, window=37, sinks=True),
     ],
     ids=str,
 )
@@ -79,7 +80,9 @@ def test_a_cache_in_int8(heads: Heads, lengths: Lengths) -> None:
     assert attention_error(bench, heads, lengths) < 1e-5
 
 
-@pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(2, 1, 16, window=300)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [Heads(2, 1, 16), Heads(2, 1, 16, window=300), Heads(2, 1, 16, sinks=True)], ids=str
+)
 def test_a_long_context_is_split_and_merged(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "num_processors", lambda index: 100)
     assert decode_attention.split_length(2, 900, 100) == decode_attention.SHORTEST_SPLIT
@@ -93,7 +96,7 @@ def test_longer_contexts_are_cut_into_longer_splits() -> None:
     assert lengths[0] < lengths[1] < lengths[3]
 
 
-@pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(3, 1, 40, softcap=3.0)], ids=str)
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(3, 1, 40, softcap=3.0, sinks=True)], ids=str)
 @pytest.mark.parametrize("lengths", [[(2100, 9), (3, 2)], [(5, 1), (1990, 70)]], ids=str)
 def test_few_queries_over_a_long_context_are_split_and_merged(
     heads: Heads, lengths: Lengths, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +132,24 @@ def test_a_block_is_its_parts(rows: int, bias: bool) -> None:
 def test_experts(tokens: int, experts: int, top_k: int, normalizes: bool) -> None:
     routing = Routing(experts, top_k, normalizes)
     assert share_of_close_tokens(HALF, tokens, experts, routing, hidden=64, inner=96) > 0.9
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_experts_chosen_by_more_than_a_softmax(tokens: int) -> None:
+    routing = Routing(
+        8, 3, True, scoring="sigmoid", selection_bias=torch.randn(8), groups=ExpertGroups(4, 2, 2), scale=2.5
+    )
+    assert share_of_close_tokens(HALF, tokens, 8, routing, hidden=64, inner=96) > 0.9
+
+
+def test_experts_with_biases_and_a_clamped_gate() -> None:
+    routing = Routing(6, 2, True)
+    assert share_of_close_tokens(HALF, 9, 6, routing, 64, 96, "clamped_swiglu", bias=True) > 0.9
+
+
+def test_experts_whose_input_is_weighted() -> None:
+    routing = Routing(6, 2, False, scoring="sigmoid", weighs_input=True)
+    assert share_of_close_tokens(HALF, 9, 6, routing, 64, 96) > 0.9
 
 
 @pytest.mark.parametrize("experts", [1, 3])

@@ -122,11 +122,16 @@ class PlacedExperts:
         placement = balanced(routing.num_experts, self._group.size)
         own = _OwnExperts(self._ops, experts, placement[self._group.rank], activation)
         weights, chosen = route(logits, routing)
+        into = None
+        if routing.weighs_input:  # of each pair, instead of its output
+            into, weights = weights.flatten().unsqueeze(1), torch.ones_like(weights)
         if x.shape[0] <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self._add_up(x, weights, chosen, own)
-        return self._exchange(x, weights, chosen, own, placement)
+            return self._add_up(x, into, weights, chosen, own)
+        return self._exchange(x, into, weights, chosen, own, placement)
 
-    def _add_up(self, x: Tensor, weights: Tensor, chosen: Tensor, own: _OwnExperts) -> Tensor:
+    def _add_up(
+        self, x: Tensor, into: Tensor | None, weights: Tensor, chosen: Tensor, own: _OwnExperts
+    ) -> Tensor:
         top_k = chosen.shape[1]
         is_own = (chosen >= own.span.start) & (chosen < own.span.stop)
         if x.is_cuda:
@@ -136,12 +141,21 @@ class PlacedExperts:
         else:
             pairs = is_own.flatten().nonzero().squeeze(1)
         of_pairs = x.new_zeros(chosen.numel(), x.shape[1])
-        of_pairs[pairs] = own.run(x[pairs // top_k], chosen.flatten()[pairs])
+        rows = x[pairs // top_k]
+        if into is not None:
+            rows = (rows * into[pairs]).to(x.dtype)
+        of_pairs[pairs] = own.run(rows, chosen.flatten()[pairs])
         of_pairs = of_pairs.view(-1, top_k, x.shape[1]).masked_fill_(~is_own.unsqueeze(2), 0)
         return self._group.add_up(_weighted(of_pairs, weights))
 
     def _exchange(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, own: _OwnExperts, placement: tuple[range, ...]
+        self,
+        x: Tensor,
+        into: Tensor | None,
+        weights: Tensor,
+        chosen: Tensor,
+        own: _OwnExperts,
+        placement: tuple[range, ...],
     ) -> Tensor:
         group, top_k = self._group, chosen.shape[1]
         shares = balanced(x.shape[0], group.size)
@@ -152,7 +166,10 @@ class PlacedExperts:
         order = torch.argsort(holders, stable=True)
         counts = torch.bincount(holders, minlength=group.size)
         sent, received = counts.tolist(), group.exchange_counts(counts).tolist()
-        arrived = group.exchange(x[share][order // top_k], sent, received)
+        rows = x[share][order // top_k]
+        if into is not None:
+            rows = (rows * into.view(-1, top_k)[share].view(-1, 1)[order]).to(x.dtype)
+        arrived = group.exchange(rows, sent, received)
         made = own.run(arrived, group.exchange(wanted[order], sent, received))
         returned = group.exchange(made, received, sent)
         of_pairs = torch.empty_like(returned)

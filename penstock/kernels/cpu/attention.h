@@ -39,6 +39,7 @@ struct AttentionLayer {
   const float* rope;     // [positions][head_dim]: cosines, then sines
   const float* q_norm;   // null when absent
   const float* k_norm;
+  const float* sinks;    // [num_heads]: logits that take weight and have no value; null when absent
   float scale;
   float softcap;         // 0 when absent
   float norm_eps;

@@ -163,14 +163,21 @@ static void merge_states(RowState& into, const RowState& from, int64_t num_rows,
   }
 }
 
+// The sum of a row's weights, the sink's included. A row that sees nothing keeps its sum of 0.
+PENSTOCK_INLINE float sum_with_sink(const AttentionLayer& layer, int64_t head, float maximum, float weight_sum) {
+  if (layer.sinks == nullptr || maximum == -__builtin_inff()) return weight_sum;
+  return weight_sum + exponential(broadcast(layer.sinks[head] - maximum)).part[0][0];
+}
+
 template <typename Element>
 static void write_rows(const AttendCall& call, const QueryTile& tile, const RowState& state) {
   const int64_t heads = call.heads_per_kv_head(), dim = call.layer->head_dim;
   int64_t token = call.batch->query_starts[tile.request] + tile.first_row / heads, head = tile.first_row % heads;
   for (int64_t row = 0; row < tile.num_rows; ++row) {
-    Element* to = static_cast<Element*>(call.out) +
-                  (token * call.layer->num_heads + tile.kv_head * heads + head) * dim;
-    const Floats divide = broadcast(1.0f / state.weight_sum[row]);
+    const int64_t query_head = tile.kv_head * heads + head;
+    Element* to = static_cast<Element*>(call.out) + (token * call.layer->num_heads + query_head) * dim;
+    const Floats divide =
+        broadcast(1.0f / sum_with_sink(*call.layer, query_head, state.maximum[row], state.weight_sum[row]));
     const float* from = state.output + row * call.layout.value_dim;
     for (int64_t d = 0; d < dim; d += kLanes) store_some(to + d, load(from + d) * divide, dim - d);
     if (++head == heads) {

@@ -111,9 +111,17 @@ def absorb(
 
 
 @triton.jit
+def with_sink(highest, total, sink):
+    """Return the sum of weights with that of a sink, a logit without a value."""
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    return total + tl.exp2(sink * 1.4426950408889634 - safe)
+
+
+@triton.jit
 def finish(
-    highest, total, weighted, row, is_row, part, out, partials, D: tl.constexpr, IS_SPLIT: tl.constexpr
-):
+    highest, total, weighted, row, is_row, part, out, partials, sinks,
+    H: tl.constexpr, D: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """Write the rows that exist: to `out`, or, where the context is split, to this split's part of `partials`."""
     partial_out, partial_max, partial_sum = partials
     dims = tl.arange(0, weighted.shape[1])
@@ -123,6 +131,8 @@ def finish(
         tl.store(partial_sum + part, total, mask=is_row)
         tl.store(partial_out + part[:, None] * D + dims[None, :], weighted, mask=inside)
     else:
+        if HAS_SINKS:
+            total = with_sink(highest, total, tl.load(sinks + row % H))
         result = weighted / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + row[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
 
@@ -133,10 +143,13 @@ def _merge_kernel(
     partial_max,
     partial_sum,
     out,
+    sinks,
     splits,
+    H: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILE)
@@ -164,6 +177,8 @@ def _merge_kernel(
         weighted_parts = tl.where(has_share[:, None], parts * shares[:, None], 0.0)
         weighted = weighted * decay + tl.sum(weighted_parts, axis=0)
         highest = new_highest
+    if HAS_SINKS:
+        total = with_sink(highest, total, tl.load(sinks + row % H))
     result = weighted / tl.where(total > 0, total, 1.0)
     tl.store(out + row * D + dims, result.to(out.dtype.element_ty), mask=inside)
 
@@ -187,7 +202,10 @@ class Partials:
         weighted = torch.empty(rows * splits * head_dim, dtype=torch.float32, device=out.device)
         return cls(weighted, highest, torch.empty_like(highest), splits)
 
-    def merge_into(self, out: Tensor, rows: int, head_dim: int) -> None:
+    def merge_into(
+        self, out: Tensor, rows: int, num_heads: int, head_dim: int, sinks: Tensor | None = None
+    ) -> None:
+        """Merge the splits of rows that are the heads of tokens, one token after the other."""
         if self.splits == 1:
             return
         _merge_kernel[(rows,)](
@@ -195,10 +213,13 @@ class Partials:
             self.highest,
             self.total,
             out,
+            out if sinks is None else sinks,
             self.splits,
+            H=num_heads,
             D=head_dim,
             D_PAD=triton.next_power_of_2(head_dim),
             TILE=MERGED_AT_ONCE,
+            HAS_SINKS=sinks is not None,
             num_warps=4,
             launch_pdl=True,
         )

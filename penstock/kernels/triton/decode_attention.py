@@ -35,6 +35,7 @@ def _decode_kernel(
     v_cache,
     k_scales,
     v_scales,
+    sinks,
     out,
     partial_out,
     partial_max,
@@ -59,6 +60,7 @@ def _decode_kernel(
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -110,7 +112,7 @@ def _decode_kernel(
 
     part = head * splits + split
     partials = (partial_out, partial_max, partial_sum)
-    finish(highest, total, weighted, head, row_inside, part, out, partials, D, IS_SPLIT)
+    finish(highest, total, weighted, head, row_inside, part, out, partials, sinks, H, D, IS_SPLIT, HAS_SINKS)
 
 
 def decode_attention(
@@ -132,6 +134,7 @@ def decode_attention(
         cache.keys,
         cache.values,
         *cache.scale_pointers,
+        out if layer.sinks is None else layer.sinks,
         out,
         partials.out,
         partials.highest,
@@ -156,10 +159,11 @@ def decode_attention(
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
         HAS_SCALES=cache.key_scales is not None,
+        HAS_SINKS=layer.sinks is not None,
         num_warps=4,
         launch_pdl=True,
     )
-    partials.merge_into(out, count * heads, size)
+    partials.merge_into(out, count * heads, heads, size, layer.sinks)
 
 
 def split_length(programs: int, span: int, processors: int) -> int:

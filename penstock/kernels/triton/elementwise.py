@@ -7,8 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels import interface
 from penstock.kernels.interface import Activation
 from penstock.kernels.triton.overlap import wait_for_previous
+
+KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+SWIGLU_ALPHA = tl.constexpr(interface.SWIGLU_ALPHA)
+SWIGLU_LIMIT = tl.constexpr(interface.SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -19,6 +24,18 @@ def activate(gate, IS_SILU: tl.constexpr):
     else:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(-inner))  # 0.5 (1 + tanh y) = 1 / (1 + exp(-2 y))
+
+
+@triton.jit
+def gate_up_product(gate, up, KIND: tl.constexpr):
+    """The activation of the gate times up, of float32. KIND is one of `KINDS`."""
+    if KIND == 2:
+        gate = tl.minimum(gate, SWIGLU_LIMIT)
+        active = gate / (1.0 + tl.exp(gate * -SWIGLU_ALPHA))
+        up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT) + 1.0
+    else:
+        active = activate(gate, KIND == 0)
+    return active * up
 
 
 @triton.jit
@@ -42,16 +59,15 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _gated_kernel(gate_up, out, width, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     wait_for_previous()
     gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        out + row * width + columns, (activate(gate, IS_SILU) * up).to(out.dtype.element_ty), mask=inside
-    )
+    made = gate_up_product(gate, up, KIND)
+    tl.store(out + row * width + columns, made.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -84,6 +100,6 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     if rows:
         block = min(1024, triton.next_power_of_2(width))
         _gated_kernel[(rows, triton.cdiv(width, block))](
-            gate_up, out, width, IS_SILU=activation == "silu", BLOCK=block, num_warps=4, launch_pdl=True
+            gate_up, out, width, KIND=KINDS[activation], BLOCK=block, num_warps=4, launch_pdl=True
         )
     return out

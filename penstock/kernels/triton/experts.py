@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.blocks import route
 from penstock.kernels.interface import Activation, Routing
-from penstock.kernels.triton.elementwise import activate
+from penstock.kernels.triton.elementwise import KINDS, gate_up_product
 from penstock.kernels.triton.overlap import wait_for_previous
 from penstock.kernels.triton.skinny import Tile
 
@@ -26,10 +27,13 @@ SCATTER_TILE = 256
 class StackedExperts:
     gate_up: Tensor  # [E, 2 × inner, hidden]
     down: Tensor  # [E, hidden, inner]
+    gate_up_bias: Tensor | None = None  # float32 [E, 2 × inner]
+    down_bias: Tensor | None = None  # float32 [E, hidden]
 
     @property
     def num_bytes(self) -> int:
-        return self.gate_up.nbytes + self.down.nbytes
+        parts = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +111,12 @@ def _scatter_kernel(chosen, cursor, order, pairs, TILE: tl.constexpr):
 
 @triton.jit
 def _expert_kernel(
-    x, weight, order, tile_expert, tile_pairs, pair_weights, out, N, K,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr,
+    x, weight, bias, order, tile_expert, tile_pairs, pair_weights, out, N, K,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, WEIGHS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
     OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """With GATED: x is [tokens, K], and a pair's row is activation(gate) × up. Without: x is [pairs, K], and a row is
-    multiplied by the pair's weight."""
+    """With GATED: x is [tokens, K], and a pair's row is activation(gate) × up. Without: x is [pairs, K]. With WEIGHS,
+    products are multiplied by the pair's weight."""
     tile = tl.program_id(1)
     wait_for_previous()
     expert = tl.load(tile_expert + tile).to(tl.int64)
@@ -138,11 +142,18 @@ def _expert_kernel(
         total = tl.dot(tl.load(at + start), part, total)
         if GATED:
             total_up = tl.dot(tl.load(at + N.to(tl.int64) * K + start), part, total_up)
+    if BIAS:
+        bias_at = bias + (expert * 2 * N if GATED else expert * N) + safe_outputs
+        total += tl.load(bias_at)[:, None]
+        if GATED:
+            total_up += tl.load(bias_at + N)[:, None]
+    if WEIGHS:
+        share = tl.load(pair_weights + pair)[None, :]
+        total = total * share
+        total_up = total_up * share
     if GATED:
         gate = total.to(out.dtype.element_ty).to(tl.float32)
-        total = activate(gate, IS_SILU) * total_up.to(out.dtype.element_ty).to(tl.float32)
-    else:
-        total = total * tl.load(pair_weights + pair)[None, :]
+        total = gate_up_product(gate, total_up.to(out.dtype.element_ty).to(tl.float32), KIND)
     inside = (outputs < N)[:, None] & present[None, :]
     tl.store(out + pair[None, :] * N + outputs[:, None], total.to(out.dtype.element_ty), mask=inside)
 
@@ -165,15 +176,14 @@ def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups]:
     tokens, experts = logits.shape
     pairs = tokens * routing.top_k
     padded = triton.next_power_of_2(experts)
-    rows = _tile_rows(pairs, experts)
-    # Each expert may leave one tile partly empty; more experts than pairs cannot be used.
-    tiles = triton.cdiv(pairs, rows) + min(experts, pairs)
-    weights = torch.empty(pairs, dtype=torch.float32, device=logits.device)
     counts = torch.zeros(padded, dtype=torch.int32, device=logits.device)
-    chosen, cursor, order, tile_expert, tile_pairs = (
-        torch.empty(size, dtype=torch.int32, device=logits.device)
-        for size in (pairs, padded, tiles * rows, tiles, tiles)
-    )
+    if not routing.is_plain:
+        chosen_weights, indices = route(logits, routing)
+        weights, chosen = chosen_weights.flatten(), indices.flatten().to(torch.int32)
+        counts.scatter_add_(0, indices.flatten(), torch.ones_like(chosen))
+        return weights, _group(chosen, counts, experts)
+    weights = torch.empty(pairs, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(pairs, dtype=torch.int32, device=logits.device)
     _route_kernel[(tokens,)](
         logits,
         weights,
@@ -185,6 +195,19 @@ def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups]:
         EXPERTS=padded,
         num_warps=1,
         launch_pdl=True,
+    )
+    return weights, _group(chosen, counts, experts)
+
+
+def _group(chosen: Tensor, counts: Tensor, experts: int) -> Groups:
+    """Lay out pairs by expert. `counts`, the pairs of each expert, is padded to a power of two."""
+    pairs, padded = chosen.shape[0], counts.shape[0]
+    rows = _tile_rows(pairs, experts)
+    # Each expert may leave one tile partly empty; more experts than pairs cannot be used.
+    tiles = triton.cdiv(pairs, rows) + min(experts, pairs)
+    cursor, order, tile_expert, tile_pairs = (
+        torch.empty(size, dtype=torch.int32, device=chosen.device)
+        for size in (padded, tiles * rows, tiles, tiles)
     )
     _layout_kernel[(triton.cdiv(tiles, 32),)](
         counts,
@@ -200,7 +223,7 @@ def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups]:
     _scatter_kernel[(triton.cdiv(pairs, SCATTER_TILE),)](
         chosen, cursor, order, pairs, TILE=SCATTER_TILE, num_warps=4, launch_pdl=True
     )
-    return weights, Groups(order, tile_expert, tile_pairs, rows)
+    return Groups(order, tile_expert, tile_pairs, rows)
 
 
 def add_experts(
@@ -218,9 +241,12 @@ def add_experts(
     weights, groups = route_and_group(logits, routing)
     inner = experts.down.shape[2]
     active = torch.empty(tokens * routing.top_k, inner, dtype=normed.dtype, device=normed.device)
-    _multiply(normed, experts.gate_up, groups, weights, active, routing.top_k, gate=activation)
+    into, out_of = (weights, None) if routing.weighs_input else (None, weights)
+    _multiply(
+        normed, experts.gate_up, experts.gate_up_bias, groups, into, active, routing.top_k, gate=activation
+    )
     made = torch.empty(tokens * routing.top_k, hidden, dtype=normed.dtype, device=normed.device)
-    _multiply(active, experts.down, groups, weights, made, routing.top_k, gate=None)
+    _multiply(active, experts.down, experts.down_bias, groups, out_of, made, routing.top_k, gate=None)
     block = min(1024, triton.next_power_of_2(hidden))
     _add_up_kernel[(tokens, triton.cdiv(hidden, block))](
         made, residual, hidden, TOP_K=routing.top_k, BLOCK=block, num_warps=4, launch_pdl=True
@@ -230,8 +256,9 @@ def add_experts(
 def _multiply(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     groups: Groups,
-    pair_weights: Tensor,
+    pair_weights: Tensor | None,
     out: Tensor,
     top_k: int,
     *,
@@ -243,16 +270,19 @@ def _multiply(
     _expert_kernel[(triton.cdiv(outputs, tile.outputs), groups.tile_expert.shape[0])](
         x,
         weight,
+        weight if bias is None else bias,
         groups.order,
         groups.tile_expert,
         groups.tile_pairs,
-        pair_weights,
+        out if pair_weights is None else pair_weights,
         out,
         outputs,
         width,
         TOP_K=top_k,
         GATED=gate is not None,
-        IS_SILU=gate == "silu",
+        WEIGHS=pair_weights is not None,
+        BIAS=bias is not None,
+        KIND=0 if gate is None else KINDS[gate],
         OUTPUTS=tile.outputs,
         WIDTH=min(tile.width, width & -width),
         ROWS=groups.rows,

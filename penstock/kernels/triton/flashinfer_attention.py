@@ -1,10 +1,10 @@
 """Attention over prompts by FlashInfer (the extra `flashinfer`).
 
 The Triton kernel computes decodes, because they run from CUDA graphs and FlashInfer plans every step on the host. It
-also computes caches in eight bits, head sizes that FlashInfer has no kernels for, and, unless FlashInfer is to take
-all it can, the prompts at which the Triton kernel is faster (`docs/kernels.md` has the figures). One plan serves all
-equal layers of a step. FlashInfer compiles its kernels when it first meets a kind of layer, and keeps them on disk.
-So the first step with each kind, a step of the warm-up, goes to FlashInfer too.
+also computes layers with sinks, caches in eight bits, head sizes that FlashInfer has no kernels for, and, unless
+FlashInfer is to take all it can, the prompts at which the Triton kernel is faster (`docs/kernels.md` has the
+figures). One plan serves all equal layers of a step. FlashInfer compiles its kernels when it first meets a kind of
+layer, and keeps them on disk. So the first step with each kind, a step of the warm-up, goes to FlashInfer too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FlashInferAttention:
     ) -> bool:
         """Write the rows of `out` after the first `batch.num_decodes`, or return False if FlashInfer does not take
         them."""
-        if not _can_run(q, cache):
+        if not _can_run(q, cache) or layer.sinks is not None:
             return False
         kind = _Kind(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, layer.window, layer.softcap

@@ -180,16 +180,24 @@ class TritonOps:
         down: Any,
         activation: Activation,
     ) -> None:
+        if activation == "clamped_swiglu":
+            residual.add_(self.mlp(self.rms_norm(residual, norm, eps), gate_up, down, activation))
+            return
         hidden = products.normed_gated(residual, norm, eps, gate_up, activation)
         products.add_linear(hidden, down, residual)
 
     def pack_experts(self, experts: Iterable[ExpertWeights]) -> StackedExperts:
         gate_ups: list[Tensor] = []
         downs: list[Tensor] = []
+        biases: tuple[list[Tensor], list[Tensor]] = ([], [])
         for expert in experts:
             gate_ups.append(self._torch.pack_linear([expert.gate, expert.up]).weight)
             downs.append(self._torch.pack_linear([expert.down]).weight)
-        return StackedExperts(torch.stack(gate_ups), torch.stack(downs))
+            for bias, kept in zip((expert.gate_up_bias, expert.down_bias), biases, strict=True):
+                if bias is not None:
+                    kept.append(bias.to(self.device, torch.float32))
+        gate_up_bias, down_bias = (torch.stack(kept) if kept else None for kept in biases)
+        return StackedExperts(torch.stack(gate_ups), torch.stack(downs), gate_up_bias, down_bias)
 
     def moe(
         self, x: Tensor, logits: Tensor, experts: Any, routing: Routing, activation: Activation

@@ -75,6 +75,7 @@ def _prefill_kernel(
     v_cache,
     k_scales,
     v_scales,
+    sinks,
     out,
     partial_out,
     partial_max,
@@ -103,6 +104,7 @@ def _prefill_kernel(
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     tiles_of_heads: tl.constexpr = H // HEADS
     tokens: tl.constexpr = ROWS // HEADS
@@ -168,7 +170,7 @@ def _prefill_kernel(
     row, is_row = _rows(tile_start, q_start, q_count, first_head, H, HEADS, ROWS)
     part = (row - first_row) * splits + split
     partials = (partial_out, partial_max, partial_sum)
-    finish(highest, total, weighted, row, is_row, part, out, partials, D, IS_SPLIT)
+    finish(highest, total, weighted, row, is_row, part, out, partials, sinks, H, D, IS_SPLIT, HAS_SINKS)
 
 
 def prefill_attention(
@@ -190,6 +192,7 @@ def prefill_attention(
         cache.keys,
         cache.values,
         *cache.scale_pointers,
+        out if layer.sinks is None else layer.sinks,
         out,
         partials.out,
         partials.highest,
@@ -218,9 +221,10 @@ def prefill_attention(
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
         HAS_SCALES=cache.key_scales is not None,
+        HAS_SINKS=layer.sinks is not None,
         num_warps=4,
     )
-    partials.merge_into(out[batch.num_decodes :], num_rows, size)
+    partials.merge_into(out[batch.num_decodes :], num_rows, heads, size, layer.sinks)
 
 
 @dataclass(frozen=True, slots=True)
