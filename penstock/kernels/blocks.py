@@ -18,9 +18,11 @@ from penstock.kernels.interface import (
     AttentionLayer,
     ExpertGroups,
     ExpertWeights,
+    LatentLayer,
     PackedLinear,
     Routing,
 )
+from penstock.kernels.latent import LatentKVStore, attend_latent
 
 if TYPE_CHECKING:
     from penstock.kernels.interface import Ops
@@ -84,6 +86,16 @@ class ComposedOps:
     @property
     def rounding(self) -> str:
         return ""
+
+    def allocate_latents(
+        self: Ops, num_layers: int, num_blocks: int, block_size: int, width: int
+    ) -> LatentKVStore:
+        return LatentKVStore((num_layers, num_blocks, block_size, width), self.kv_dtype, self.device)
+
+    def attend_latent(
+        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: Any, batch: AttentionBatch
+    ) -> Tensor:
+        return attend_latent(query, latent, layer, cache, batch)
 
     def attention(
         self: Ops, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
@@ -179,6 +191,14 @@ class DelegatingOps(ComposedOps):
     @property
     def rounding(self) -> str:
         return self._ops.rounding
+
+    def allocate_latents(self, num_layers: int, num_blocks: int, block_size: int, width: int) -> Any:
+        return self._ops.allocate_latents(num_layers, num_blocks, block_size, width)
+
+    def attend_latent(
+        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: Any, batch: AttentionBatch
+    ) -> Tensor:
+        return self._ops.attend_latent(query, latent, layer, cache, batch)
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
         return self._ops.linear(x, weight)

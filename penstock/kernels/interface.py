@@ -123,6 +123,22 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """The settings and the absorbed weights of an attention layer over latents (MLA). C is the size of a latent, R of
+    the rotated part of a head, N of the rest of a head's query and V of its value."""
+
+    num_heads: int
+    latent_dim: int  # C
+    rope_dim: int  # R
+    scale: float
+    rope: Tensor  # float32 [max positions, R], as of `AttentionLayer`
+    norm: Tensor  # float32 [C], RMS norm of latents
+    norm_eps: float
+    key_up: Tensor  # [H, N, C] in the compute type: brings queries into the space of latents
+    value_up: Tensor  # [H, C, V]: brings weighted latents into the space of values
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where this step's tokens sit. Tensors live on the backend's device; the plain integers are host copies."""
 
@@ -261,6 +277,17 @@ class Ops(Protocol):
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
         """[T, (H + 2G) × D] → [T, H × D]: head norms, rope, writing K and V to their slots, then causal attention of
         every token over the blocks of its request. All writes of the step come before any read."""
+        ...
+
+    def allocate_latents(self, num_layers: int, num_blocks: int, block_size: int, width: int) -> KVStore:
+        """KV memory of a model whose layers are `LatentLayer`s: one vector of `width` = C + R for each token."""
+        ...
+
+    def attend_latent(
+        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: Any, batch: AttentionBatch
+    ) -> Tensor:
+        """[T, H × (N + R)] and [T, C + R] → [T, H × V]: norm and rope, writing latents to their slots, then causal
+        attention over the latents of each token's request."""
         ...
 
     def attention(

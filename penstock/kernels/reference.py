@@ -34,7 +34,8 @@ from penstock.kernels.interface import (
     SamplingBatch,
     WeightData,
 )
-from penstock.kernels.tensor_kv import TensorKVStore, to_codes
+from penstock.kernels.latent import rotate
+from penstock.kernels.tensor_kv import TensorKVStore, TorchKVPart
 
 # Rows of a half-precision head that are widened at a time for exact float32 logits.
 HEAD_ROWS_AT_ONCE = 8192
@@ -66,32 +67,6 @@ class TorchEmbedding:
     @property
     def num_bytes(self) -> int:
         return 0 if self.shared else self.weight.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class TorchKVPart:
-    """The keys, or the values, of one layer."""
-
-    entries: Tensor  # [blocks, block size, G, D]
-    scales: Tensor | None  # [blocks, block size, G], of int8
-
-    def write(self, slots: Tensor, new: Tensor) -> None:
-        """[T, G, D], to slots [T]."""
-        if self.scales is None:
-            kept = new.to(self.entries.dtype)
-        else:
-            kept, scales = to_codes(new)
-            self.scales.view(-1, scales.shape[-1])[slots] = scales
-        # As bytes, because torch cannot assign float8 by index.
-        as_bytes = kept.contiguous().view(torch.uint8)
-        self.entries.view(torch.uint8).view(-1, *as_bytes.shape[1:])[slots] = as_bytes
-
-    def read(self, blocks: Tensor, count: int) -> Tensor:
-        """float32 [count, G, D]: the first tokens of these blocks."""
-        entries = self.entries[blocks].flatten(0, 1)[:count].float()
-        if self.scales is None:
-            return entries
-        return entries * self.scales[blocks].flatten(0, 1)[:count].unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +157,8 @@ class TorchOps(ComposedOps):
             query = self.rms_norm(query, layer.q_norm, layer.norm_eps)
         if layer.k_norm is not None:
             key = self.rms_norm(key, layer.k_norm, layer.norm_eps)
-        query = _rotate(query, layer.rope, batch.positions)
-        key = _rotate(key, layer.rope, batch.positions)
+        query = rotate(query, layer.rope, batch.positions)
+        key = rotate(key, layer.rope, batch.positions)
 
         slots = batch.slots.long()
         cache.keys.write(slots, key)
@@ -216,16 +191,6 @@ def gated_reference(gate_up: Tensor, activation: Activation) -> Tensor:
     else:
         active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return (active * up).to(gate_up.dtype)
-
-
-def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of every head by the angle of its token's position."""
-    half = x.shape[-1] // 2
-    angles = rope[positions.long()].unsqueeze(1)
-    cosine, sine = angles[..., :half], angles[..., half:]
-    first, second = x[..., :half].float(), x[..., half:].float()
-    rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-    return rotated.to(x.dtype)
 
 
 def _attend_one_request(

@@ -10,6 +10,7 @@ cannot overtake each other, and the host waits for neither.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +31,32 @@ def to_codes(entries: Tensor) -> tuple[Tensor, Tensor]:
     wide = entries.float()
     scales = wide.abs().amax(dim=-1).clamp_min(1e-12) / LARGEST_CODE
     return torch.floor(wide / scales.unsqueeze(-1) + 0.5).to(torch.int8), scales
+
+
+@dataclass(frozen=True, slots=True)
+class TorchKVPart:
+    """The keys, or the values, of one layer, read and written by torch."""
+
+    entries: Tensor  # [blocks, block size, G, D]
+    scales: Tensor | None  # [blocks, block size, G], of int8
+
+    def write(self, slots: Tensor, new: Tensor) -> None:
+        """[T, G, D], to slots [T]."""
+        if self.scales is None:
+            kept = new.to(self.entries.dtype)
+        else:
+            kept, scales = to_codes(new)
+            self.scales.view(-1, scales.shape[-1])[slots] = scales
+        # As bytes, because torch cannot assign float8 by index.
+        as_bytes = kept.contiguous().view(torch.uint8)
+        self.entries.view(torch.uint8).view(-1, *as_bytes.shape[1:])[slots] = as_bytes
+
+    def read(self, blocks: Tensor, count: int) -> Tensor:
+        """float32 [count, G, D]: the first tokens of these blocks."""
+        entries = self.entries[blocks].flatten(0, 1)[:count].float()
+        if self.scales is None:
+            return entries
+        return entries * self.scales[blocks].flatten(0, 1)[:count].unsqueeze(-1)
 
 
 class TensorKVStore:

@@ -19,10 +19,12 @@ from penstock.kernels.triton.ops import TritonOps
 from tests.triton.cases import (
     Bench,
     Heads,
+    Latents,
     Lengths,
     assert_elementwise,
     attention_error,
     block_error,
+    latent_error,
     placed_expert_error,
     product_errors,
     quantized_formats,
@@ -72,6 +74,27 @@ def test_attend(
 def test_attention_sinks(bench: Bench, heads: Heads, lengths: Lengths) -> None:
     """Contexts of 9,000 tokens are split, and merged with the sink."""
     assert attention_error(bench, heads, lengths) < (1e-2 if bench is NARROW else 2e-3)
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [
+        WIDE,
+        NARROW,
+        Bench(DEVICE, torch.bfloat16, kv_dtype=torch.float8_e4m3fn),
+        Bench(DEVICE, torch.bfloat16, kv_dtype=torch.int8),
+    ],
+    ids=["float32", "bfloat16", "float8", "int8"],
+)
+@pytest.mark.parametrize(
+    "latents", [Latents(16, 512, 64, 128, 128), Latents(128, 512, 64, 128, 128)], ids=["V2-Lite", "V3"]
+)
+@pytest.mark.parametrize(
+    "lengths", [[(700, 1), (3, 1)], [(9000, 1)], [(33, 1), (500, 77), (0, 130)], [(5000, 9)]], ids=str
+)
+def test_attention_over_latents(bench: Bench, latents: Latents, lengths: Lengths) -> None:
+    bound = 2e-3 if bench is WIDE else 1e-2 if bench is NARROW else 3e-2
+    assert latent_error(bench, latents, lengths) < bound
 
 
 @pytest.mark.parametrize("lengths", [[(500, 1), (1, 1), (77, 1)], [(0, 70), (130, 33), (16, 200)]])

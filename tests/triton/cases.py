@@ -17,6 +17,7 @@ from penstock.kernels.interface import (
     ExpertWeights,
     Float8Weight,
     GroupQuantWeight,
+    LatentLayer,
     Routing,
     SamplingBatch,
     WeightData,
@@ -137,6 +138,57 @@ def attention_error(bench: Bench, heads: Heads, lengths: Lengths) -> float:
         for ours, theirs in zip(stores[0].tensors, stores[1].tensors, strict=True)
     ]
     return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in [(got, wanted), *cached])
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Sizes of attention over latents."""
+
+    heads: int
+    latent: int
+    rotated: int
+    plain: int
+    value: int
+
+    def layer(self, bench: Bench, max_positions: int) -> LatentLayer:
+        return LatentLayer(
+            num_heads=self.heads,
+            latent_dim=self.latent,
+            rope_dim=self.rotated,
+            scale=(self.plain + self.rotated) ** -0.5,
+            rope=torch.randn(max_positions, self.rotated, device=bench.device),
+            norm=torch.rand(self.latent, device=bench.device) + 0.5,
+            norm_eps=1e-6,
+            key_up=bench.normal(self.heads, self.plain, self.latent) / self.latent**0.5,
+            value_up=bench.normal(self.heads, self.latent, self.value) / self.latent**0.5,
+        )
+
+
+def latent_error(bench: Bench, latents: Latents, lengths: Lengths) -> float:
+    """Relative, of the result and of what the cache holds afterwards."""
+    torch.manual_seed(0)
+    num_blocks = sum(-(-(before + count) // BLOCK_SIZE) for before, count in lengths) + 3
+    layer = latents.layer(bench, max(before + count for before, count in lengths) + 1)
+    batch = bench.batch(lengths, num_blocks)
+    tokens, width = batch.positions.shape[0], latents.latent + latents.rotated
+    backends = (bench.ops, bench.definition)
+    stores = [ops.allocate_latents(1, num_blocks, BLOCK_SIZE, width) for ops in backends]
+    for ours, theirs in zip(stores[0].tensors, stores[1].tensors, strict=True):
+        is_coded = theirs.dtype == torch.int8
+        theirs.copy_(torch.randint(-127, 128, theirs.shape) if is_coded else torch.randn(theirs.shape))
+        if theirs.dim() == 3:  # scales of such codes
+            theirs.abs_().div_(50)
+        ours[:, :num_blocks] = theirs
+    query = bench.normal(tokens, latents.heads * (latents.plain + latents.rotated))
+    latent = bench.normal(tokens, width)
+    got, wanted = (
+        ops.attend_latent(query, latent, layer, store.layer(0), batch).float()
+        for ops, store in zip(backends, stores, strict=True)
+    )
+    pairs = [(got, wanted)]
+    for ours, theirs in zip(stores[0].tensors, stores[1].tensors, strict=True):
+        pairs.append((ours[:, :num_blocks].float(), theirs.float()))
+    return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
 
 
 def assert_elementwise(bench: Bench, rows: int, width: int) -> None:

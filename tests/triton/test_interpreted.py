@@ -26,6 +26,7 @@ from penstock.kernels.triton import (
     int4_few,
     int8,
     int8_rows,
+    latent_attention,
     packing,
     prefill_attention,
     skinny,
@@ -34,10 +35,12 @@ from penstock.models.weights import quantize
 from tests.triton.cases import (
     Bench,
     Heads,
+    Latents,
     Lengths,
     assert_elementwise,
     attention_error,
     block_error,
+    latent_error,
     placed_expert_error,
     product_errors,
     quantized_formats,
@@ -105,6 +108,28 @@ def test_few_queries_over_a_long_context_are_split_and_merged(
     shape = prefill_attention.tile_shape(WHOLE.batch(lengths, 200), heads.layer(WHOLE, 1), torch.float32, 100)
     assert shape.splits >= 3
     assert attention_error(WHOLE, heads, lengths) < 1e-5
+
+
+@pytest.mark.parametrize("latents", [Latents(4, 32, 16, 24, 20), Latents(20, 48, 8, 8, 16)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[(40, 1), (0, 1), (90, 1)], [(33, 1), (0, 9), (16, 5)], [(100, 12)]], ids=str
+)
+def test_attention_over_latents(latents: Latents, lengths: Lengths) -> None:
+    assert latent_error(WHOLE, latents, lengths) < 1e-5
+
+
+def test_attention_over_latents_in_few_bits() -> None:
+    assert latent_error(HALF, Latents(4, 32, 16, 24, 20), [(40, 1), (0, 5)]) < 2e-3
+    bench = Bench(torch.device("cpu"), torch.float32, kv_dtype=torch.int8)
+    assert latent_error(bench, Latents(4, 32, 16, 24, 20), [(40, 1), (0, 5)]) < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [[(900, 1), (10, 1)], [(400, 5), (3, 2)]], ids=str)
+def test_long_contexts_of_latents_are_split_and_merged(
+    lengths: Lengths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent_attention, "num_processors", lambda index: 100)
+    assert latent_error(WHOLE, Latents(4, 32, 16, 16, 16), lengths) < 1e-5
 
 
 @pytest.mark.parametrize("bench", [HALF, WHOLE], ids=["float16", "float32"])

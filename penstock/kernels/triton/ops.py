@@ -21,11 +21,14 @@ from penstock.kernels.interface import (
     AttentionBatch,
     AttentionLayer,
     ExpertWeights,
+    LatentLayer,
     Routing,
     SamplingBatch,
     WeightData,
 )
+from penstock.kernels.latent import LatentKVStore, values_of
 from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
+from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton import packing, products
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.elementwise import gated, rms_norm
@@ -33,6 +36,7 @@ from penstock.kernels.triton.experts import StackedExperts, add_experts
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int8 import Int8Linear
+from penstock.kernels.triton.latent_attention import latent_attention, write_latents
 from penstock.kernels.triton.limited_sampling import redraw_limited_rows
 from penstock.kernels.triton.packing import Packed, PackedRows
 from penstock.kernels.triton.paged_kv import PagedKV, PagedLayer
@@ -143,6 +147,21 @@ class TritonOps:
         queries = rope_and_cache(qkv, layer, cache, batch.positions, batch.slots)
         return attention(queries, cache, layer, batch, self.flashinfer)
 
+    def allocate_latents(
+        self, num_layers: int, num_blocks: int, block_size: int, width: int
+    ) -> LatentKVStore:
+        # One block more takes the writes of padding rows.
+        shape = (num_layers, num_blocks, block_size, width)
+        return LatentKVStore(shape, self.kv_dtype, self.device, spare_blocks=1)
+
+    def attend_latent(
+        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: TorchKVPart, batch: AttentionBatch
+    ) -> Tensor:
+        queries = write_latents(query, latent, layer, cache, batch)
+        out = torch.empty(*queries.shape[:2], layer.latent_dim, dtype=query.dtype, device=query.device)
+        latent_attention(queries, cache, out, layer, batch)
+        return values_of(out, layer)
+
     def attention(
         self,
         x: Tensor,
@@ -250,3 +269,18 @@ class _CutOps(TritonOps):
 
         self._cut(attend)
         return out.view(tokens, -1)
+
+    def attend_latent(
+        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: TorchKVPart, batch: AttentionBatch
+    ) -> Tensor:
+        """The buffers of queries and outputs, [most tokens, H, C + R], are wide enough for both."""
+        tokens, heads, size = latent.shape[0], layer.num_heads, layer.latent_dim
+        queries = write_latents(query, latent, layer, cache, batch, self._queries[:tokens])
+        out = self._out[:tokens].flatten()[: tokens * heads * size].view(tokens, heads, size)
+
+        def attend(step: AttentionBatch) -> None:
+            count = step.positions.shape[0]
+            latent_attention(queries[:count], cache, out[:count], layer, step)
+
+        self._cut(attend)
+        return values_of(out, layer)
