@@ -97,6 +97,9 @@ class ComposedOps:
     ) -> Tensor:
         return attend_latent(query, latent, layer, cache, batch)
 
+    def add_up(self, x: Tensor) -> Tensor:
+        return x
+
     def attention(
         self: Ops, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
     ) -> Tensor:
@@ -208,6 +211,9 @@ class DelegatingOps(ComposedOps):
 
     def logits(self, x: Tensor, head: Any) -> Tensor:
         return self._ops.logits(x, head)
+
+    def add_up(self, x: Tensor) -> Tensor:
+        return self._ops.add_up(x)
 
     def pack_experts(self, experts: Iterable[ExpertWeights]) -> Any:
         return self._ops.pack_experts(experts)

@@ -352,6 +352,11 @@ class Ops(Protocol):
         """normed = rms_norm(residual, norm, eps); residual += moe(normed, logits(normed, router), ...), in place."""
         ...
 
+    def add_up(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the ranks that hold parts of a layer; `x` itself where there is one. For layers made of
+        `linear` and `attend`, whose results are this rank's part."""
+        ...
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """float32 [S, V] → int64 [S]. Order: temperature, top-k, top-p, min-p. A row with a NaN gives -1."""
         ...

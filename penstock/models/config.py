@@ -1,22 +1,23 @@
-"""Reads the settings of an architecture from a Hugging Face `config.json` or from GGUF metadata. Imports no torch.
+"""Defines the settings of an architecture, and typed reading of settings from a file. Imports no torch.
 
-Settings of one architecture alone are read in the architecture's file.
+`huggingface_config.py` and `gguf_config.py` read the settings that most architectures share; settings of one family
+alone are read in the family's file.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.gguf_file import GGUFFile
 
-RopeKind = Literal["linear", "llama3", "yarn"]
-ActivationName = Literal["silu", "gelu_tanh"]
+RopeKind = Literal["linear", "ntk", "llama3", "yarn", "longrope"]
+ActivationName = Literal["silu", "gelu_tanh"]  # of gated MLPs, which backends compute in one step
+PlainActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]  # of MLPs without a gate
 
 # No size in a model's settings comes near this; it keeps a damaged file from asking for absurd memory.
 _LARGEST_SIZE = 1 << 24
@@ -26,6 +27,13 @@ _ACTIVATIONS: dict[str, ActivationName] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+_PLAIN_ACTIVATIONS: dict[str, PlainActivationName] = {
+    **_ACTIVATIONS,
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -35,19 +43,27 @@ class RopeScaling:
 
     kind: RopeKind
     factor: float
-    original_max_positions: int | None = None  # llama3 and yarn
+    original_max_positions: int | None = None  # llama3, yarn and longrope
     low_frequency_factor: float = 1.0  # llama3
     high_frequency_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None derives it from `factor`
+    attention_factor: float | None = None  # yarn and longrope; None derives it from `factor`
     truncate: bool = True  # yarn: round the band limits to whole dimensions
+    short_divisors: tuple[float, ...] = ()  # longrope: of frequencies, in contexts up to the original length
+    long_divisors: tuple[float, ...] = ()  # longrope: in longer contexts
+
+
+def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
+    """Return the factor of Yarn for cosines and sines."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     theta: float
     scaling: RopeScaling | None = None
+    rotary_dim: int | None = None  # the numbers of a head that are rotated; None rotates all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +98,7 @@ class ArchitectureConfig:
     norm_eps: float
     rope: RopeConfig
     local_rope: RopeConfig | None = None  # of layers with a window, if different
+    unrotated_layers: frozenset[int] = frozenset()  # layers whose attention knows no positions
     windows: tuple[int | None, ...]  # one per layer; None sees the whole context
     attention_scale: float
     attention_softcap: float | None = None
@@ -92,6 +109,10 @@ class ArchitectureConfig:
     experts: ExpertsConfig | None = None
     tie_embeddings: bool = False
     activation: ActivationName = "silu"
+    plain_activation: PlainActivationName = "gelu"  # of architectures whose MLP has no gate
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual
+    logit_scale: float = 1.0
     norm_offset: float = 0.0  # added to stored norm weights: 1 where the file holds weight - 1
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -174,6 +195,29 @@ class Fields:
             )
         return _ACTIVATIONS[name]
 
+    def plain_activation(self, key: str, default: str) -> PlainActivationName:
+        name = self.text(key, default)
+        if name not in _PLAIN_ACTIVATIONS:
+            raise ModelLoadError(
+                f"{self.where} asks for the activation {name!r}; known are {', '.join(_PLAIN_ACTIVATIONS)}."
+            )
+        return _PLAIN_ACTIVATIONS[name]
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Read a list of positive numbers."""
+        value = self._required(key, None)
+        if not isinstance(value, list) or not all(
+            isinstance(each, int | float) and not isinstance(each, bool) and 0 < each < float("inf")
+            for each in value
+        ):
+            raise self._wrong(key, value, "a list of positive numbers")
+        return tuple(float(each) for each in value)
+
+    def renamed(self, names: Mapping[str, str]) -> Fields:
+        """Return the same settings with other keys: `names` gives the key that is in the file for a usual key."""
+        found = {usual: self.raw(own) for usual, own in names.items() if self.has(own)}
+        return Fields({**self.values, **found}, self.where, prefix=self._prefix)
+
     def _required(self, key: str, default: Any) -> Any:
         value = self.raw(key)
         if value is None:
@@ -199,203 +243,3 @@ def read_settings(path: Path) -> dict[str, Any] | None:
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path} does not hold an object of settings.")
     return values
-
-
-def common_huggingface_config(fields: Fields, architecture: str) -> ArchitectureConfig:
-    """Read the settings that most decoders have. An architecture replaces its differences."""
-    hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads)
-    max_positions = fields.integer("max_position_embeddings", 2048)
-    rope = rope_config(rope_parameters(fields), fields, max_positions)
-    bos_token_ids = fields.token_ids("bos_token_id")
-    return ArchitectureConfig(
-        architecture=architecture,
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size"),
-        max_positions=stretched_positions(rope, max_positions),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        windows=(None,) * num_layers,
-        attention_scale=head_dim**-0.5,
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-        activation=fields.activation("hidden_act", "silu"),
-        eos_token_ids=fields.token_ids("eos_token_id"),
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-        checkpoint_dtype=fields.raw("dtype") or fields.raw("torch_dtype"),
-    )
-
-
-def layer_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
-    """Return the windows by `layer_types`, or None when the file does not list them."""
-    kinds = fields.raw("layer_types")
-    if kinds is None:
-        return None
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelLoadError(f"{fields.where} lists layer_types that do not match its {num_layers} layers.")
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ModelLoadError(f"{fields.where} has a layer of unknown kind {sorted(map(str, unknown))[0]!r}.")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def qwen_windows(fields: Fields, config: ArchitectureConfig) -> ArchitectureConfig:
-    """Apply Qwen's rule: windows only when `use_sliding_window` is set, and not in the first `max_window_layers`."""
-    if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
-        return config
-    window = fields.integer("sliding_window")
-    windows = layer_windows(fields, config.num_layers, window)
-    if windows is None:
-        first = fields.integer("max_window_layers", 28)
-        windows = tuple(window if index >= first else None for index in range(config.num_layers))
-    return dataclasses.replace(config, windows=windows)
-
-
-def rope_parameters(fields: Fields) -> Mapping[str, Any]:
-    """Return the rope settings as one mapping: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`."""
-    for key in ("rope_parameters", "rope_scaling"):
-        value = fields.raw(key)
-        if isinstance(value, dict):
-            return value
-        if value is not None:
-            raise ModelLoadError(f"{fields.where} has {key} that is not an object.")
-    return {}
-
-
-def rope_config(
-    parameters: Mapping[str, Any], fields: Fields, max_positions: int, *, default_theta: float = 10000.0
-) -> RopeConfig:
-    rope = Fields(parameters, f"The rope settings of {fields.where}")
-    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelLoadError(
-            f"{fields.where} rotates only part of each head, which no known architecture does."
-        )
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, RopeScaling(kind="linear", factor=rope.number("factor")))
-    original = rope.integer("original_max_position_embeddings", max_positions)
-    if kind == "llama3":
-        scaling = RopeScaling(
-            kind="llama3",
-            factor=rope.number("factor"),
-            original_max_positions=original,
-            low_frequency_factor=rope.number("low_freq_factor"),
-            high_frequency_factor=rope.number("high_freq_factor"),
-        )
-        return RopeConfig(theta, scaling)
-    if kind == "yarn":
-        if rope.has("mscale") or rope.has("mscale_all_dim"):
-            raise ModelLoadError(
-                f"{fields.where} scales yarn rope by mscale, which no known architecture does."
-            )
-        scaling = RopeScaling(
-            kind="yarn",
-            factor=rope.number("factor", max_positions / original),
-            original_max_positions=original,
-            beta_fast=rope.number("beta_fast", 32.0),
-            beta_slow=rope.number("beta_slow", 1.0),
-            attention_factor=rope.optional_number("attention_factor"),
-            truncate=rope.flag("truncate", True),
-        )
-        return RopeConfig(theta, scaling)
-    raise ModelLoadError(
-        f"{fields.where} asks for rope scaling of kind {kind!r}; known are default, linear, llama3 and yarn."
-    )
-
-
-def stretched_positions(rope: RopeConfig, max_positions: int) -> int:
-    """Return the context length. Yarn checkpoints may state the length before stretching."""
-    scaling = rope.scaling
-    if scaling is None or scaling.kind != "yarn" or scaling.original_max_positions is None:
-        return max_positions
-    return max(max_positions, int(scaling.original_max_positions * scaling.factor))
-
-
-def metadata_fields(file: GGUFFile) -> Fields:
-    """Return the metadata below the file's architecture: `attention.head_count` reads
-    `llama.attention.head_count`."""
-    return Fields(file.metadata, file.path.name, prefix=f"{file.architecture}.")
-
-
-def mixture_in_gguf(file: GGUFFile) -> ModelLoadError:
-    return ModelLoadError(
-        f"{file.path.name} holds a mixture of experts, which is read from safetensors only.",
-        hint="Give the folder of the original checkpoint.",
-    )
-
-
-def common_gguf_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
-    fields = metadata_fields(file)
-    if fields.raw("expert_count"):  # files of Mixtral call themselves "llama"
-        raise mixture_in_gguf(file)
-    hidden_size = fields.integer("embedding_length")
-    num_heads = fields.integer("attention.head_count")
-    num_layers = fields.integer("block_count")
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise ModelLoadError(f"{file.path.name} has keys and values of different sizes.")
-    if fields.integer("rope.dimension_count", head_dim) != head_dim:
-        raise ModelLoadError(
-            f"{file.path.name} rotates only part of each head, which no known architecture does."
-        )
-    tokenizer = Fields(file.metadata, file.path.name, prefix="tokenizer.ggml.")
-    bos_token_ids = tokenizer.token_ids("bos_token_id")
-    return ArchitectureConfig(
-        architecture=architecture,
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("feed_forward_length"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        vocab_size=_vocab_size(file, hidden_size),
-        max_positions=fields.integer("context_length"),
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(fields),
-        windows=(None,) * num_layers,
-        attention_scale=head_dim**-0.5,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        tie_embeddings="output.weight" not in file.tensors,
-        eos_token_ids=tokenizer.token_ids("eos_token_id"),
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-    )
-
-
-def _vocab_size(file: GGUFFile, hidden_size: int) -> int:
-    """Return the rows of the embedding table: the metadata may lack the size, or count without padding rows."""
-    table = file.tensors.get("token_embd.weight")
-    if table is None:
-        raise ModelLoadError(f"{file.path.name} has no tensor token_embd.weight.")
-    if len(table.shape) != 2 or table.shape[1] != hidden_size:
-        raise ModelLoadError(
-            f"{file.path.name} has token_embd.weight of shape {list(table.shape)} "
-            f"where the embedding length is {hidden_size}."
-        )
-    return table.shape[0]
-
-
-def _rope(fields: Fields) -> RopeConfig:
-    theta = fields.number("rope.freq_base", 10000.0)
-    kind = fields.text("rope.scaling.type", "none")
-    if kind == "none":
-        return RopeConfig(theta)
-    factor = fields.number("rope.scaling.factor", 1.0)
-    if kind == "linear":
-        return RopeConfig(theta, RopeScaling(kind="linear", factor=factor))
-    if kind == "yarn":
-        original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
-        return RopeConfig(theta, RopeScaling(kind="yarn", factor=factor, original_max_positions=original))
-    raise ModelLoadError(
-        f"{fields.where} asks for rope scaling of kind {kind!r}; known are none, linear and yarn."
-    )

@@ -1,5 +1,5 @@
-"""Reads weights from a GGUF file, under Hugging Face names, and decodes GGUF's block formats exactly. Knows no
-architecture beyond a table of names.
+"""Reads weights from a GGUF file, and decodes GGUF's block formats exactly. Knows no architecture beyond a table of
+names.
 
 A block of 32 or 256 neighbours holds packed codes and packed scales. Each decoder takes raw blocks `uint8 [n, block
 bytes]` and fills codes `uint8 [n, block size]` (two's complement where codes are signed), scales and offsets `float32
@@ -12,7 +12,7 @@ costs more than it saves, and much more when another process uses the cores.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
 from penstock.models.gguf_file import BlockFormat, GGUFFile, TensorInfo
+from penstock.models.layout import Layout, StoredRows
 from penstock.models.weights import Part, take_columns
 
 Bytes = NDArray[np.uint8]
@@ -203,14 +204,15 @@ DECODERS = {
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-_TOP_NAMES = {
+# Names of tensors and the usual names for them, both as parts between dots.
+_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
     "rope_freqs": "model.rope_divisors",
-}
-_LAYER_NAMES = {
+    "blk": "model.layers",
     "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -224,32 +226,21 @@ _LAYER_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFLayout:
-    """The differences of an architecture in GGUF files."""
-
-    layer_names: Mapping[str, str] = field(default_factory=dict)  # replaces entries of the common table
-    # Heads of Q and K whose rows are stored in the order of interleaved rotary pairs, (0, 1), (2, 3), …; the
-    # kernels rotate pairs half a head apart.
-    interleaved_heads: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by the name within a layer, such as "attn_q"
+def gguf_layout(
+    names: Mapping[str, str] | None = None, rows: Mapping[str, StoredRows] | None = None
+) -> Layout:
+    """Return the layout of GGUF files, in which a family has some `names` and the order of some `rows` of its own."""
+    return Layout(names={**_NAMES, **(names or {})}, rows=rows or {})
 
 
 class GGUFSource:
-    def __init__(self, file: GGUFFile, layout: GGUFLayout) -> None:
+    def __init__(self, file: GGUFFile) -> None:
         self._file = file
-        self._layout = layout
-        self._stored = {
-            translated: name
-            for name in file.tensors
-            if (translated := _translate(name, {**_LAYER_NAMES, **layout.layer_names})) is not None
-        }
         self._bytes = np.frombuffer(file.buffer, dtype=np.uint8)
         self.bytes_read = 0
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._stored)
+        return frozenset(self._file.tensors)
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         tensor = self._find(name, (rows, columns))
@@ -277,9 +268,9 @@ class GGUFSource:
         return values.flatten().to(torch.float32, copy=True)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        if name not in self._stored:
+        if name not in self._file.tensors:
             raise ModelLoadError(f"{self._file.path.name} has no tensor for {name}.")
-        tensor = self._file.tensors[self._stored[name]]
+        tensor = self._file.tensors[name]
         if tensor.shape != shape:
             raise ModelLoadError(
                 f"{self._file.path.name} has {tensor.name} of shape {list(tensor.shape)} "
@@ -288,27 +279,6 @@ class GGUFSource:
         return tensor
 
     def _raw_rows(self, tensor: TensorInfo, rows: range) -> NDArray[np.uint8]:
-        """Return uint8 [rows, bytes of a row], a view into the file unless rows had to be reordered. A vector's
-        elements count as its rows."""
+        """Return uint8 [rows, bytes of a row], a view into the file. A vector's elements count as its rows."""
         raw = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].reshape(tensor.shape[0], -1)
-        parts = tensor.name.split(".")
-        heads = self._layout.interleaved_heads.get(parts[2]) if len(parts) == 4 else None
-        if heads is None:
-            return raw[rows.start : rows.stop]
-        return raw[_order_without_interleaving(tensor.shape[0], heads)[rows.start : rows.stop]]
-
-
-def _order_without_interleaving(rows: int, heads: int) -> NDArray[np.int64]:
-    """Return the order of rows: of each head, first the even rows, then the odd ones."""
-    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).ravel()
-
-
-def _translate(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; None for a tensor that no model uses."""
-    match name.split("."):
-        case ["blk", index, part, kind] if part in layer_names:
-            return f"model.layers.{index}.{layer_names[part]}.{kind}"
-        case [part, kind] if part in _TOP_NAMES:
-            return f"{_TOP_NAMES[part]}.{kind}"
-        case _:
-            return None
+        return raw[rows.start : rows.stop]

@@ -20,12 +20,12 @@ from penstock.core.figures import format_bytes
 from penstock.kernels.interface import Ops
 from penstock.models import bert
 from penstock.models.config import ArchitectureConfig, Fields, read_settings
-from penstock.models.gemma3 import Gemma3
+from penstock.models.decoder import Decoder
+from penstock.models.families import FAMILIES
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
-from penstock.models.layers import Decoder
-from penstock.models.llama import Llama, Mistral, Mixtral, Qwen2, Qwen2MoE, Qwen3, Qwen3MoE
+from penstock.models.layout import LayoutSource
 from penstock.models.model import StagedModel
 from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
 from penstock.models.sharding import WHOLE, Shard
@@ -57,40 +57,38 @@ def weights_identity(path: Path) -> str:
     return digest.hexdigest()
 
 
-ARCHITECTURES: tuple[type[Decoder], ...] = (
-    Llama,
-    Mistral,
-    Mixtral,
-    Qwen2,
-    Qwen2MoE,
-    Qwen3,
-    Qwen3MoE,
-    Gemma3,
-)
-
-
 def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
     """Find the architecture by the class in `architectures`, else by `model_type`."""
     named = fields.raw("architectures")
     asked = [str(name) for name in named] if isinstance(named, list) else []
     if not asked and fields.has("model_type"):
         asked = [fields.text("model_type")]
-    for architecture in ARCHITECTURES:
+    for architecture in FAMILIES:
         if any(name in architecture.huggingface_names for name in asked):
             return architecture
     if not asked:
         raise ModelLoadError(f"{fields.where} names neither architectures nor a model_type.")
-    known = ", ".join(architecture.huggingface_names[0] for architecture in ARCHITECTURES)
-    raise ModelLoadError(f"The architecture {asked[0]} is not known; known are {known}.")
+    raise ModelLoadError(
+        f"The architecture {asked[0]} is not known; known are {_known_families()}.",
+        hint="Try --model-implementation transformers, which runs most decoders that transformers knows.",
+    )
 
 
 def architecture_for_gguf(file: GGUFFile) -> type[Decoder]:
     asked = file.architecture
-    for architecture in ARCHITECTURES:
+    for architecture in FAMILIES:
         if asked in architecture.gguf_names:
             return architecture
-    known = ", ".join(name for architecture in ARCHITECTURES for name in architecture.gguf_names)
-    raise ModelLoadError(f"The architecture {asked!r} of {file.path.name} is not known; known are {known}.")
+    known = ", ".join(sorted({name for architecture in FAMILIES for name in architecture.gguf_names}))
+    raise ModelLoadError(
+        f"The architecture {asked!r} of {file.path.name} is not known; known are {known}.",
+        hint="Give the folder of the original checkpoint, with --model-implementation transformers.",
+    )
+
+
+def _known_families() -> str:
+    """Return the families' names for `model_type`, without mixtures of families that are listed."""
+    return ", ".join(sorted({architecture.name for architecture in FAMILIES}))
 
 
 logger = logging.getLogger(__name__)
@@ -113,8 +111,9 @@ class Checkpoint:
     def source(self) -> WeightSource:
         if self.gguf is None:
             files = SafetensorsSource(self.path)
-            return files if self.quantization is None else QuantizedSource(files, self.quantization)
-        return GGUFSource(self.gguf, self.architecture.gguf_layout(self.config))
+            stored = files if self.quantization is None else QuantizedSource(files, self.quantization)
+            return LayoutSource(stored, self.architecture.layout(self.config))
+        return LayoutSource(GGUFSource(self.gguf), self.architecture.gguf_layout(self.config))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -58,6 +58,20 @@ def take_rows(weight: WeightData, rows: range) -> WeightData:
             return replace(weight, codes=weight.codes[taken], scales=weight.scales[taken], offsets=offsets)
 
 
+def pick_rows(weight: WeightData, order: Tensor) -> WeightData:
+    """Take the rows of `order`, int64 [n], in this order."""
+    match weight:
+        case DenseWeight():
+            return DenseWeight(weight.values[order])
+        case Float8Weight():
+            # As bytes, because torch cannot index float8 everywhere.
+            values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
+            return replace(weight, values=values, scales=weight.scales[order])
+        case GroupQuantWeight():
+            offsets = None if weight.offsets is None else weight.offsets[order]
+            return replace(weight, codes=weight.codes[order], scales=weight.scales[order], offsets=offsets)
+
+
 def take_columns(weight: WeightData, columns: range) -> WeightData:
     """Take columns without new rounding: a matrix whose scales the cut would divide, or whose inputs are in another
     order, becomes dense."""

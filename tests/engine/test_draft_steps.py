@@ -27,7 +27,7 @@ from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.echo import EchoExecutor
 from penstock.engine.graphs import DecodeGraphs
 from penstock.kernels.interface import AttentionBatch, KVStore
-from penstock.models.llama import Llama
+from penstock.models.families.llama import Llama
 
 from .drafting import KnowingDrafter, answer, answers, num_accepted, speculate
 from .tiny import VOCAB_SIZE, request, run, teach_short_answers, tiny_engine, tokens, write_tiny_model

@@ -25,7 +25,7 @@ from penstock.core.request import FinishReason
 from penstock.engine.batch import SMALLEST_PIECE_TOKENS, halves
 from penstock.kernels.interface import AttentionBatch, KVStore, SamplingBatch
 from penstock.kernels.native import NativeOps
-from penstock.models.llama import Llama
+from penstock.models.families.llama import Llama
 from penstock.simulator.replay import replay
 from tests.engine.tiny import request, run, tiny_engine, tokens, unpacked, write_tiny_model
 
@@ -198,7 +198,7 @@ _BROKEN_WORKER = """
 import sys
 import torch
 from penstock.cluster import worker
-from penstock.models.llama import Llama
+from penstock.models.families.llama import Llama
 
 forward = Llama.forward
 

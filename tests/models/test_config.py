@@ -8,7 +8,8 @@ import pytest
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling
-from penstock.models.load import ARCHITECTURES, architecture_for_huggingface
+from penstock.models.families import FAMILIES
+from penstock.models.load import architecture_for_huggingface
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,7 +121,7 @@ def test_gemma3_as_first_published() -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM is not known; known are LlamaForCausalLM, ",
+            "MambaForCausalLM is not known; known are .*llama, .*qwen3",
         ),
         ({"architectures": None}, "neither architectures nor a model_type"),
         ({"hidden_size": None}, r"config\.json has no hidden_size"),
@@ -130,10 +131,12 @@ def test_gemma3_as_first_published() -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared out over 3"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope scaling of kind 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling of kind 'longrope'"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope scaling of kind 'spiral'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "no short_factor"),
+        ({"rope_scaling": {"rope_type": "su", "short_factor": [1, "a"]}}, "not a list of positive numbers"),
         ({"rope_scaling": [1]}, "rope_scaling that is not an object"),
-        ({"partial_rotary_factor": 0.5}, "only part of each head"),
+        ({"partial_rotary_factor": 0.33}, "rotates 5 of the 16 numbers of a head"),
+        ({"partial_rotary_factor": 2.0}, "rotates 32 of the 16 numbers of a head"),
         ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which is not true or false"),
     ],
@@ -143,8 +146,14 @@ def test_what_cannot_be_read_is_named(changes: dict[str, Any], message: str) -> 
         read(**changes)
 
 
+def test_an_unknown_architecture_names_the_flag_that_may_help() -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        read(architectures=["MambaForCausalLM"])
+    assert "--model-implementation transformers" in str(caught.value.hint)
+
+
 def test_no_two_architectures_share_a_name() -> None:
-    huggingface_names = [name for kind in ARCHITECTURES for name in kind.huggingface_names]
+    huggingface_names = [name for kind in FAMILIES for name in kind.huggingface_names]
     assert len(huggingface_names) == len(set(huggingface_names))
-    gguf_names = [name for kind in ARCHITECTURES for name in kind.gguf_names]
+    gguf_names = [name for kind in FAMILIES for name in kind.gguf_names]
     assert len(gguf_names) == len(set(gguf_names))

@@ -36,6 +36,9 @@ class TensorParallelOps(DelegatingOps):
         self._vocabulary = shard.vocabulary(vocab_size)
         self._placed = PlacedExperts(ops, group) if shard.places_experts else None
 
+    def add_up(self, x: Tensor) -> Tensor:
+        return self._group.add_up(x)
+
     def embed(self, token_ids: Tensor, table: PackedEmbedding) -> Tensor:
         """Embed tokens. Each token is in one rank's rows, and zero on all other ranks."""
         own = self._vocabulary

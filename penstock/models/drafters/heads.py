@@ -28,8 +28,8 @@ from penstock.kernels.interface import (
 )
 from penstock.models.config import ArchitectureConfig
 from penstock.models.drafters.files import HeadFolder, read_heads
+from penstock.models.families.llama import Llama
 from penstock.models.layers import GatedMLP
-from penstock.models.llama import Llama
 from penstock.models.model import StagedModel
 from penstock.models.rope import rope_table
 from penstock.models.weights import WeightLoader, WeightSource

@@ -11,21 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.interface import AttentionBatch, KVStore
-from penstock.models.config import (
-    ArchitectureConfig,
-    Fields,
-    RopeConfig,
-    common_gguf_config,
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
+from penstock.models.decoder import Decoder
+from penstock.models.gguf_config import common_gguf_config, metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
+from penstock.models.huggingface_config import (
     common_huggingface_config,
     layer_windows,
-    metadata_fields,
     rope_config,
     rope_parameters,
 )
-from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import GGUFLayout
-from penstock.models.layers import Decoder, DecoderLayer, GatedMLP
+from penstock.models.layers import Attention, GatedMLP, LayerLoader, Norm, RMSNorm
+from penstock.models.layout import Layout
 from penstock.models.weights import WeightLoader
 
 # Published config.json files leave out values that equal these.
@@ -53,12 +52,14 @@ _LAYERS_OF_27B = 62
 
 @dataclass(frozen=True, slots=True)
 class SandwichLayer:
-    """A layer whose two halves are normed once more before they are added."""
+    """A layer whose two halves are normed before and after."""
 
-    inner: DecoderLayer
+    attention_norm: Norm
+    attention: Attention
+    after_attention_norm: Norm
+    mlp_norm: RMSNorm
     mlp: GatedMLP
-    after_attention_norm: Tensor
-    after_mlp_norm: Tensor
+    after_mlp_norm: Norm
 
 
 class Gemma3(Decoder):
@@ -70,7 +71,6 @@ class Gemma3(Decoder):
         "gemma3",
     )
     gguf_names = ("gemma3",)
-    has_head_norms = True
     mlp_norm_name = "pre_feedforward_layernorm"
 
     @classmethod
@@ -115,9 +115,9 @@ class Gemma3(Decoder):
         )
 
     @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> GGUFLayout:
-        return GGUFLayout(
-            layer_names={
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(
+            {
                 "post_attention_norm": "post_attention_layernorm",
                 "ffn_norm": "pre_feedforward_layernorm",
                 "post_ffw_norm": "post_feedforward_layernorm",
@@ -132,49 +132,39 @@ class Gemma3(Decoder):
     def embed(self, token_ids: Tensor) -> Tensor:
         return super().embed(token_ids).mul_(self._embedding_scale)
 
-    def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
-        ops = self._ops
-        attention, mlp = ops.attention, ops.mlp
-        rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
-        norm_eps, activation, kv_layer = self.config.norm_eps, self.config.activation, kv.layer
-        for index, sandwich in enumerate(self._layers):
-            layer = sandwich.inner
-            hidden = rms_norm(residual, layer.attention_norm, norm_eps)
-            hidden = attention(hidden, layer.qkv, layer.output, layer.attention, kv_layer(index), batch)
-            hidden = rms_norm(hidden, sandwich.after_attention_norm, norm_eps)
-            hidden = add_rms_norm(hidden, residual, layer.mlp_norm, norm_eps)
-            hidden = mlp(hidden, sandwich.mlp.gate_up, sandwich.mlp.down, activation)
-            residual.add_(rms_norm(hidden, sandwich.after_mlp_norm, norm_eps))
-
-    def _load_layers(self, loader: WeightLoader) -> None:
-        self._layers: list[SandwichLayer] = [
-            self._load_sandwich(index, loader) for index in self.layer_indices
-        ]
-
-    def _load_sandwich(self, index: int, loader: WeightLoader) -> SandwichLayer:
-        inner = self._load_layer(index, loader)
-        assert isinstance(inner.mlp, GatedMLP)
+    def load_layer(self, load: LayerLoader) -> SandwichLayer:
         return SandwichLayer(
-            inner=inner,
-            mlp=inner.mlp,
-            after_attention_norm=self._norm(f"model.layers.{index}.post_attention_layernorm", loader),
-            after_mlp_norm=self._norm(f"model.layers.{index}.post_feedforward_layernorm", loader),
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=load.attention(head_norms=True),
+            after_attention_norm=load.rms_norm("post_attention_layernorm"),
+            mlp_norm=load.rms_norm("pre_feedforward_layernorm"),
+            mlp=load.gated_mlp(),
+            after_mlp_norm=load.rms_norm("post_feedforward_layernorm"),
         )
+
+    def run_layer(
+        self, layer: SandwichLayer, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
+    ) -> None:
+        hidden = layer.attention(ops, layer.attention_norm(ops, residual), cache, batch)
+        hidden = layer.after_attention_norm(ops, hidden)
+        hidden = ops.add_rms_norm(hidden, residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
+        residual.add_(layer.after_mlp_norm(ops, layer.mlp(ops, hidden)))
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
     """Return the ropes of layers that see the whole context, and of layers with a window."""
-    max_positions = fields.integer("max_position_embeddings")
     parameters = rope_parameters(fields)
+    sizes = {
+        "max_positions": fields.integer("max_position_embeddings"),
+        "head_dim": fields.integer("head_dim"),
+    }
+    whole, local = parameters, None
     if "full_attention" in parameters:
-        return (
-            rope_config(parameters["full_attention"], fields, max_positions, default_theta=_WHOLE_THETA),
-            rope_config(
-                parameters.get("sliding_attention", {}), fields, max_positions, default_theta=_LOCAL_THETA
-            ),
-        )
-    whole = rope_config(parameters, fields, max_positions, default_theta=_WHOLE_THETA)
-    return whole, RopeConfig(fields.number("rope_local_base_freq", _LOCAL_THETA))
+        whole, local = parameters["full_attention"], parameters.get("sliding_attention", {})
+    rope = rope_config(whole, fields, **sizes, default_theta=_WHOLE_THETA)
+    if local is None:
+        return rope, RopeConfig(fields.number("rope_local_base_freq", _LOCAL_THETA))
+    return rope, rope_config(local, fields, **sizes, default_theta=_LOCAL_THETA)
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:

@@ -1,0 +1,271 @@
+"""Runs a decoder: embedding, layers, final norm and head. A family adds how one of its layers is loaded and run."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import (
+    AttentionBatch,
+    FindsArgmax,
+    GatedLayer,
+    JoinsLayers,
+    KVStore,
+    Ops,
+    RunLayers,
+)
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.experts import ExpertMLP
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
+from penstock.models.layers import Attention, GatedMLP, LayerLoader, Norm, RMSNorm, RopeTables
+from penstock.models.layout import Layout, rotated_rows
+from penstock.models.weights import NamedProduct, WeightLoader
+
+KERNEL_ALIGNMENT = 16  # bytes; other kernels are compiled for data that is not aligned to it
+
+
+def _kind(part: object) -> Hashable:
+    """Return a key that is the same for layers that differ only in the values of their weights."""
+    if isinstance(part, Tensor):
+        return part.shape, part.stride(), part.dtype, part.data_ptr() % KERNEL_ALIGNMENT
+    if is_dataclass(part):
+        return type(part), *(_kind(getattr(part, field.name)) for field in fields(part))
+    if isinstance(part, Sequence):
+        return tuple(_kind(item) for item in part) if not isinstance(part, str) else part
+    return part if isinstance(part, Hashable) else id(part)
+
+
+class Decoder(ABC):
+    """A decoder, or a rank's part of it.
+
+    The part is `WeightLoader.shard`. Layers hold a rank's heads and its slice of the MLP, `num_layers` and
+    `num_kv_heads` count the rank's part, and the loader's `Ops` add up the results of ranks.
+
+    A family is a subclass with its names in checkpoints, the reading of settings, and one layer: `load_layer` and
+    `run_layer`.
+    """
+
+    name: ClassVar[str]
+    huggingface_names: ClassVar[tuple[str, ...]]  # as in `architectures`, and as in `model_type`
+    gguf_names: ClassVar[tuple[str, ...]] = ()  # as in `general.architecture`
+    mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # of the norm between attention and MLP
+    _layers: Sequence[Any]
+
+    @classmethod
+    @abstractmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig: ...
+
+    @classmethod
+    @abstractmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig: ...
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        """Return how folders of this family store its tensors."""
+        return Layout(rows=rotated_rows(config))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        """Return how GGUF files of this family store its tensors."""
+        return gguf_layout(rows=rotated_rows(config))
+
+    @abstractmethod
+    def load_layer(self, load: LayerLoader) -> Any: ...
+
+    @abstractmethod
+    def run_layer(self, layer: Any, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        """Run one layer on the residual, in place."""
+
+    def load_final_norm(self, loader: WeightLoader) -> Norm:
+        config = self.config
+        return RMSNorm(
+            loader.vector("model.norm.weight", config.hidden_size, plus=config.norm_offset), config.norm_eps
+        )
+
+    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
+        self.config = config
+        self.shard = loader.shard
+        self._heads = self.shard.heads(config.num_heads, config.num_kv_heads)
+        self.layer_indices = self.shard.layers(config.num_layers)
+        self.num_layers = len(self.layer_indices)
+        self.num_kv_heads = len(self._heads.keys)
+        self.head_dim = config.head_dim
+        self.max_model_len = max_model_len
+        self._ops: Ops = loader.ops
+        self._embedding, self._head = loader.embedding_and_head(
+            config.vocab_size, config.hidden_size, tied=config.tie_embeddings
+        )
+        ropes = RopeTables(config, loader, max_model_len)
+        self._layers = [
+            self.load_layer(LayerLoader(config, loader, ropes, index)) for index in self.layer_indices
+        ]
+        self._final_norm = self.load_final_norm(loader) if self.shard.is_last_stage else None
+        self.num_parameters = loader.num_parameters
+        self.weight_bytes = loader.weight_bytes
+        self.products: Sequence[NamedProduct] = loader.products
+
+    def with_ops(self, ops: Ops) -> Self:
+        """Return a model with the same weights, run by other operations."""
+        twin = copy.copy(self)
+        twin._ops = ops
+        return twin
+
+    def with_distinct_layers(self) -> Self:
+        twin = copy.copy(self)
+        twin._layers = list({_kind(layer): layer for layer in self._layers}.values())
+        twin.num_layers = len(twin._layers)
+        return twin
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        residual = self.embed(token_ids)
+        self.run_layers(residual, batch, kv)
+        return self.normed(residual)
+
+    def forward_tapped(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        residual, seen = self.embed(token_ids), dict[int, Tensor]()
+
+        def watch(index: int) -> None:
+            if index in taps:
+                seen[index] = residual.clone()
+
+        self._run_one_by_one(residual, batch, kv, watch)
+        watch(len(self._layers))
+        return self.normed(residual), torch.cat([seen[index] for index in taps], dim=1)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        assert self._embedding is not None, "the first stage embeds"
+        embedded = self._ops.embed(token_ids, self._embedding)
+        scale = self.config.embedding_scale
+        return embedded if scale == 1.0 else embedded.mul_(scale)
+
+    def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
+        self._run_one_by_one(residual, batch, kv)
+
+    def normed(self, residual: Tensor) -> Tensor:
+        assert self._final_norm is not None, "the last stage norms"
+        return self._final_norm(self._ops, residual)
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        assert self._head is not None, "the last stage has the head"
+        logits = self._ops.logits(hidden_rows, self._head)
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        if scale != 1.0:
+            logits = logits.mul_(scale)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def argmax(self, hidden_rows: Tensor) -> Tensor | None:
+        # A cap, or a scale that rounds, may make different logits equal.
+        changes_order = self.config.logit_softcap is not None or math.frexp(self.config.logit_scale)[0] != 0.5
+        if changes_order or not isinstance(self._ops, FindsArgmax):
+            return None
+        assert self._head is not None, "the last stage has the head"
+        return self._ops.argmax(hidden_rows, self._head)
+
+    def _run_one_by_one(
+        self,
+        residual: Tensor,
+        batch: AttentionBatch,
+        kv: KVStore,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        ops, run_layer, kv_layer = self._ops, self.run_layer, kv.layer
+        for index, layer in enumerate(self._layers):
+            if before_layer is not None:
+                before_layer(index)
+            run_layer(layer, residual, ops, kv_layer(index), batch)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer in Llama's style: attention and MLP, each with the norm in front of it."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP | ExpertMLP
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedLayers:
+    """Runs all layers in one call, if these operations can."""
+
+    ops: Ops
+    layers: Sequence[DecoderLayer]
+    kv: KVStore
+    run: RunLayers | None
+
+
+class PreNormDecoder(Decoder):
+    """A decoder in Llama's style: each half of a layer reads the normed residual and adds to it. Backends run such a
+    half, or all layers, in one call."""
+
+    has_head_norms: ClassVar[bool] = False  # RMS norm of each query and key head before rope
+    _joined: _JoinedLayers | None = None
+
+    def load_layer(self, load: LayerLoader) -> DecoderLayer:
+        return DecoderLayer(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=load.attention(head_norms=self.has_head_norms),
+            mlp_norm=load.rms_norm(self.mlp_norm_name),
+            mlp=self.load_mlp(load),
+        )
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        return load.gated_mlp()
+
+    def run_layer(
+        self, layer: DecoderLayer, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
+    ) -> None:
+        norm, attention, mlp = layer.attention_norm, layer.attention, layer.mlp
+        ops.attention_block(
+            residual, norm.weight, norm.eps, attention.qkv, attention.output, attention.layer, cache, batch
+        )
+        norm = layer.mlp_norm
+        if isinstance(mlp, GatedMLP):
+            ops.mlp_block(residual, norm.weight, norm.eps, mlp.gate_up, mlp.down, mlp.activation)
+        else:
+            mlp.add_to(ops, residual, norm)
+
+    def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
+        ops, joined = self._ops, self._joined
+        if (
+            joined is None
+            or joined.ops is not ops
+            or joined.layers is not self._layers
+            or joined.kv is not kv
+        ):
+            joined = self._joined = _JoinedLayers(ops, self._layers, kv, self._join_layers(ops, kv))
+        if joined.run is not None:
+            joined.run(residual, batch)
+        else:
+            self._run_one_by_one(residual, batch, kv)
+
+    def _join_layers(self, ops: Ops, kv: KVStore) -> RunLayers | None:
+        if not isinstance(ops, JoinsLayers):
+            return None
+        parts = [
+            GatedLayer(
+                layer.attention_norm.weight,
+                layer.attention.qkv,
+                layer.attention.layer,
+                layer.attention.output,
+                layer.mlp_norm.weight,
+                layer.mlp.gate_up,
+                layer.mlp.down,
+            )
+            for layer in self._layers
+            if isinstance(layer.mlp, GatedMLP)
+        ]
+        if len(parts) < len(self._layers):
+            return None
+        return ops.join_layers(parts, self.config.norm_eps, self.config.activation, kv)

@@ -1,0 +1,121 @@
+"""Qwen 2 and 2.5, with a bias on queries, keys and values; Qwen 3, with norms on queries and keys; and both with a
+mixture of experts, of which Qwen 2 MoE has one more expert for every token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.decoder import PreNormDecoder
+from penstock.models.experts import ExpertMLP, load_experts
+from penstock.models.gguf_config import common_gguf_config, mixture_in_gguf
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.huggingface_config import common_huggingface_config, layer_windows
+from penstock.models.layers import GatedMLP, LayerLoader
+
+
+class Qwen2(PreNormDecoder):
+    name = "qwen2"
+    huggingface_names = ("Qwen2ForCausalLM", "qwen2")
+    gguf_names = ("qwen2",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config = common_huggingface_config(fields, cls.name)
+        return _windows(fields, dataclasses.replace(config, qkv_bias=True))
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return dataclasses.replace(common_gguf_config(file, cls.name), qkv_bias=True)
+
+
+_DEFAULT_HEAD_DIM = 128  # not hidden size / heads
+
+
+class Qwen3(PreNormDecoder):
+    name = "qwen3"
+    huggingface_names = ("Qwen3ForCausalLM", "qwen3")
+    gguf_names = ("qwen3",)
+    has_head_norms = True
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        has_bias = fields.flag("attention_bias", False)
+        head_dim = fields.integer("head_dim", _DEFAULT_HEAD_DIM)
+        config = dataclasses.replace(
+            common_huggingface_config(fields, cls.name),
+            head_dim=head_dim,
+            attention_scale=head_dim**-0.5,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+        )
+        return _windows(fields, config)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return common_gguf_config(file, cls.name)
+
+
+class _Mixture(PreNormDecoder):
+    """A decoder with experts in most layers."""
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        raise mixture_in_gguf(file)
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        assert self.config.experts is not None
+        return load.gated_mlp() if load.index in self.config.experts.dense_layers else load_experts(load)
+
+
+class Qwen3MoE(_Mixture, Qwen3):
+    name = "qwen3_moe"
+    huggingface_names = ("Qwen3MoeForCausalLM", "qwen3_moe")
+    gguf_names = ("qwen3moe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config = super().config_from_huggingface(fields)
+        return dataclasses.replace(config, experts=_qwen_experts(fields, config.num_layers))
+
+
+class Qwen2MoE(_Mixture, Qwen2):
+    name = "qwen2_moe"
+    huggingface_names = ("Qwen2MoeForCausalLM", "qwen2_moe")
+    gguf_names = ("qwen2moe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config = super().config_from_huggingface(fields)
+        experts = dataclasses.replace(
+            _qwen_experts(fields, config.num_layers),
+            shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
+        )
+        return dataclasses.replace(config, qkv_bias=fields.flag("qkv_bias", True), experts=experts)
+
+
+def _qwen_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    period = fields.integer("decoder_sparse_step", 1)
+    listed = fields.token_ids("mlp_only_layers")
+    return ExpertsConfig(
+        # Newer files use Mixtral's name.
+        count=fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts"),
+        per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalizes=fields.flag("norm_topk_prob", False),
+        dense_layers=frozenset(
+            index for index in range(num_layers) if index in listed or (index + 1) % period
+        ),
+    )
+
+
+def _windows(fields: Fields, config: ArchitectureConfig) -> ArchitectureConfig:
+    """Apply Qwen's rule: windows only when `use_sliding_window` is set, and not in the first `max_window_layers`."""
+    if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
+        return config
+    window = fields.integer("sliding_window")
+    windows = layer_windows(fields, config.num_layers, window)
+    if windows is None:
+        first = fields.integer("max_window_layers", 28)
+        windows = tuple(window if index >= first else None for index in range(config.num_layers))
+    return dataclasses.replace(config, windows=windows)

@@ -1,0 +1,146 @@
+"""Reads the settings that most decoders share from a Hugging Face `config.json`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import ModelLoadError
+from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling, yarn_amplitude
+
+
+def common_huggingface_config(
+    fields: Fields, architecture: str, *, gated: bool = True, default_theta: float = 10000.0
+) -> ArchitectureConfig:
+    """Read the settings that most decoders have. An architecture replaces its differences. An MLP without a gate may
+    have other activations."""
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_layers = fields.integer("num_hidden_layers")
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    max_positions = fields.integer("max_position_embeddings", 2048)
+    rope = rope_config(
+        rope_parameters(fields), fields, max_positions, head_dim=head_dim, default_theta=default_theta
+    )
+    bos_token_ids = fields.token_ids("bos_token_id")
+    return ArchitectureConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size"),
+        max_positions=stretched_positions(rope, max_positions),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        windows=(None,) * num_layers,
+        attention_scale=head_dim**-0.5,
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        activation=fields.activation("hidden_act", "silu") if gated else "silu",
+        plain_activation="gelu" if gated else fields.plain_activation("hidden_act", "gelu"),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        checkpoint_dtype=fields.raw("dtype") or fields.raw("torch_dtype"),
+    )
+
+
+def layer_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
+    """Return the windows by `layer_types`, or None when the file does not list them."""
+    kinds = fields.raw("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelLoadError(f"{fields.where} lists layer_types that do not match its {num_layers} layers.")
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelLoadError(f"{fields.where} has a layer of unknown kind {sorted(map(str, unknown))[0]!r}.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def rope_parameters(fields: Fields) -> Mapping[str, Any]:
+    """Return the rope settings as one mapping: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`."""
+    for key in ("rope_parameters", "rope_scaling"):
+        value = fields.raw(key)
+        if isinstance(value, dict):
+            return value
+        if value is not None:
+            raise ModelLoadError(f"{fields.where} has {key} that is not an object.")
+    return {}
+
+
+def rope_config(
+    parameters: Mapping[str, Any],
+    fields: Fields,
+    max_positions: int,
+    *,
+    head_dim: int,
+    default_theta: float = 10000.0,
+) -> RopeConfig:
+    rope = Fields(parameters, f"The rope settings of {fields.where}")
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelLoadError(
+            f"{fields.where} rotates {rotary_dim} of the {head_dim} numbers of a head, which cannot be done in pairs."
+        )
+    scaling = _rope_scaling(rope, fields, max_positions)
+    return RopeConfig(theta, scaling, None if rotary_dim == head_dim else rotary_dim)
+
+
+def _rope_scaling(rope: Fields, fields: Fields, max_positions: int) -> RopeScaling | None:
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    # Dynamic scaling changes nothing within the positions of the model, and longer contexts are not served.
+    if kind in ("default", "dynamic", "mrope"):
+        return None
+    if kind in ("linear", "ntk"):
+        return RopeScaling(kind="linear" if kind == "linear" else "ntk", factor=rope.number("factor"))
+    key = "original_max_position_embeddings"
+    original = rope.integer(key, fields.integer(key, max_positions))
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=rope.number("factor"),
+            original_max_positions=original,
+            low_frequency_factor=rope.number("low_freq_factor"),
+            high_frequency_factor=rope.number("high_freq_factor"),
+        )
+    if kind == "yarn":
+        factor = rope.number("factor", max_positions / original)
+        amplitude = rope.optional_number("attention_factor")
+        if amplitude is None and rope.raw("mscale") and rope.raw("mscale_all_dim"):
+            amplitude = yarn_amplitude(factor, rope.number("mscale")) / yarn_amplitude(
+                factor, rope.number("mscale_all_dim")
+            )
+        return RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original_max_positions=original,
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            attention_factor=amplitude,
+            truncate=rope.flag("truncate", True),
+        )
+    if kind in ("longrope", "su"):
+        return RopeScaling(
+            kind="longrope",
+            factor=rope.number("factor", max_positions / original),
+            original_max_positions=original,
+            attention_factor=rope.optional_number("attention_factor"),
+            short_divisors=rope.numbers("short_factor"),
+            long_divisors=rope.numbers("long_factor"),
+        )
+    raise ModelLoadError(
+        f"{fields.where} asks for rope scaling of kind {kind!r}; known are default, linear, dynamic, ntk, "
+        "llama3, yarn and longrope."
+    )
+
+
+def stretched_positions(rope: RopeConfig, max_positions: int) -> int:
+    """Return the context length. Yarn checkpoints may state the length before stretching."""
+    scaling = rope.scaling
+    if scaling is None or scaling.kind != "yarn" or scaling.original_max_positions is None:
+        return max_positions
+    return max(max_positions, int(scaling.original_max_positions * scaling.factor))

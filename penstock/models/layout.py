@@ -1,0 +1,190 @@
+"""Describes how the checkpoints of a family store its tensors, and reads them as the model wants them. Knows no file
+format.
+
+A model asks for tensors by one set of names (`model.layers.0.self_attn.q_proj.weight`), whole, and with rotated pairs
+half a head apart. A family may use other names, store several matrices as one, in any order of rows, or transposed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import DenseWeight, WeightData
+from penstock.models.config import ArchitectureConfig
+from penstock.models.rope import pair_order
+from penstock.models.weights import Part, WeightSource, pick_rows
+
+_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of a stored tensor, which has `total` rows. `name` is the tensor's name within a layer."""
+
+    name: str
+    total: int
+    order: Tensor  # int64: the stored row of each row that the model reads
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How checkpoints of a family differ from the usual names and order.
+
+    `base` is the part of names in front of everything but the head. `names` gives the usual name for a stored one,
+    both as parts between dots. `rows` gives the stored rows of a tensor, by its name within a layer."""
+
+    base: str = "model"
+    names: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, StoredRows] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()  # names within a layer of matrices that are stored [in, out]
+
+    @property
+    def is_usual(self) -> bool:
+        return self.base == "model" and not (self.names or self.rows or self.transposed)
+
+    def usual_name(self, stored: str) -> str:
+        name = "." + stored.removeprefix(f"{self.base}.") + "."
+        for own, usual in self.names.items():
+            name = name.replace(f".{own}.", f".{usual}.")
+        name = name.strip(".")
+        return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
+
+
+def rotated_rows(config: ArchitectureConfig, *, interleaved: bool = False) -> dict[str, StoredRows]:
+    """Return the rows of queries, keys and their head norms such that rotated pairs are half a head apart."""
+    head_dim = config.head_dim
+    rotary_dim = config.rope.rotary_dim or head_dim
+    if rotary_dim == head_dim and not interleaved:
+        return {}
+    order = pair_order(head_dim, rotary_dim, interleaved=interleaved)
+    rows = {f"self_attn.{part}_norm": StoredRows(f"self_attn.{part}_norm", head_dim, order) for part in "qk"}
+    for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+        name, size = f"self_attn.{part}_proj", heads * head_dim
+        rows[name] = StoredRows(name, size, by_head(torch.arange(size), order))
+    return rows
+
+
+def by_head(rows: Tensor, order: Tensor) -> Tensor:
+    """Reorder rows within each head."""
+    return rows.view(-1, len(order))[:, order].flatten()
+
+
+def fused_rows(name: str, parts: Mapping[str, int]) -> dict[str, StoredRows]:
+    """Return the rows of matrices that are stored one below the other, with so many rows each."""
+    total, start, rows = sum(parts.values()), 0, {}
+    for part, size in parts.items():
+        rows[part] = StoredRows(name, total, torch.arange(start, start + size))
+        start += size
+    return rows
+
+
+def fused_qkv(config: ArchitectureConfig, name: str = "self_attn.qkv_proj") -> dict[str, StoredRows]:
+    """Return the rows of queries, keys and values in one matrix, in this order."""
+    keys = config.num_kv_heads * config.head_dim
+    sizes = {"q": config.num_heads * config.head_dim, "k": keys, "v": keys}
+    return fused_rows(name, {f"self_attn.{part}_proj": size for part, size in sizes.items()})
+
+
+def grouped_qkv(config: ArchitectureConfig, name: str = "self_attn.qkv_proj") -> dict[str, StoredRows]:
+    """Return the rows of queries, keys and values in one matrix that holds, for each key-value head, the heads of its
+    queries, the key and the value."""
+    groups, width = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    total = groups * (width + 2) * config.head_dim
+    heads = torch.arange(total).view(groups, width + 2, config.head_dim)
+    parts = {"q": heads[:, :width], "k": heads[:, width], "v": heads[:, width + 1]}
+    return {f"self_attn.{part}_proj": StoredRows(name, total, rows.flatten()) for part, rows in parts.items()}
+
+
+def fused_gate_up(intermediate_size: int, name: str = "mlp.gate_up_proj") -> dict[str, StoredRows]:
+    return fused_rows(name, {"mlp.gate_proj": intermediate_size, "mlp.up_proj": intermediate_size})
+
+
+def composed(*steps: Mapping[str, StoredRows]) -> dict[str, StoredRows]:
+    """Join tables of rows. A later table takes rows of what an earlier table describes."""
+    joined: dict[str, StoredRows] = {}
+    for step in steps:
+        for part, rows in step.items():
+            inner = joined.get(rows.name)
+            joined[part] = (
+                rows if inner is None else StoredRows(inner.name, inner.total, inner.order[rows.order])
+            )
+    return joined
+
+
+class LayoutSource:
+    """Reads tensors of a source that a layout describes, under their usual names."""
+
+    def __init__(self, source: WeightSource, layout: Layout) -> None:
+        self._source = source
+        self._layout = layout
+        self._stored = {layout.usual_name(name): name for name in source.names()}
+        self._names = frozenset(self._stored) | self._cut_names()
+
+    def _cut_names(self) -> set[str]:
+        """Return the names of matrices that are stored as part of others."""
+        parts_of: dict[str, list[str]] = {}
+        for part, rows in self._layout.rows.items():
+            parts_of.setdefault(rows.name, []).append(part)
+        cut = set()
+        for name in self._stored:
+            stem, _, kind = name.rpartition(".")
+            if match := _LAYER.fullmatch(stem):
+                cut |= {f"{match[1]}{part}.{kind}" for part in parts_of.get(match[2], ())}
+        return cut
+
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
+        place = self._place(name, rows)
+        if place is None:
+            return self._oriented(name, rows, columns, part)
+        wanted = part or Part(range(rows), range(columns))
+        stored_name, total, order = place
+        order = order[wanted.rows.start : wanted.rows.stop]
+        window = range(int(order.min()), int(order.max()) + 1)
+        found = self._oriented(stored_name, total, columns, Part(window, wanted.columns))
+        return found if _is_plain(order) else pick_rows(found, order - window.start)
+
+    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        place = self._place(name, size)
+        if place is None:
+            return self._source.vector(self._stored.get(name, name), size, part)
+        stored_name, total, order = place
+        whole = self._source.vector(self._stored.get(stored_name, stored_name), total)
+        return whole[order if part is None else order[part.start : part.stop]]
+
+    def _place(self, name: str, size: int) -> tuple[str, int, Tensor] | None:
+        """Return the stored tensor's name and size and the rows in it; None for a tensor that is stored as it is."""
+        stem, _, kind = name.rpartition(".")
+        match = _LAYER.fullmatch(stem)
+        rows = self._layout.rows.get(match[2]) if match else None
+        if match is None or rows is None or len(rows.order) != size:
+            return None
+        stored_name = f"{match[1]}{rows.name}.{kind}"
+        if name in self._stored and stored_name not in self._stored:  # stored apart after all
+            return None
+        return stored_name, rows.total, rows.order
+
+    def _oriented(self, name: str, rows: int, columns: int, part: Part | None) -> WeightData:
+        stored = self._stored.get(name, name)
+        match = _LAYER.fullmatch(name.rpartition(".")[0])
+        if match is None or match[2] not in self._layout.transposed:
+            return self._source.matrix(stored, rows, columns, part)
+        turned = None if part is None else Part(part.columns, part.rows)
+        found = self._source.matrix(stored, columns, rows, turned)
+        values = found.values if isinstance(found, DenseWeight) else found.dequantize()
+        return DenseWeight(values.T.contiguous())
+
+
+def _is_plain(order: Tensor) -> bool:
+    return bool((order[1:] - order[:-1] == 1).all())
