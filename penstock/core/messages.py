@@ -96,6 +96,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int = 0  # of embedding vectors; 0 without embeddings
     pooling: Pooling = "mean"  # of embeddings, unless the request says otherwise
     is_encoder: bool = False  # makes embeddings only: no tokens, and no other pooling
+    named_templates: dict[str, str] = {}  # further chat templates by name, such as tool_use
     weights_id: str = ""  # differs between weights of the same shape, so that caches keep them apart
 
 

@@ -80,6 +80,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continues_last: bool = False  # the answer goes on where the last message, the assistant's, ends
     template_options: dict[str, Any] = {}  # extra variables for the model's template
+    template_name: str | None = None  # of several templates of the model; None: the one for such a chat
 
 
 def num_characters(prompt: ChatPrompt) -> int:

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
-from jinja2 import Template, TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError, meta
 
 from penstock.core.errors import InvalidRequest, ModelLoadError
 from penstock.core.grammar_text import special_token_ids
 from penstock.core.messages import ModelCard
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ToolCall, num_characters
+from penstock.gateway.text.template_sandbox import BoundedEnvironment
 from penstock.gateway.tools.answer_form import offers_tools
 from penstock.gateway.tools.formats import (
     HERMES,
@@ -90,77 +86,69 @@ def _any_of(spellings: Sequence[str]) -> str:
 
 DIRECT_RENDER_MESSAGES = 200
 DIRECT_RENDER_CHARACTERS = 1 << 16
+DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"  # as the hub names several templates of one model
 _SHORT_ID_LENGTH = 9
 _LAST_WORD = "\U0010ffff"  # never a character; stands where an answer is to go on
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks an assistant's words for training; for serving it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared by jinja2 as an instance attribute)
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.datetime.now().strftime(layout)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Unlike jinja2's own filter this does not escape for HTML, which would spoil a prompt."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+class _Compiled(msgspec.Struct, frozen=True):
+    template: Template
+    knows_tools: bool
 
 
 class ChatTemplate:
-    """Compiled once per model. A model without a template refuses chats with a hint."""
+    """The templates of one model, compiled once. A model without a template refuses chats with a hint."""
 
     def __init__(self, card: ModelCard, tool_format: ToolFormat | None = None) -> None:
         self._model_name = card.name
         self._special_tokens = card.special_tokens
         self._tool_format = tool_format or HERMES
         self._marks = PlainTextMarks(special_token_ids(card.tokenizer_json))
-        self._template = None
-        self.knows_tools = False
-        if card.chat_template is not None:
-            environment = _environment()
-            try:
-                self._template = environment.from_string(card.chat_template)
-                self._template.globals = dict(self._template.globals)  # every rendering copies them
-                variables = meta.find_undeclared_variables(environment.parse(card.chat_template))
-            except TemplateError as error:
-                raise ModelLoadError(f"The chat template of {card.name} cannot be read: {error}") from error
-            self.knows_tools = "tools" in variables
+        self._environment = BoundedEnvironment()
+        self._default = None if card.chat_template is None else self._compiled(card.chat_template)
+        self._named = {name: self._compiled(text) for name, text in card.named_templates.items()}
 
     def render(self, prompt: ChatPrompt) -> RenderedChat:
-        if self._template is None:
+        chosen = self._chosen(prompt)
+        try:
+            return self._render(chosen, prompt)
+        except InvalidRequest:
+            for retold, arguments_as_text in self._retold(chosen, prompt):
+                with contextlib.suppress(InvalidRequest):
+                    return self._render(chosen, retold, arguments_as_text=arguments_as_text)
+            raise
+
+    def _compiled(self, text: str) -> _Compiled:
+        try:
+            template = self._environment.from_string(text)
+            variables = meta.find_undeclared_variables(self._environment.parse(text))
+        except TemplateError as error:
+            raise ModelLoadError(
+                f"The chat template of {self._model_name} cannot be read: {error}"
+            ) from error
+        template.globals = dict(template.globals)  # every rendering copies them
+        return _Compiled(template, "tools" in variables)
+
+    def _chosen(self, prompt: ChatPrompt) -> _Compiled:
+        """The template that the client names; else, with tools, the model's template for tools; else the default."""
+        name = prompt.template_name
+        if name is not None and name != DEFAULT_TEMPLATE:
+            if name not in self._named:
+                raise InvalidRequest(
+                    f"The model {self._model_name} has no chat template with the name {name[:40]!r}.",
+                    param="chat_template",
+                    hint=f"Known: {', '.join((DEFAULT_TEMPLATE, *self._named))}. Templates of requests are not run.",
+                )
+            return self._named[name]
+        chosen = self._named.get(TOOL_TEMPLATE) if name is None and offers_tools(prompt) else None
+        chosen = chosen or self._default
+        if chosen is None:
             raise InvalidRequest(
                 f"The model {self._model_name} has no chat template.",
                 param="messages",
                 hint="Use /v1/completions with a plain prompt.",
             )
-        try:
-            return self._render(self._template, prompt)
-        except InvalidRequest:
-            for retold, arguments_as_text in self._retold(prompt):
-                with contextlib.suppress(InvalidRequest):
-                    return self._render(self._template, retold, arguments_as_text=arguments_as_text)
-            raise
+        return chosen
 
     async def render_later(self, prompt: ChatPrompt) -> RenderedChat:
         """As `render`; a chat of many turns or much text, which may take seconds, is written off the event loop."""
@@ -169,20 +157,26 @@ class ChatTemplate:
             return self.render(prompt)
         return await asyncio.to_thread(self.render, prompt)
 
-    def _retold(self, prompt: ChatPrompt) -> Iterator[tuple[ChatPrompt, bool]]:
+    def _retold(self, chosen: _Compiled, prompt: ChatPrompt) -> Iterator[tuple[ChatPrompt, bool]]:
         """Other ways to tell of earlier calls: some templates take arguments as text only, some take only one call
-        in a turn."""
-        if self.knows_tools and any(message.tool_calls for message in prompt.messages):
-            yield prompt, True
-            single = msgspec.structs.replace(prompt, messages=with_single_calls(prompt.messages))
-            yield single, False
-            yield single, True
+        in a turn, and some take no thoughts beside a text and a call."""
+        if not chosen.knows_tools or not any(message.tool_calls for message in prompt.messages):
+            return
+        single = msgspec.structs.replace(prompt, messages=with_single_calls(prompt.messages))
+        yield from ((prompt, True), (single, False), (single, True))
+        if any(message.reasoning for message in prompt.messages):
+            messages = tuple(
+                msgspec.structs.replace(message, reasoning=None) if message.tool_calls else message
+                for message in prompt.messages
+            )
+            yield msgspec.structs.replace(prompt, messages=messages), False
 
     def _render(
-        self, template: Template, prompt: ChatPrompt, *, arguments_as_text: bool = False
+        self, chosen: _Compiled, prompt: ChatPrompt, *, arguments_as_text: bool = False
     ) -> RenderedChat:
         try:
-            text = template.render(self._variables(prompt, arguments_as_text=arguments_as_text))
+            variables = self._variables(chosen, prompt, arguments_as_text=arguments_as_text)
+            text = self._environment.render(chosen.template, variables)
             if prompt.continues_last:  # what closes the turn is not to be written
                 text = text[: text.rindex(_LAST_WORD)]
             return self._marks.restore(text)
@@ -196,16 +190,16 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
-    def _variables(self, prompt: ChatPrompt, *, arguments_as_text: bool) -> dict[str, Any]:
+    def _variables(self, chosen: _Compiled, prompt: ChatPrompt, *, arguments_as_text: bool) -> dict[str, Any]:
         messages: Sequence[ChatMessage] = prompt.messages
         tools = prompt.tools if offers_tools(prompt) else ()
-        variables: dict[str, Any] = {}
+        variables: dict[str, Any] = {"documents": None}
         if prompt.thinks is not None:  # templates know it by either name
-            variables = {"enable_thinking": prompt.thinks, "thinking": prompt.thinks}
+            variables |= {"enable_thinking": prompt.thinks, "thinking": prompt.thinks}
         # What a client adds must not take the place of what is checked elsewhere: special tokens, tools, messages.
         variables |= _marked(prompt.template_options, self._marks.mark) | self._special_tokens
-        variables.pop("tools", None)
-        if not self.knows_tools:
+        variables["tools"] = None  # absent tools are None, as transformers has them
+        if not chosen.knows_tools:
             messages = described_in_words(messages, tools, self._tool_format)
         elif tools:
             variables["tools"] = _marked([tool_schema(tool) for tool in tools], self._marks.mark)
@@ -244,7 +238,7 @@ class _TurnWriter:
         if name is not None:
             turn["name"] = mark(name)
         if message.reasoning is not None:
-            turn["reasoning_content"] = mark(message.reasoning)
+            turn["reasoning_content"] = turn["thinking"] = mark(message.reasoning)  # templates read either
         if message.tool_calls:
             turn["tool_calls"] = [self._call(call) for call in message.tool_calls]
         return turn
