@@ -17,6 +17,7 @@ from penstock.core.errors import ModelNotFound
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.catalogue import ListedModel
+from penstock.gateway.models.served_model import ServedModel
 
 
 class ModelEntry(msgspec.Struct):
@@ -27,6 +28,9 @@ class ModelEntry(msgspec.Struct):
     max_model_len: int | None  # None where an external server does not tell
     root: str
     parent: str | None
+    sampling_defaults: dict[
+        str, float | int
+    ]  # of requests that do not say; empty where an external server decides
     object: str = "model"
     owned_by: str = "penstock"
 
@@ -68,6 +72,7 @@ class ModelsEndpoints:
     def _entry(self, listed: ListedModel) -> ModelEntry:
         model = listed.model
         owner = "external" if isinstance(model, ExternalModel) else "penstock"
+        stated = model.card.sampling_defaults.stated() if isinstance(model, ServedModel) else {}
         return ModelEntry(
-            listed.name, self._started, model.max_model_len, model.name, listed.parent, owned_by=owner
+            listed.name, self._started, model.max_model_len, model.name, listed.parent, stated, owned_by=owner
         )

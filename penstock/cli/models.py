@@ -94,7 +94,7 @@ def list_models(as_json: bool) -> None:
 @click.option("--template", "only_template", is_flag=True, help="Print the chat template and nothing else.")
 @json_option
 def show(model: str, only_template: bool, as_json: bool) -> None:
-    """Show the architecture, parameters, quantization, context, chat template and licence of MODEL.
+    """Show the architecture, size, quantization, context, chat template, sampling defaults and licence of MODEL.
 
     MODEL is a name that `penstock list` shows, a folder with safetensors, or a .gguf file. Nothing is fetched.
     """
@@ -126,6 +126,10 @@ def show(model: str, only_template: bool, as_json: bool) -> None:
             ("Context", f"{facts.context_length:,} tokens" if facts.context_length else _ABSENT),
             ("Embedding", f"{facts.embedding_length:,}" if facts.embedding_length else _ABSENT),
             ("Template", template),
+            (
+                "Sampling",
+                ", ".join(f"{name} {value}" for name, value in facts.sampling_defaults.items()) or _ABSENT,
+            ),
             ("Licence", facts.license or "not stated"),
         ]
     )

@@ -74,6 +74,8 @@ def config_options(
                 for name, setting in settings().items()
                 if setting.section in sections and name in given
             }
+            if flags.get("served_model_name"):
+                flags["served_model_name"] = ",".join(flags["served_model_name"])
             if "model" in flags:
                 flags["model"] = _model_given_once(flags["model"], given.pop("positional_model", None))
             resolved = resolve(read_config_file(config_file) if config_file else {}, flags)
@@ -118,7 +120,7 @@ class SettingOption(click.Option):
             [declaration, *_ALIASES.get(setting.name, "").split(), setting.name],
             default=None,
             is_flag=is_switch,
-            multiple=setting.is_list,
+            multiple=setting.is_list or setting.name == "served_model_name",
             type=click.BOOL if is_switch else click.STRING,
             metavar=None if is_switch else setting.metavar,
             envvar=_ENVIRONMENT.get(setting.name),

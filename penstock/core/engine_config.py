@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias, cast, get_args
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 import msgspec
 from msgspec import Meta
 
 from penstock.core.errors import ConfigError
+from penstock.core.request import SamplingDefaults
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -19,7 +20,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str, Meta(description="A known model name, a Hugging Face id, a folder or a .gguf file.")
     ] = "smollm2-135m"
     served_model_name: (
-        Annotated[str, Meta(description="Name that clients use for the model. Default: as given.")] | None
+        Annotated[
+            str,
+            Meta(
+                description="Name that clients use for the model. Default: as given. More names, after a comma or "
+                "with the flag again, are aliases."
+            ),
+        ]
+        | None
     ) = None
     device: Annotated[Device, Meta(description="Where to run: auto takes CUDA where there is one.")] = "auto"
     dtype: Annotated[
@@ -53,6 +61,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description="auto reads the checkpoint; random fills weights from config.json alone, for benchmarks."
         ),
     ] = "auto"
+
+    generation_config: Annotated[
+        str,
+        Meta(
+            description="Where sampling defaults come from: auto reads the model's generation_config.json, none (or "
+            "vllm) reads nothing, FOLDER reads the file there."
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        str,
+        Meta(description='Sampling defaults as JSON, such as {"temperature": 0.6}, over those of the model.'),
+    ] = "{}"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -218,3 +238,21 @@ def parse_speculate(text: str) -> Speculate:
         return Speculate(cast(SpeculateKind, kind), argument)
     forms = [f"{kind}={_ARGUMENTS[kind]}" if kind in _ARGUMENTS else kind for kind in get_args(SpeculateKind)]
     raise ConfigError(f"--speculate must be {', '.join(forms[:-1])} or {forms[-1]}, not '{text}'.")
+
+
+def parse_sampling_override(text: str) -> dict[str, Any]:
+    """Read `override_generation_config`. Raises ConfigError for anything but an object of sampling defaults. A null
+    takes a default of the model's makers away."""
+    known = SamplingDefaults.__struct_fields__
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+        unknown = sorted(given.keys() - set(known))
+        if unknown:
+            raise ConfigError(
+                f"--override-generation-config has the unknown field {unknown[0]!r}.",
+                hint=f"Known: {', '.join(known)}.",
+            )
+        msgspec.convert(given, SamplingDefaults)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--override-generation-config cannot be read: {error}.") from None
+    return given

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core.kv_transfer import KVSource
 from penstock.core.plan import TokenEvent
-from penstock.core.request import Pooling, Request
+from penstock.core.request import Pooling, Request, SamplingDefaults
 
 
 class KVStored(msgspec.Struct, frozen=True, tag="stored"):
@@ -97,6 +97,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = "mean"  # of embeddings, unless the request says otherwise
     is_encoder: bool = False  # makes embeddings only: no tokens, and no other pooling
     named_templates: dict[str, str] = {}  # further chat templates by name, such as tool_use
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # for requests that do not say
     weights_id: str = ""  # differs between weights of the same shape, so that caches keep them apart
 
 

@@ -6,9 +6,10 @@ Requests are immutable: the scheduler keeps the changing state of a request in a
 from __future__ import annotations
 
 import enum
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 
 class Tier(enum.StrEnum):
@@ -60,6 +61,21 @@ class Adapter(msgspec.Struct, frozen=True):
     digest: str
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The sampling settings that a model's makers recommend, for requests that do not say. None: not stated."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None  # 0: no limit
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+    def stated(self) -> dict[str, float | int]:
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens. `n` is not here: the gateway submits n requests that share a prefix."""
 
@@ -84,6 +100,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    typical_p: float = 1.0  # keep the most typical tokens, up to this share of the probability
+    xtc_probability: float = 0.0  # of leaving out, at a position, the most probable tokens ...
+    xtc_threshold: float = 0.1  # ... of at least this probability, except for the least probable of them
+    allowed_token_ids: tuple[int, ...] = ()  # only these; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer must not contain
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -43,6 +43,7 @@ from penstock.engine.sampler import Sampler
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, Ops
+from penstock.models.generation import sampling_defaults
 from penstock.models.load import load_model, load_tokenizer, weights_identity
 from penstock.models.model import Model, StagedModel
 from penstock.models.sharding import WHOLE, Shard
@@ -261,6 +262,8 @@ def _card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> Mod
             tokenizer.tokenizer_json if tokenizer else numbered_tokenizer_json(architecture.vocab_size)
         ),
         chat_template=tokenizer.chat_template if tokenizer else None,
+        named_templates=tokenizer.named_templates if tokenizer else {},
+        sampling_defaults=sampling_defaults(config.model, model_path),
         special_tokens=tokenizer.special_tokens if tokenizer else {},
         bos_token_id=tokenizer.bos_token_id if tokenizer else None,
         add_bos_token=tokenizer.add_bos_token if tokenizer else False,

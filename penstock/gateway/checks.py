@@ -15,6 +15,8 @@ MAX_CHOICES = 2048  # prompts times n, in one request
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of each; what an answer might begin to say is held back
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_BAD_WORDS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = (
     1 << 20
@@ -155,28 +157,40 @@ def _check_max_tokens(options: SamplingOptions, param: str, least: int) -> None:
         )
 
 
+# The bounds of options that are numbers. 0 stands for no limit where an option is one.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (0, MAX_TOP_K),
+    "min_p": (0, 1),
+    "typical_p": (0, 1),
+    "repetition_penalty": REPETITION_PENALTIES,
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+    "seed": (-(2**63), 2**63 - 1),
+}
+
+
 def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
-    _check_range("temperature", options.temperature, 0, 2)
-    if not 0 <= options.top_p <= 1:
-        raise InvalidRequest(f"top_p must be between 0 and 1, not {options.top_p}.", param="top_p")
-    if options.top_k is not None:
-        _check_range("top_k", options.top_k, 1, MAX_TOP_K)
-    _check_range("min_p", options.min_p, 0, 1)
-    _check_range("repetition_penalty", options.repetition_penalty, *REPETITION_PENALTIES)
-    _check_range("presence_penalty", options.presence_penalty, -2, 2)
-    _check_range("frequency_penalty", options.frequency_penalty, -2, 2)
-    if options.seed is not None:
-        _check_range("seed", options.seed, -(2**63), 2**63 - 1)
+    for name, (low, high) in _RANGES.items():
+        value = getattr(options, name)
+        if value is not None:
+            _check_range(name, value, low, high)
     check_top_logprobs(options.logprobs, param="logprobs")
     check_top_logprobs(options.prompt_logprobs, param="prompt_logprobs")
-    _check_stop(options.stop)
-    if len(options.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"There may be at most {MAX_STOP_TOKEN_IDS} stop_token_ids, not {len(options.stop_token_ids)}.",
-            param="stop_token_ids",
-        )
-    check_token_ids(options.stop_token_ids, vocab_size, param="stop_token_ids")
+    _check_texts(options.stop, "stop", "stop strings", MAX_STOP_STRINGS)
+    _check_texts(options.bad_words, "bad_words", "bad words", MAX_BAD_WORDS)
+    _check_listed_ids(options.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS, vocab_size)
+    _check_listed_ids(options.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, vocab_size)
     _check_logit_bias(options.logit_bias, vocab_size)
+
+
+def _check_listed_ids(token_ids: tuple[int, ...], param: str, most: int, vocab_size: int) -> None:
+    if len(token_ids) > most:
+        raise InvalidRequest(f"There may be at most {most} {param}, not {len(token_ids)}.", param=param)
+    check_token_ids(token_ids, vocab_size, param=param)
 
 
 def check_top_logprobs(count: int | None, *, param: str = "top_logprobs") -> None:
@@ -184,15 +198,13 @@ def check_top_logprobs(count: int | None, *, param: str = "top_logprobs") -> Non
         _check_range(param, count, 0, MAX_TOP_LOGPROBS)
 
 
-def _check_stop(stop: tuple[str, ...]) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(
-            f"There may be at most {MAX_STOP_STRINGS} stop strings, not {len(stop)}.", param="stop"
-        )
-    if "" in stop:
-        raise InvalidRequest("A stop string must not be empty.", param="stop")
-    if any(len(each) > MAX_STOP_CHARS for each in stop):
-        raise InvalidRequest(f"A stop string may have at most {MAX_STOP_CHARS} characters.", param="stop")
+def _check_texts(texts: tuple[str, ...], param: str, what: str, most: int) -> None:
+    if len(texts) > most:
+        raise InvalidRequest(f"There may be at most {most} {what}, not {len(texts)}.", param=param)
+    if not all(text.strip() if param == "bad_words" else text for text in texts):
+        raise InvalidRequest(f"None of the {what} may be empty.", param=param)
+    if any(len(text) > MAX_STOP_CHARS for text in texts):
+        raise InvalidRequest(f"Each of the {what} may have at most {MAX_STOP_CHARS} characters.", param=param)
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:

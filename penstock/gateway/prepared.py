@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -84,6 +85,8 @@ async def prepare_for_engine(
     other, with consecutive seeds."""
     request = work.request
     asked = request.sampling.max_tokens
+    stated = model.card.sampling_defaults
+    options = await model.sampling_options(request.sampling)
     prompts = request.prompts
     if request.drops_oldest_turns:
         prompts = tuple([await _cut_to_fit(prompt, model, asked) for prompt in prompts])
@@ -96,14 +99,14 @@ async def prepare_for_engine(
     for prompt, prepared in zip(prompts, work.prompts, strict=True):
         max_tokens = resolve_max_tokens(
             asked,
-            work.default_max_tokens,
+            work.default_max_tokens or stated.max_new_tokens,
             len(prepared.token_ids),
             model.engine,
             prompt_param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
             param=request.max_tokens_param,
             refuses_long_outputs=work.refuses_long_outputs,
         )
-        sampling, notes = await model.with_checked_grammar(_sampling_params(request, prepared, max_tokens))
+        sampling, notes = await model.with_checked_grammar(_sampling_params(options, prepared, max_tokens))
         relaxed += notes
         for sibling in range(request.n):
             work.engine_requests.append(
@@ -157,14 +160,11 @@ def _warnings(request: GenerationRequest, max_tokens: int) -> tuple[RequestWarni
     return *request.warnings, max_tokens_lowered(asked, max_tokens, request.max_tokens_param)
 
 
-def _sampling_params(request: GenerationRequest, prompt: PreparedPrompt, max_tokens: int) -> SamplingParams:
-    options = msgspec.structs.asdict(request.sampling)
+def _sampling_params(options: dict[str, Any], prompt: PreparedPrompt, max_tokens: int) -> SamplingParams:
+    changes = {"max_tokens": max_tokens, "min_tokens": min(options.get("min_tokens", 0), max_tokens)}
     if prompt.form is not None and prompt.form.grammar is not None:
-        options["grammar"] = prompt.form.grammar
-    options["temperature"], options["top_p"] = request.sampling.temperature_and_top_p
-    options["max_tokens"] = max_tokens
-    options["min_tokens"] = min(request.sampling.min_tokens, max_tokens)
-    return SamplingParams(**options)
+        changes["grammar"] = prompt.form.grammar
+    return SamplingParams(**{**options, **changes})
 
 
 def _for_sibling(sampling: SamplingParams, sibling: int) -> SamplingParams:

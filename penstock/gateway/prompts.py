@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
-from penstock.core.request import Grammar, Tier
+from penstock.core.request import Grammar, SamplingDefaults, Tier
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
@@ -97,30 +97,46 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`core.SamplingParams` as a client asks for them: unchecked, and `max_tokens` may be left open."""
+    """`core.SamplingParams` as a client asks for them: unchecked. None leaves an option to the model's makers, and
+    `fallback` holds the front end's own defaults for a model whose makers recommend nothing."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0: no limit
+    min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    fallback: SamplingDefaults = SamplingDefaults()
 
-    @property
-    def temperature_and_top_p(self) -> tuple[float, float]:
-        """As engines take them: a `top_p` of 0 leaves the most probable token alone, which is temperature 0."""
-        return (self.temperature, self.top_p) if self.top_p else (0.0, 1.0)
+    def with_defaults(self, stated: SamplingDefaults) -> SamplingOptions:
+        """Fill in what the client left out: what the makers state, if they state anything, else the fallback. A
+        `top_p` of 0 leaves the most probable token alone, which is temperature 0."""
+        given = stated if stated.stated() else self.fallback
+        filled = {
+            name: value
+            for name, value in given.stated().items()
+            if name != "max_new_tokens" and getattr(self, name) is None
+        }
+        options = msgspec.structs.replace(self, **filled) if filled else self
+        if options.top_p == 0:
+            options = msgspec.structs.replace(options, temperature=0.0, top_p=1.0)
+        return options
 
 
 class RequestWarning(msgspec.Struct, frozen=True):

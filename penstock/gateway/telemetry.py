@@ -298,6 +298,6 @@ def _attributes(
         attributes["gen_ai.response.finish_reasons"] = list(outcome.finish_reasons)
     sampling = record.sampling if record is not None else None
     if sampling is not None:
-        attributes["gen_ai.request.temperature"] = sampling.temperature
-        attributes["gen_ai.request.top_p"] = sampling.top_p
+        asked = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
     return attributes

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import ModelLoadError
+from penstock.models.generation import DEFAULT_TEMPLATE, folder_templates, gguf_templates, makers_defaults
 from penstock.models.gguf_file import GGUFFile
 
 _MAX_HEADER_BYTES = 128 << 20
@@ -45,6 +46,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     embedding_length: int | None
     license: str | None
     template: str | None
+    sampling_defaults: dict[str, float | int]  # that the makers recommend
 
 
 def model_facts(path: Path) -> ModelFacts:
@@ -69,7 +71,8 @@ def _facts_of_gguf(path: Path) -> ModelFacts:
         context_length=_count(metadata.get(f"{architecture}.context_length")),
         embedding_length=_count(metadata.get(f"{architecture}.embedding_length")),
         license=_text(metadata.get("general.license")),
-        template=_text(metadata.get("tokenizer.chat_template")),
+        template=gguf_templates(metadata).get(DEFAULT_TEMPLATE),
+        sampling_defaults=makers_defaults(path).stated(),
     )
 
 
@@ -103,7 +106,10 @@ def _facts_of_folder(folder: Path) -> ModelFacts:
         context_length=_count(text_config.get("max_position_embeddings")),
         embedding_length=_count(text_config.get("hidden_size")),
         license=_text(config.get("license")),
-        template=_template(folder),
+        template=folder_templates(folder, _read_json(folder / "tokenizer_config.json") or {}).get(
+            DEFAULT_TEMPLATE
+        ),
+        sampling_defaults=makers_defaults(folder).stated(),
     )
 
 
@@ -140,18 +146,6 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise damaged
     return header
-
-
-def _template(folder: Path) -> str | None:
-    own_file = folder / "chat_template.jinja"
-    if own_file.is_file():
-        return own_file.read_text(errors="replace")
-    settings = _read_json(folder / "tokenizer_config.json") or {}
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    return _text(template)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields
+from penstock.models.generation import DEFAULT_TEMPLATE, gguf_templates
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.tokenizer import TokenizerFiles, distinct
 
@@ -101,10 +102,11 @@ def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
         raise ModelLoadError(f"{fields.where} has a tokenizer of kind {kind!r}; known are gpt2 and llama.")
     tokenizer["added_tokens"] = _added_tokens(tokens, types)
     bos_token_id = _token_id(fields, "bos_token_id", tokens)
-    template = file.metadata.get("tokenizer.chat_template")
+    templates = gguf_templates(file.metadata)
     return TokenizerFiles(
         tokenizer_json=msgspec.json.encode(tokenizer),
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=templates.pop(DEFAULT_TEMPLATE, None),
+        named_templates=templates,
         special_tokens=_special_tokens(fields, tokens),
         bos_token_id=bos_token_id,
         add_bos_token=bos_token_id is not None and fields.flag("add_bos_token", adds_bos),

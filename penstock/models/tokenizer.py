@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields, read_settings
+from penstock.models.generation import DEFAULT_TEMPLATE, folder_templates
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -29,6 +30,7 @@ class TokenizerFiles:
     bos_token_id: int | None
     add_bos_token: bool
     eos_token_ids: tuple[int, ...]
+    named_templates: dict[str, str] = field(default_factory=dict)  # further chat templates
 
 
 def tokenizer_from_folder(folder: Path) -> TokenizerFiles | None:
@@ -53,9 +55,11 @@ def tokenizer_from_folder(folder: Path) -> TokenizerFiles | None:
     config = read_settings(folder / "config.json") or {}
     special_tokens = _special_tokens(settings, read_settings(folder / "special_tokens_map.json") or {})
     bos_token_id = _bos_token_id(tokenizer, special_tokens, config)
+    templates = folder_templates(folder, settings)
     return TokenizerFiles(
         tokenizer_json=tokenizer_json,
-        chat_template=_chat_template(folder, settings),
+        chat_template=templates.pop(DEFAULT_TEMPLATE, None),
+        named_templates=templates,
         special_tokens=special_tokens,
         bos_token_id=bos_token_id,
         add_bos_token=bos_token_id is not None and _adds_bos(tokenizer, settings, bos_token_id),
@@ -92,19 +96,6 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(value, str):
                 found.setdefault(name, value)
     return found
-
-
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the chat template. Its own file wins over the entry in tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    own_file = read_settings(folder / "chat_template.json") or {}
-    template = settings.get("chat_template", own_file.get("chat_template"))
-    if isinstance(template, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
 
 
 def _bos_token_id(

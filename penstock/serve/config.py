@@ -27,6 +27,7 @@ from penstock.core.engine_config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    parse_sampling_override,
     parse_speculate,
 )
 from penstock.core.errors import ConfigError
@@ -48,6 +49,7 @@ from penstock.serve.tables import (
     names_of,
     read_external_tables,
     read_model_tables,
+    served_names,
 )
 
 
@@ -210,11 +212,14 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
     values = {**values, **given}
     external = external_servers(elsewhere, values.get("external", ()))
     whole_tables = {table: values.pop(table, None) for table in FILE_TABLES}
+    own_names = served_names(values.pop("served_model_name", None))
+    if own_names:
+        values["served_model_name"] = own_names[0]
     also = also_served(values.get("also_serve", ()))
     tables = _by_table(values)
     engine = _engine_config(values)
     names = names_of(
-        engine.model.served_model_name or engine.model.model,
+        [engine.model.served_model_name or engine.model.model, *own_names[1:]],
         [*described, *also],
         [*extra, *also],
         values.get("lora_modules", ()),
@@ -240,6 +245,7 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
 def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
     tables = _by_table(values)
     parse_speculate(tables["engine"].get("speculate", EngineConfig().speculate))
+    parse_sampling_override(tables["model"].get("override_generation_config", "{}"))
     return EngineConfig(
         model=ModelConfig(**tables["model"]),
         cache=CacheConfig(**tables["cache"]),

@@ -39,7 +39,17 @@ from penstock.core.gateway_config import NamesConfig
 from penstock.serve.environment import EXTERNAL_API_KEY_VARIABLE, secret_in
 
 # Settings of one model, which other models do not inherit.
-_OWN_SETTINGS = frozenset({"model", "served_model_name", "max_model_len", "quantization", "load_format"})
+_OWN_SETTINGS = frozenset(
+    {
+        "model",
+        "served_model_name",
+        "max_model_len",
+        "quantization",
+        "load_format",
+        "generation_config",
+        "override_generation_config",
+    }
+)
 
 # Builds an EngineConfig from engine settings by name, with defaults for the rest.
 BuildEngine: TypeAlias = Callable[[Mapping[str, Any]], EngineConfig]
@@ -121,17 +131,26 @@ def extra_models(
     )
 
 
+def served_names(given: str | None) -> list[str]:
+    """Read `--served-model-name`: the model's name, and aliases behind commas."""
+    names = [name.strip() for name in (given or "").split(",")]
+    if given is not None and not all(names):
+        raise ConfigError(f"--served-model-name must be names with commas between them, not {given!r}.")
+    return [name for name in names if name]
+
+
 def names_of(
-    first: str,
+    own: Sequence[str],
     models: Sequence[DescribedModel],
     extra: Sequence[DescribedModel],
     lora_modules: Sequence[str],
 ) -> NamesConfig:
-    """Return all names that clients may use: of the first model, the `extra` models, aliases and adapters. Raises
-    ConfigError for a name with two meanings."""
-    aliases: dict[str, str] = {}
+    """Return all names that clients may use: the first model's `own`, the `extra` models, aliases and adapters.
+    Raises ConfigError for a name with two meanings."""
+    first, *others = own
+    aliases = dict.fromkeys(others, first)
     adapters: list[tuple[str, str, str | None]] = [(*_adapter(given), None) for given in lora_modules]
-    taken = [first, *(model.name for model in extra), *(name for name, _, _ in adapters)]
+    taken = [*own, *(model.name for model in extra), *(name for name, _, _ in adapters)]
     for model in models:
         for alias in model.table.aliases:
             aliases[alias] = model.name

@@ -108,6 +108,7 @@ def test_show(run: Run, tmp_path: Path) -> None:
         "embedding_length": 8,
         "license": "mit",
         "template": "{{ hello }}",
+        "sampling_defaults": {},
     }
 
 

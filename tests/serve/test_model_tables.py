@@ -118,3 +118,12 @@ def test_a_misspelt_setting_of_a_model_is_recognised(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         config_of(tmp_path, "[[models]]\npath = 'a'\nalias = ['b']")
     assert raised.value.hint == "Did you mean 'aliases'?"
+
+
+def test_a_model_may_have_several_names() -> None:
+    config = resolve({}, {"served_model_name": "mine, gpt-4o,gpt-4"})
+    assert config.engine.model.served_model_name == "mine"
+    assert config.gateway.names.aliases == {"gpt-4o": "mine", "gpt-4": "mine"}
+    for wrong in ("mine,mine", "mine,", ","):
+        with pytest.raises(ConfigError):
+            resolve({}, {"served_model_name": wrong})

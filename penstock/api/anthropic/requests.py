@@ -277,7 +277,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k or None,
+            "top_k": self.top_k,
             "stop": tuple(self.stop_sequences or ()),
             "grammar": self.output_config.grammar() if self.output_config else None,
         }

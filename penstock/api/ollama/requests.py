@@ -14,7 +14,7 @@ import msgspec
 from penstock.api.openai.messages import ChatTool, FunctionDefinition, tools_of
 from penstock.api.openai.requests import thinking_of
 from penstock.core.errors import InvalidRequest
-from penstock.core.request import Grammar
+from penstock.core.request import Grammar, SamplingDefaults
 from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -29,10 +29,8 @@ from penstock.gateway.text.grammars import json_schema
 
 ROLES = ("system", "user", "assistant", "tool")
 THINKING_LEVELS = ("low", "medium", "high")
-# Ollama's, where a request does not say.
-DEFAULT_TEMPERATURE = 0.8
-DEFAULT_TOP_K = 40
-DEFAULT_TOP_P = 0.9
+# Ollama's own, for a model whose makers recommend nothing.
+DEFAULTS = SamplingDefaults(temperature=0.8, top_k=40, top_p=0.9)
 
 Duration: TypeAlias = str | int | float  # "5m", or seconds
 Number: TypeAlias = int | float  # whole numbers may be written as 40.0
@@ -46,6 +44,7 @@ class Options(msgspec.Struct, kw_only=True):
     top_k: Number | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     seed: Number | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
@@ -62,22 +61,24 @@ class Options(msgspec.Struct, kw_only=True):
     def sampling(self, grammar: Grammar | None, logprobs: int | None) -> SamplingOptions:
         """Zero and negative numbers stand for no limit, except for a seed, where -1 stands for a random one."""
         seed = _whole(self.seed, "seed")
-        top_k = DEFAULT_TOP_K if self.top_k is None else _whole(self.top_k, "top_k")
+        top_k = _whole(self.top_k, "top_k")
         max_tokens = _whole(self.num_predict, "num_predict")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return SamplingOptions(
             max_tokens=max_tokens if max_tokens and max_tokens > 0 else None,
-            temperature=_or(self.temperature, DEFAULT_TEMPERATURE),
-            top_k=top_k if top_k and top_k > 0 else None,
-            top_p=_or(self.top_p, DEFAULT_TOP_P),
-            min_p=_or(self.min_p, 0.0),
+            temperature=self.temperature,
+            top_k=top_k if top_k is None else max(top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            typical_p=self.typical_p,
             seed=None if seed == -1 else seed,
-            repetition_penalty=_or(self.repeat_penalty, 1.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=self.repeat_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
             stop=tuple(text for text in stop if text),
             grammar=grammar,
             logprobs=logprobs,
+            fallback=DEFAULTS,
         )
 
 
@@ -319,10 +320,6 @@ def _answered_call(result: OllamaMessage, unanswered: list[ToolCall]) -> str:
 def _refuse_images(images: list[Any] | None, param: str) -> None:
     if images:
         raise InvalidRequest("Images are not supported: the models served here take text only.", param=param)
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _whole(value: Number | None, name: str) -> int | None:

@@ -52,7 +52,7 @@ ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TIERS = {"flex": Tier.BATCH, "priority": Tier.PRIORITY}
 _OTHER_SERVERS_GRAMMARS = {"regex": "regex", "ebnf": "grammar", "json_schema": "json", "grammar": "grammar"}
-_TOP_K_OFF = (-1, 0)  # as other servers write it
+_TOP_K_OFF = -1  # as other servers write it; 0 means the same
 
 
 class StreamOptions(msgspec.Struct):
@@ -174,7 +174,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k in _TOP_K_OFF else self.top_k,
+            "top_k": 0 if self.top_k == _TOP_K_OFF else self.top_k,
             "min_p": self.min_p,
             "seed": self.seed,
             "repetition_penalty": self.repetition_penalty,

@@ -40,7 +40,7 @@ from penstock.api.openai.responses_tools import (
     ResponseToolChoice,
 )
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PenstockError, RateLimited
-from penstock.core.request import FinishReason
+from penstock.core.request import FinishReason, SamplingDefaults
 from penstock.gateway.answers.choice import Delta, TokenDetail, ToolCallDelta
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import RequestWarning, Usage
@@ -115,7 +115,9 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     warnings: tuple[RequestWarning, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
-def new_response(request: ResponseRequest, answer: AnswerStream) -> ResponseBody:
+def new_response(
+    request: ResponseRequest, answer: AnswerStream, stated: SamplingDefaults | None = None
+) -> ResponseBody:
     """A response to `request` that has just begun."""
     options = request.text or TextOptions()
     return ResponseBody(
@@ -136,16 +138,20 @@ def new_response(request: ResponseRequest, answer: AnswerStream) -> ResponseBody
         safety_identifier=request.safety_identifier,
         service_tier=SERVICE_TIERS[answer.tier],
         store=request.is_stored,
-        temperature=1.0 if request.temperature is None else request.temperature,
+        temperature=_first_given(request.temperature, stated and stated.temperature),
         text=TextOptions(options.format or TextFormat("text"), options.verbosity),
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=_first_given(request.top_p, stated and stated.top_p),
         truncation=request.truncation or "disabled",
         user=request.user,
         metadata=request.metadata or {},
     )
+
+
+def _first_given(*values: float | None) -> float:
+    return next((value for value in values if value is not None), 1.0)
 
 
 def response_usage(usage: Usage) -> ResponseUsage:

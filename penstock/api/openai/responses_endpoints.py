@@ -36,6 +36,7 @@ from penstock.api.openai.responses_items import InputItem, compaction_item
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.responses_tools import Toolbox
 from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.request import SamplingDefaults
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, EmptyAnswer, WrappedAnswer
 from penstock.gateway.prompts import RequestWarning
@@ -206,7 +207,7 @@ class ResponsesEndpoints:
         def build(answer: AnswerStream) -> ResponseEvents:
             nonlocal events
             events = ResponseEvents(
-                new_response(wire, answer),
+                new_response(wire, answer, self._stated(answer)),
                 wants_logprobs=wire.wants_logprobs,
                 called=toolbox.called,
             )
@@ -243,9 +244,16 @@ class ResponsesEndpoints:
         wire.to_generation([*own_items, InputItem(role="user", content="")], toolbox)
         model = self._responses.gateway.catalogue.permitted(principal, wire.model)
         answer = EmptyAnswer(request_id_of(connection), model.card.name)
-        events = ResponseEvents(new_response(wire, answer), wants_logprobs=False)
+        events = ResponseEvents(new_response(wire, answer, self._stated(answer)), wants_logprobs=False)
         unstored, previous_id = history.unstored(wire.previous_response_id)
         return BegunResponse(answer, events, _to_json([*unstored, *own_items]), previous_id, is_stored=False)
+
+    def _stated(self, answer: AnswerStream) -> SamplingDefaults:
+        """What the makers of the answering model recommend; nothing for a model of an external server."""
+        try:
+            return self._responses.gateway.model(answer.model).card.sampling_defaults
+        except PenstockError:
+            return SamplingDefaults()
 
     async def count_input_tokens(self, request: Request) -> Response:
         wire = await self._read(request)

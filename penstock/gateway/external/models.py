@@ -22,7 +22,7 @@ from penstock.cluster.external.wire import ExternalCall, estimated_tokens
 from penstock.core.cluster_view import ReplicaView
 from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import is_lenient, without_options
-from penstock.core.request import Grammar
+from penstock.core.request import Grammar, SamplingDefaults
 from penstock.dispatch.health import Circuit
 from penstock.gateway.checks import check_request
 from penstock.gateway.metrics.table import metric, metric_by
@@ -148,6 +148,11 @@ class ExternalModels(Collector):
 _DEFAULTS = SamplingOptions()
 # Sampling options that are sent as they are called here, unless they are the defaults.
 _PLAIN_OPTIONS = (
+    "temperature",
+    "top_p",
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
     "presence_penalty",
     "frequency_penalty",
     "top_k",
@@ -261,8 +266,9 @@ def _tool_choice(prompt: ChatPrompt) -> dict[str, Any]:
 
 
 def _sampling_fields(options: SamplingOptions, *, is_chat: bool) -> dict[str, Any]:
-    # These fields are always sent, because the defaults of servers differ.
-    fields: dict[str, Any] = dict(zip(("temperature", "top_p"), options.temperature_and_top_p, strict=True))
+    # What a client leaves out is left to the other server, which knows what its model's makers recommend.
+    options = options.with_defaults(SamplingDefaults())
+    fields: dict[str, Any] = {}
     for name in _PLAIN_OPTIONS:
         if (value := getattr(options, name)) != getattr(_DEFAULTS, name):
             fields[name] = value
@@ -270,6 +276,10 @@ def _sampling_fields(options: SamplingOptions, *, is_chat: bool) -> dict[str, An
         fields["stop"] = list(options.stop)
     if options.stop_token_ids:
         fields["stop_token_ids"] = list(options.stop_token_ids)
+    if options.allowed_token_ids:
+        fields["allowed_token_ids"] = list(options.allowed_token_ids)
+    if options.bad_words:
+        fields["bad_words"] = list(options.bad_words)
     if options.logit_bias:
         fields["logit_bias"] = {str(token_id): bias for token_id, bias in options.logit_bias.items()}
     if options.logprobs is not None:

@@ -12,6 +12,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,7 @@ from penstock.gateway.prompts import (
     GenerationRequest,
     Prompt,
     RequestWarning,
+    SamplingOptions,
     TextPrompt,
     num_characters,
 )
@@ -218,6 +220,20 @@ class ServedModel:
             text, add_special_tokens=False, plain_ranges=((0, len(text)),)
         )
         return self.known(token_ids[: self.max_model_len], "prediction")
+
+    async def sampling_options(self, options: SamplingOptions) -> dict[str, Any]:
+        """The fields of `SamplingParams` that a request or the model's makers state."""
+        filled = options.with_defaults(self.card.sampling_defaults)
+        fields = {name: value for name, value in msgspec.structs.asdict(filled).items() if value is not None}
+        del fields["fallback"]
+        if not filled.top_k:
+            fields.pop("top_k", None)
+        words = [form for word in options.bad_words for form in dict.fromkeys((word, f" {word.lstrip()}"))]
+        encoded = [await self.tokenizer.encode(word, add_special_tokens=False) for word in words]
+        return {
+            **fields,
+            "bad_words": tuple(dict.fromkeys(self.known(ids, "bad_words") for ids in encoded if ids)),
+        }
 
     async def with_checked_grammar(
         self, sampling: SamplingParams

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import RopeScaling
+from penstock.models.generation import DEFAULT_TEMPLATE, makers_defaults
 from penstock.models.load import Checkpoint, load_tokenizer
 
 _SHARD_BYTES = 4 << 30
@@ -137,13 +138,16 @@ def _write_tokenizer(path: Path, folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(files.tokenizer_json)
     settings: dict[str, Any] = {**files.special_tokens, "add_bos_token": files.add_bos_token}
     if files.chat_template is not None:
-        settings["chat_template"] = files.chat_template
+        templates = {DEFAULT_TEMPLATE: files.chat_template, **files.named_templates}
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        settings["chat_template"] = listed if files.named_templates else files.chat_template
     write_json(folder / "tokenizer_config.json", settings)
     beside = path.parent / "generation_config.json"
     if beside.is_file():
         shutil.copy(beside, folder)
     else:
-        write_json(folder / "generation_config.json", {"eos_token_id": list(files.eos_token_ids)})
+        stated = {"eos_token_id": list(files.eos_token_ids), **makers_defaults(path).stated()}
+        write_json(folder / "generation_config.json", stated)
 
 
 def _copy_other_files(source: Path, folder: Path) -> None:
