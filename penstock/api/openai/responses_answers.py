@@ -115,8 +115,11 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     warnings: tuple[RequestWarning, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
+NOTHING_STATED = SamplingDefaults()
+
+
 def new_response(
-    request: ResponseRequest, answer: AnswerStream, stated: SamplingDefaults | None = None
+    request: ResponseRequest, answer: AnswerStream, stated: SamplingDefaults = NOTHING_STATED
 ) -> ResponseBody:
     """A response to `request` that has just begun."""
     options = request.text or TextOptions()
@@ -138,12 +141,12 @@ def new_response(
         safety_identifier=request.safety_identifier,
         service_tier=SERVICE_TIERS[answer.tier],
         store=request.is_stored,
-        temperature=_first_given(request.temperature, stated and stated.temperature),
+        temperature=_first_given(request.temperature, stated.temperature),
         text=TextOptions(options.format or TextFormat("text"), options.verbosity),
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,
-        top_p=_first_given(request.top_p, stated and stated.top_p),
+        top_p=_first_given(request.top_p, stated.top_p),
         truncation=request.truncation or "disabled",
         user=request.user,
         metadata=request.metadata or {},

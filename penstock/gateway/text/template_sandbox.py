@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_RENDER_S = 10.0
@@ -122,7 +123,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parse a template, and begin each turn of a loop and each macro with a tick of the budget."""
         template = super()._parse(source, name, filename)
-        for block in (*template.find_all(nodes.For), *template.find_all(nodes.Macro)):
+        blocks: list[nodes.For | nodes.Macro] = [
+            *template.find_all(nodes.For),
+            *template.find_all(nodes.Macro),
+        ]
+        for block in blocks:
             tick = nodes.Call(nodes.Name(_BUDGET, "load"), [], [], None, None)
             statement = nodes.ExprStmt(tick).set_lineno(block.lineno)
             statement.set_environment(self)
