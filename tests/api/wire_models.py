@@ -163,7 +163,7 @@ OUR_FIELDS = {
     *("ChatCompletionMessage.reasoning_content", "ChoiceDelta.reasoning_content"),
     # vLLM's.
     *("ChatCompletion.prompt_logprobs", "CompletionChoice.prompt_logprobs"),
-    *("Model.max_model_len", "Model.parent", "Model.root"),
+    *("Model.max_model_len", "Model.sampling_defaults", "Model.parent", "Model.root"),
     # OpenAI sends these, and the models have forgotten them or had them in older versions.
     *("Response.store", "ResponseCustomToolCall.status", "ResponseFunctionCallArgumentsDoneEvent.name"),
     # In one place as in another: the tier in completions as in chats, bytes in events as in whole responses, and the
