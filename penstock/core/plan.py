@@ -24,7 +24,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     trailing tokens of the chunk whose ids an earlier, not yet committed step is still sampling: the executor takes
     those from its own last output. `samples` asks for one sampled token from the chunk's last position.
     `scores_from` asks for the log-probability of each prompt token that follows a position of the chunk, from this
-    position on.
+    position on. `state_slot` comes with `begins`, for models with states: the slot of the request's state, which the
+    plan's `copies` have filled.
 
     `drafts` are guesses of the tokens that follow the known ones. They are the last tokens of the chunk and count in
     `num_tokens`. The chunk then samples at the last known token and at each draft: every sample up to the first one
@@ -42,6 +43,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     tail_offset: int = 0
     scores_from: int | None = None
     drafts: tuple[int, ...] = ()
+    state_slot: int | None = None
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
@@ -73,14 +75,32 @@ class HalfCopy(msgspec.Struct, frozen=True, array_like=True, tag="half"):
     to_block_id: int
 
 
-KVCopy: TypeAlias = BlockCopy | HalfCopy
+class StateCopy(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """Copy the state of all layers into a slot: from another slot, or zeros without `from_slot`. `from_host` and
+    `to_host` say which of the two is a slot of host memory."""
+
+    slot: int
+    from_slot: int | None = None
+    from_host: bool = False
+    to_host: bool = False
+
+
+class StateSlots(msgspec.Struct, frozen=True):
+    """The number of slots for the states of requests and their snapshots, of a model whose layers have a fixed state
+    beside or instead of keys and values."""
+
+    num_slots: int
+    num_host_slots: int = 0
+
+
+KVCopy: TypeAlias = BlockCopy | HalfCopy | StateCopy
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass. `released` names requests that ended or were preempted since the previous plan: the
     executor drops their rows before it looks at `chunks` (a resumed request may appear in both). `copies` are made
     one after the other, in this order, after all earlier steps and before `chunks` are computed: a block or slot may
-    appear several times."""
+    appear several times. Slots of states follow the same rule."""
 
     step_id: int
     chunks: tuple[Chunk, ...]

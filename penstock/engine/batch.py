@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock.core.plan import Chunk
 from penstock.kernels.interface import AttentionBatch
+from penstock.kernels.states import StateBatch, StateStore
 
 MAX_STEPS_IN_FLIGHT = 4
 ALIGNMENT = 16
@@ -142,8 +143,17 @@ class HostStep:
 
 class BatchRows:
     def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, device: torch.device, staging: Staging
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        staging: Staging,
+        states: StateStore | None = None,
     ) -> None:
+        """`states` is the memory of layers with a fixed state, if the model has such layers."""
+        self.states = states
+        self._state_slots = np.zeros(max_rows if states is not None else 0, dtype=np.int64)
         self.max_rows = max_rows
         self.block_size = block_size
         self._staging = staging
@@ -213,9 +223,14 @@ class BatchRows:
         self._blocks[row, first:end] = chunk.new_block_ids
         self._last_block[row] = end - 1
         self._tail_offset[row] = chunk.tail_offset
+        if chunk.state_slot is not None:
+            self._state_slots[row] = chunk.state_slot
 
     def block_tables(self, rows: Int64Array, width: int) -> Int32Array:
         return self._blocks[rows, :width]
+
+    def state_slots(self, rows: Int64Array) -> Int64Array:
+        return self._state_slots[rows]
 
     def build(self, chunks: Sequence[Chunk], pooled: Collection[str] = ()) -> HostStep:
         """Lay chunks (whose rows and blocks are up to date) end to end. `pooled` are requests that never sample."""
@@ -292,7 +307,13 @@ class BatchRows:
             max_context_len=step.max_context_len,
             num_decodes=step.num_decodes,
             lengths=(torch.from_numpy(step.query_starts), torch.from_numpy(step.context_lens)),
+            states=self._state_batch(step),
         )
+
+    def _state_batch(self, step: HostStep) -> StateBatch | None:
+        if self.states is None:
+            return None
+        return StateBatch(self.states, self._staging.to_device(self.state_slots(step.rows)))
 
 
 def _samples(

@@ -98,12 +98,16 @@ def build_engine(
         max_pinned_fraction=config.cache.max_pinned_fraction,
         num_host_blocks=loaded.num_host_blocks,
         halves_blocks=loaded.halves_blocks,
+        states=loaded.states,
     )
     eos_token_ids = frozenset(card.eos_token_ids)
     drafter = None
-    if not card.is_encoder or speculate.argument:  # encoders never draft, and refuse a named drafter
+    # Encoders never draft, and refuse a named drafter. A fixed state cannot go back when a draft is rejected.
+    if loaded.states is None and (not card.is_encoder or speculate.argument):
         drafter = build_drafter(speculate, loaded.drafters)
     scheduler_config = config.scheduler
+    if loaded.max_num_seqs is not None:
+        scheduler_config = msgspec.structs.replace(scheduler_config, max_num_seqs=loaded.max_num_seqs)
     if drafter is None:
         scheduler_config = msgspec.structs.replace(scheduler_config, max_draft_tokens=0)
     scheduler = Scheduler(
@@ -128,13 +132,14 @@ def build_engine(
             block_copy_s=loaded.block_copy_s,
             tile_tokens=loaded.tile_tokens,
             halves_blocks=loaded.halves_blocks,
+            states=loaded.states,
         )
         recorder = PlanRecorder(Path(config.record_plans), header)
     ready = EngineReady(
         model=card,
         num_kv_blocks=loaded.num_kv_blocks,
         block_size=config.cache.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=scheduler_config.max_num_seqs,
         max_output_tokens=min(config.scheduler.max_output_tokens or card.max_model_len, card.max_model_len),
         max_lora_rank=config.lora.max_lora_rank if loaded.adapters is not None else 0,
     )

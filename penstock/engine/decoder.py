@@ -20,15 +20,18 @@ from penstock.core.engine_config import EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
 from penstock.core.messages import ModelCard
+from penstock.core.plan import StateSlots
 from penstock.engine.adapters import AdapterQueue, LoRAModel
 from penstock.engine.batch import BatchRows, Staging
 from penstock.engine.device import (
+    CacheSizes,
+    allocate_kv,
     block_copy_s,
+    cache_sizes,
     choose_ops,
     kv_block_bytes,
     leave_cores_to,
     num_host_blocks,
-    num_kv_blocks,
     physical_memory_bytes,
 )
 from penstock.engine.drafters.combination import GrammarDrafter
@@ -43,9 +46,10 @@ from penstock.engine.sampler import Sampler
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, Ops
+from penstock.kernels.states import StateStore, state_bytes
 from penstock.models.generation import sampling_defaults
 from penstock.models.load import load_model, load_tokenizer, weights_identity
-from penstock.models.model import Model, StagedModel
+from penstock.models.model import Model, StagedModel, state_layers
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.tokenizer import numbered_tokenizer_json
 
@@ -109,21 +113,26 @@ def load_decoder(
     leave_cores_to(whole_ops)
     model = setup.model(loaded, ops)
     is_cuda = ops.device.type == "cuda"
+    has_states = bool(state_layers(model))
+    if has_states:
+        _check_states(config)
     is_first = setup.shard.tensor_rank == 0 and setup.shard.is_first_stage  # this rank plans, and drafts
-    drafter = load_drafter(config, model_path, loaded, whole_ops) if is_first else None
+    drafter = load_drafter(config, model_path, loaded, whole_ops) if is_first and not has_states else None
     with ThreadPoolExecutor(1) as helper:
         description = helper.submit(_describe, config, model_path, model, ops)
         if is_cuda and setup.is_alone:  # ranks would have to run every step together
             _warm_up(config, model, ops, clock)
-        num_blocks = setup.agreed(_num_blocks(config, model, ops, drafter))
+        sizes = _agreed_sizes(_cache_sizes(config, model, ops, drafter), setup)
+        num_blocks = sizes.num_blocks
         max_model_len = _fit_context(config, model.max_model_len, num_blocks)
         memory = _allocate(config, model, ops, num_blocks, setup)
         card, compiler = description.result()
     kv = memory.kv
     card = msgspec.structs.replace(card, max_model_len=max_model_len)
-    max_rows = config.scheduler.max_num_seqs
+    max_rows = sizes.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)
-    rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging)
+    states = _allocate_states(sizes.states, model, ops)
+    rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging, states)
     lora = _adaptable(config, model, ops, staging)
     adapters = None
     if lora is not None:
@@ -136,12 +145,16 @@ def load_decoder(
     records_graphs = is_cuda and setup.records_graphs
     prompt_graphs = None
     if (
-        records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None
-    ):  # shared KV watches every layer
+        records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None and states is None
+    ):  # shared KV watches every layer, and layers with states depend on the lengths of prompts
         prompt_graphs = PromptGraphs(model, ops, kv, rows, staging)
     masks = GrammarMasks(compiler.limits, clock) if compiler else None
     drafters: list[Drafter] = []
-    if masks is not None and parse_speculate(config.speculate).kind in ("auto", "draft", "heads"):
+    if (
+        masks is not None
+        and not has_states
+        and parse_speculate(config.speculate).kind in ("auto", "draft", "heads")
+    ):
         drafters.append(GrammarDrafter(masks))
     if drafter is not None:
         drafters.append(drafter.build(num_blocks, rows, clock, card.vocab_size))
@@ -173,14 +186,56 @@ def load_decoder(
         adapters=adapters,
         shared_kv=shared_kv,
         drafters=tuple(drafters),
+        states=sizes.states,
+        max_num_seqs=max_rows,
     )
 
 
-def _num_blocks(config: EngineConfig, model: Model, ops: Ops, drafter: LoadedDrafter | None) -> int:
+def _cache_sizes(config: EngineConfig, model: Model, ops: Ops, drafter: LoadedDrafter | None) -> CacheSizes:
     if drafter is None:
-        return num_kv_blocks(config, model, ops)
+        return cache_sizes(config, model, ops)
     size, max_rows = config.cache.block_size, config.scheduler.max_num_seqs
-    return num_kv_blocks(config, model, ops, drafter.block_bytes(size), drafter.scratch_bytes(size, max_rows))
+    return cache_sizes(config, model, ops, drafter.block_bytes(size), drafter.scratch_bytes(size, max_rows))
+
+
+def _agreed_sizes(sizes: CacheSizes, setup: OneRank) -> CacheSizes:
+    """Return the smallest sizes of all ranks."""
+    num_blocks, states = setup.agreed(sizes.num_blocks), sizes.states
+    if states is None:
+        return CacheSizes(num_blocks, sizes.max_num_seqs)
+    states = StateSlots(setup.agreed(states.num_slots), setup.agreed(states.num_host_slots))
+    return CacheSizes(num_blocks, setup.agreed(sizes.max_num_seqs), states)
+
+
+def _check_states(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that a model with fixed states cannot have."""
+    if parse_speculate(config.speculate).kind not in ("auto", "off"):
+        raise ConfigError(
+            f"--speculate {config.speculate} does not fit this model: its layers keep a fixed state, which cannot go "
+            "back when a draft is rejected.",
+            hint="Leave --speculate out.",
+        )
+    if config.kv_transfer:
+        raise ConfigError(
+            "KV transfers do not carry the fixed states of this model's layers.",
+            hint="Leave --kv-transfer out.",
+        )
+
+
+def _allocate_states(slots: StateSlots | None, model: Model, ops: Ops) -> StateStore | None:
+    if slots is None:
+        return None
+    layers = state_layers(model)
+    try:
+        states = StateStore(layers, slots.num_slots, ops.device)
+        if slots.num_host_slots:
+            states.reserve_host(slots.num_host_slots)
+    except (MemoryError, RuntimeError) as error:
+        raise ConfigError(
+            f"There is no memory for {slots.num_slots:,} states of {format_bytes(state_bytes(layers))}.",
+            hint="Lower --max-num-seqs or --kv-cache-memory.",
+        ) from error
+    return states
 
 
 def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None:
@@ -205,14 +260,14 @@ def _allocate(config: EngineConfig, model: Model, ops: Ops, num_blocks: int, set
     try:
         if ops.device.type == "cpu" and num_bytes > physical_memory_bytes():
             raise MemoryError  # Linux would promise the memory, and kill the process when it is used
-        kv = ops.allocate_kv(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+        kv = allocate_kv(model, ops, num_blocks, block_size)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
         raise ConfigError(
             f"There is no memory for a KV cache of {num_blocks:,} blocks of {block_size} tokens "
             f"({format_bytes(num_bytes)}).",
             hint="Lower --kv-cache-memory or --num-kv-blocks.",
         ) from error
-    host_blocks = setup.agreed(num_host_blocks(config, kv))
+    host_blocks = setup.agreed(num_host_blocks(config, kv, has_states=bool(state_layers(model))))
     reserved = None
     if host_blocks:
         helper = ThreadPoolExecutor(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,11 +14,13 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.installation import install_command
+from penstock.core.plan import StateSlots
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
-from penstock.models.model import Model
+from penstock.kernels.states import NoKV, StateBatch, StateStore, state_bytes
+from penstock.models.model import Model, num_kv_layers, state_layers
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ DEFAULT_CPU_KV_MEMORY = "512MiB"
 GPU_MARGIN_BYTES = 1 << 30
 CUDA_CONTEXT_BYTES = 1 << 29  # of a GPU, for a process that has allocated nothing
 MAX_DEFAULT_HOST_MEMORY = 4 << 30
+MOST_EMPTY_BLOCKS = 1 << 16  # of a model without attention
 _TIMED_COPIES = 8
 
 
@@ -107,25 +111,96 @@ def physical_memory_bytes() -> int:
 
 def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
     """Return the size of one block in the backend's layout: some backends pad small heads."""
-    size = config.cache.block_size
-    return ops.allocate_kv(model.num_layers, 1, size, model.num_kv_heads, model.head_dim).block_bytes
+    return allocate_kv(model, ops, 1, config.cache.block_size).block_bytes
 
 
-def num_kv_blocks(
+def allocate_kv(model: Model, ops: Ops, num_blocks: int, block_size: int) -> KVStore:
+    num_layers = num_kv_layers(model)
+    if not num_layers:
+        return NoKV(num_blocks, block_size)
+    return ops.allocate_kv(num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """The memory of requests: blocks of keys and values, slots of states, and how many requests can run."""
+
+    num_blocks: int
+    max_num_seqs: int
+    states: StateSlots | None = None
+
+
+def cache_sizes(
     config: EngineConfig, model: Model, ops: Ops, drafter_block_bytes: int = 0, drafter_bytes: int = 0
-) -> int:
-    """Return the number of blocks that there is memory for. A drafter needs bytes beside each block, and bytes of its
-    own."""
-    if config.cache.num_kv_blocks is not None:
-        return config.cache.num_kv_blocks
+) -> CacheSizes:
+    """Return the sizes that there is memory for. A drafter needs bytes beside each block, and bytes of its own."""
+    limit, max_num_seqs = config.cache.num_kv_blocks, config.scheduler.max_num_seqs
+    layers = state_layers(model)
+    memory = None if limit is not None else _cache_memory(config, model, ops) - drafter_bytes
+    states = None
+    if layers:
+        states, max_num_seqs = _state_slots(config, state_bytes(layers), memory, num_kv_layers(model) > 0)
+        if memory is not None:
+            memory -= (states.num_slots + 1) * state_bytes(layers)
+    if limit is not None or memory is None:
+        return CacheSizes(limit or 0, max_num_seqs, states)
     bytes_per_block = kv_block_bytes(config, model, ops) + drafter_block_bytes
+    return CacheSizes(_num_blocks(config, model, memory, bytes_per_block), max_num_seqs, states)
+
+
+def _cache_memory(config: EngineConfig, model: Model, ops: Ops) -> int:
     if config.cache.kv_cache_memory is not None:
-        memory = parse_bytes(config.cache.kv_cache_memory)
-    elif ops.device.type == "cuda":
-        memory = _gpu_memory_left(config, model, ops)
-    else:
-        memory = parse_bytes(DEFAULT_CPU_KV_MEMORY)
-    memory -= drafter_bytes
+        return parse_bytes(config.cache.kv_cache_memory)
+    return (
+        _gpu_memory_left(config, model, ops)
+        if ops.device.type == "cuda"
+        else parse_bytes(DEFAULT_CPU_KV_MEMORY)
+    )
+
+
+def _state_slots(
+    config: EngineConfig, slot_bytes: int, memory: int | None, has_attention: bool
+) -> tuple[StateSlots, int]:
+    """Return the slots for states of requests and snapshots, and how many requests can run. Models with attention
+    leave half of the memory to keys and values."""
+    asked = config.scheduler.max_num_seqs
+    wanted = 2 * asked if config.cache.enable_prefix_caching else asked
+    num_slots = wanted
+    if memory is not None:
+        share = memory // 2 if has_attention else memory
+        num_slots = min(wanted, share // slot_bytes - 1)  # one more is for the padded rows of graphs
+        if num_slots < 2:
+            raise ConfigError(
+                f"The layers with a fixed state take {format_bytes(slot_bytes)} for each request, and "
+                f"{format_bytes(max(memory, 0))} of memory for requests do not hold two of them"
+                + (" beside keys and values." if has_attention else "."),
+                hint="Raise --kv-cache-memory or --gpu-memory-utilization, or take a smaller model.",
+            )
+    # A quarter of the slots is for snapshots where not all requests fit.
+    num_running = asked if num_slots == wanted else min(asked, max(1, num_slots * 3 // 4))
+    if num_running < asked:
+        logger.warning(
+            "at most %d requests run at once, not the %d of --max-num-seqs: each needs a state of %s",
+            num_running,
+            asked,
+            format_bytes(slot_bytes),
+        )
+    return StateSlots(num_slots, _num_host_states(config, num_slots, slot_bytes)), num_running
+
+
+def _num_host_states(config: EngineConfig, num_slots: int, slot_bytes: int) -> int:
+    """Return the number of states that host memory holds, beside blocks: half of what --kv-host-memory gives."""
+    if not config.cache.enable_prefix_caching:
+        return 0
+    if config.cache.kv_host_memory is not None:
+        return parse_bytes(config.cache.kv_host_memory) // 2 // slot_bytes
+    return min(num_slots // 4, MAX_DEFAULT_HOST_MEMORY // 4 // slot_bytes)
+
+
+def _num_blocks(config: EngineConfig, model: Model, memory: int, bytes_per_block: int) -> int:
+    if not bytes_per_block:  # a model without attention: blocks only count tokens
+        per_request = -(-(model.max_model_len + 1) // config.cache.block_size)
+        return max(per_request, min(MOST_EMPTY_BLOCKS, config.scheduler.max_num_seqs * per_request))
     blocks = memory // bytes_per_block
     if blocks < 2:
         raise ConfigError(
@@ -136,13 +211,27 @@ def num_kv_blocks(
     return blocks
 
 
-def num_host_blocks(config: EngineConfig, kv: KVStore) -> int:
-    """Return the number of slots of host memory, for pinned blocks without room in the KV cache."""
+def num_host_blocks(config: EngineConfig, kv: KVStore, *, has_states: bool = False) -> int:
+    """Return the number of slots of host memory, for pinned blocks without room in the KV cache. States take the
+    other half of it."""
     if not config.cache.enable_prefix_caching:
         return 0
+    if not kv.block_bytes:
+        return kv.num_blocks
     if config.cache.kv_host_memory is not None:
-        return parse_bytes(config.cache.kv_host_memory) // kv.block_bytes
+        memory = parse_bytes(config.cache.kv_host_memory)
+        return (memory // 2 if has_states else memory) // kv.block_bytes
     return min(kv.num_blocks, MAX_DEFAULT_HOST_MEMORY // kv.block_bytes)
+
+
+def with_spare_states(batch: AttentionBatch, model: Model, ops: Ops) -> AttentionBatch:
+    """Add states to a step whose results are not used, if the model has any."""
+    layers = state_layers(model)
+    if not layers:
+        return batch
+    slots = torch.zeros(batch.num_requests, dtype=torch.int64, device=ops.device)
+    states = StateBatch(StateStore(layers, 1, ops.device), slots)
+    return replace(batch, states=states, lengths=(batch.query_starts.cpu(), batch.context_lens.cpu()))
 
 
 def block_copy_s(kv: KVStore, ops: Ops, clock: Clock) -> float:
@@ -181,7 +270,7 @@ def _peak_step_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
     block_size = config.cache.block_size
     count = min(config.scheduler.max_num_batched_tokens, model.max_model_len)
     samples = min(config.scheduler.max_num_seqs, count)
-    kv = ops.allocate_kv(model.num_layers, 2, block_size, model.num_kv_heads, model.head_dim)
+    kv = allocate_kv(model, ops, 2, block_size)
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=ops.device)
@@ -197,6 +286,7 @@ def _peak_step_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
         max_query_len=count,
         max_context_len=count,
     )
+    batch = with_spare_states(batch, model, ops)
     torch.cuda.reset_peak_memory_stats(ops.device)
     before = torch.cuda.memory_allocated(ops.device)
     with torch.inference_mode():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.clock import Clock
-from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StepPlan, StepResult
+from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StateCopy, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import BatchRows, HostStep, Samples, Staging, halves
@@ -28,6 +28,7 @@ from penstock.engine.pooling import HiddenPooler, sampled_vector
 from penstock.engine.prompt_scores import PromptScorer, Scores
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
+from penstock.kernels.states import StateStore
 from penstock.models.model import Model, TappedModel
 
 logger = logging.getLogger(__name__)
@@ -219,6 +220,11 @@ class ModelExecutor:
             return self._compute(chunks, step, taken, only_argmax=only_argmax), []
         except torch.OutOfMemoryError:
             pass  # the exception keeps the memory of the pass, so the next attempt comes after this block
+        if self._rows.states is not None:
+            # Some layers have seen the tokens of the pass and others have not: no state can be used any more.
+            logger.warning("out of memory in a step of a model with states: its requests end")
+            nothing = [part for chunk in chunks for part in self._nothing_for(chunk, taken.embeddings)]
+            return torch.cat(nothing) if nothing else None, list(chunks)
         return self._compute_in_pieces(chunks, taken)
 
     def _compute_in_pieces(
@@ -267,6 +273,9 @@ class ModelExecutor:
             if isinstance(copy, HalfCopy):
                 assert isinstance(self._kv, HalvesBlocks), "a store that halves blocks can copy halves"
                 self._kv.copy_half(copy.block_id, copy.offset, copy.to_block_id)
+            elif isinstance(copy, StateCopy):
+                assert self._rows.states is not None, "a plan of a model with states has slots"
+                _copy_state(self._rows.states, copy)
             elif copy.to_host:
                 self._kv.copy_to_host(copy.block_id, copy.host_slot)
             else:
@@ -335,6 +344,17 @@ class ModelExecutor:
                 rows.place_blocks(rows.row(chunk.request_id), chunk)
             if chunk.drafts:
                 rows.place_drafts(chunk)
+
+
+def _copy_state(states: StateStore, copy: StateCopy) -> None:
+    if copy.from_slot is None:
+        states.clear(copy.slot)
+    elif copy.from_host:
+        states.copy_from_host(copy.from_slot, copy.slot)
+    elif copy.to_host:
+        states.copy_to_host(copy.from_slot, copy.slot)
+    else:
+        states.copy(copy.from_slot, copy.slot)
 
 
 class StepTimer(Protocol):

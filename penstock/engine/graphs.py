@@ -25,6 +25,7 @@ from torch import Tensor
 
 from penstock.engine.batch import BatchRows, HostStep, Staging
 from penstock.kernels.interface import Attend, AttentionBatch, CutsAtAttention, KVStore
+from penstock.kernels.states import StateBatch
 from penstock.models.model import Model
 
 MIN_CONTEXT = 1024
@@ -61,6 +62,10 @@ class DecodeGraphs:
         most = rows.max_rows + (5 + self._table_width(max_model_len)) * largest
         self._buffer = torch.zeros(most, dtype=torch.int32, device=device)
         self._inputs = self._buffer[rows.max_rows :]
+        # States are updated in place: no row of a recording, and no padded row, may have the state of a request.
+        self._state_slots: Tensor | None = None
+        if rows.states is not None:
+            self._state_slots = torch.full((largest,), rows.states.num_slots, device=device)
         rows.keep_last_tokens_in(self._buffer[: rows.max_rows])
 
     def take_capture_s(self) -> float:
@@ -80,10 +85,14 @@ class DecodeGraphs:
         self._fill(step, count, size, context)
         captured = self._captured.get((size, context))
         if captured is None:
+            if self._state_slots is not None and self._rows.states is not None:
+                self._state_slots.fill_(self._rows.states.num_slots)
             began_s = perf_counter()
             captured = self._captured[size, context] = self._capture(size, context)
             torch.cuda.synchronize()
             self._capture_s += perf_counter() - began_s
+        if self._state_slots is not None:
+            self._fill_states(step, count, size)
         captured.graph.replay()
         self.hidden = captured.hidden[:count]
         return captured.logits[:count]
@@ -101,6 +110,13 @@ class DecodeGraphs:
         inputs[5 * size :].reshape(size, width)[:count] = self._rows.block_tables(step.rows, width)
         self._staging.copy_into(self._inputs, inputs)
 
+    def _fill_states(self, step: HostStep, count: int, size: int) -> None:
+        assert self._rows.states is not None
+        assert self._state_slots is not None
+        slots = np.full(size, self._rows.states.num_slots, dtype=np.int64)
+        slots[:count] = self._rows.state_slots(step.rows)
+        self._staging.copy_into(self._state_slots, slots)
+
     def _capture(self, size: int, context: int) -> _Captured:
         width = self._table_width(context)
         _, sources, positions, slots, context_lens = self._inputs[: 5 * size].view(5, size)
@@ -114,6 +130,7 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=context,
             num_decodes=size,
+            states=self._state_batch(size),
         )
         known_tokens = self._buffer[: self._rows.max_rows + size]
 
@@ -132,6 +149,11 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             logits, hidden = forward()
         return _Captured(graph, logits, hidden)
+
+    def _state_batch(self, size: int) -> StateBatch | None:
+        if self._state_slots is None or self._rows.states is None:
+            return None
+        return StateBatch(self._rows.states, self._state_slots[:size])
 
     def _context_bound(self, context: int) -> int:
         bound = MIN_CONTEXT

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.messages import ModelCard
+from penstock.core.plan import StateSlots
 from penstock.engine.drafters.interface import Drafter
 from penstock.engine.loop import Executor
 
@@ -35,3 +36,5 @@ class Loaded:
     adapters: AdapterQueue[LoRAWeights] | None = None
     shared_kv: SharedKV | None = None
     drafters: tuple[Drafter, ...] = ()  # that come with the model
+    states: StateSlots | None = None  # of a model whose layers have a fixed state
+    max_num_seqs: int | None = None  # requests that can run at once, if fewer than the setting allows

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from penstock.engine.device import allocate_kv, with_spare_states
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops, SamplingBatch
 from penstock.models.model import Model
 
@@ -46,7 +47,7 @@ DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64
 def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_tokens: int) -> None:
     """Compile all kernels that steps of at most so many requests and tokens need."""
     model = model.with_distinct_layers()
-    kv = ops.allocate_kv(model.num_layers, 1, block_size, model.num_kv_heads, model.head_dim)
+    kv = allocate_kv(model, ops, 1, block_size)
     many = min(MANY_TOKENS, max_tokens)
     chunks = max(1, min(many // SHORT_CHUNK, max_rows))
     steps = [WarmUpStep(chunks, many // chunks, 4 * many), *PREFILLS, *DECODES]
@@ -127,7 +128,7 @@ def _run(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
         max_context_len=step.span,
         num_decodes=requests if each == 1 else 0,
     )
-    hidden = model.forward(int32([0] * requests * each), batch, kv)
+    hidden = model.forward(int32([0] * requests * each), with_spare_states(batch, model, ops), kv)
     model.logits(hidden[:requests])
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from penstock.kernels.states import StateBatch
 from penstock.kernels.weights import DenseWeight as DenseWeight
 from penstock.kernels.weights import Float8Weight as Float8Weight
 from penstock.kernels.weights import GroupQuantWeight as GroupQuantWeight
@@ -152,6 +153,7 @@ class AttentionBatch:
     max_context_len: int
     num_decodes: int = 0  # so many of the first requests have exactly one token in this step
     lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
+    states: StateBatch | None = None  # of models whose layers have a fixed state
 
 
 @dataclass(frozen=True, slots=True)

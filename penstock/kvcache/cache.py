@@ -5,7 +5,8 @@
     publish     other requests may find a full block from now on
     Retention   which prefixes are kept until when
 
-`take_copies` returns the copies of bytes that decisions need. `pool` describes the states of a block.
+`states` has the slots of layers with a fixed state. `take_copies` returns the copies of bytes that decisions need.
+`pool` describes the states of a block.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from penstock.core.hashing import BlockHash
 from penstock.core.messages import EngineStats, KVEvent
-from penstock.core.plan import KVCopy
+from penstock.core.plan import KVCopy, StateSlots
 from penstock.kvcache.pool import BlockPool
 from penstock.kvcache.retention import Retention
 from penstock.kvcache.table import BlockTable, TailHalves, num_blocks_to_grow
@@ -30,8 +31,10 @@ class KVCache:
         max_pinned_fraction: float = 0.5,
         num_host_blocks: int = 0,
         halves_blocks: bool = False,
+        states: StateSlots | None = None,
     ) -> None:
-        """`halves_blocks`: the executor can keep the last tokens of two requests in one block."""
+        """`halves_blocks`: the executor can keep the last tokens of two requests in one block. `states`: the model
+        has layers with a fixed state."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -41,7 +44,9 @@ class KVCache:
             block_size,
             enable_prefix_caching=enable_prefix_caching,
             num_host_blocks=num_host_blocks,
+            states=states,
         )
+        self.states = self.pool.states
         self.retention = Retention(self.pool, max_pinned_fraction)
         self._tails = TailHalves(self.pool, enabled=halves_blocks)
 
@@ -133,5 +138,8 @@ class KVCache:
         tables, also check that reference counts and halves of blocks are exactly theirs."""
         self.pool.check_integrity(None if tables is None else [table.block_ids for table in tables])
         self.retention.check()
+        if self.states is not None:
+            slots = None if tables is None else {table.state_slot for table in tables} - {None}
+            self.states.check_integrity(slots)
         if tables is not None:
             self._tails.check_integrity(table.tail for table in tables if table.tail is not None)

@@ -27,16 +27,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 from penstock.core.hashing import BlockHash
-from penstock.core.plan import BlockCopy, HalfCopy, KVCopy
+from penstock.core.plan import BlockCopy, HalfCopy, KVCopy, StateCopy, StateSlots
 from penstock.kvcache.block import Block, BlockState, IntegrityError
 from penstock.kvcache.events import EventLog
 from penstock.kvcache.eviction import EvictionOrder, PinHeap
 from penstock.kvcache.host import HostTier
+from penstock.kvcache.states import StatePool
 
 
 class BlockPool:
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, num_host_blocks: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        num_host_blocks: int,
+        states: StateSlots | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, not {num_blocks} of {block_size}")
@@ -50,6 +57,7 @@ class BlockPool:
         self.pins = PinHeap(self._blocks)  # shared with Retention, which decides what is pinned
         self.host = HostTier(num_host_blocks)
         self.events = EventLog(max_pending_hashes=2 * num_blocks + 1024)
+        self.states = None if states is None else StatePool(self, states)
         self.now = -inf  # the latest time that a caller mentioned
         self._copies: list[KVCopy] = []  # in the order of the decisions that need them
         self._num_active = 0
@@ -98,6 +106,10 @@ class BlockPool:
                 return position
         return len(hashes)
 
+    def find(self, block_hash: BlockHash) -> Block | None:
+        """Return the block, or the slot of host memory, to which a hash leads."""
+        return self.index.get(block_hash) or self.host.index.get(block_hash)
+
     def acquire(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Take a reference on each of these blocks. Raises, and changes nothing, if one is not on the device."""
         try:
@@ -145,6 +157,16 @@ class BlockPool:
     def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
         """Copy half a block to the start of another block, or of the same block."""
         self._copies.append(HalfCopy(block_id, offset, to_block_id))
+
+    def copy_state(self, copy: StateCopy) -> None:
+        """Copy a state, in turn with the copies of blocks."""
+        self._copies.append(copy)
+
+    def lose(self, block_hash: BlockHash) -> None:
+        """Note that a hash leads to no block and no slot any more."""
+        self.events.removed(block_hash)
+        if self.states is not None:
+            self.states.forget(block_hash)
 
     def take_copies(self) -> tuple[KVCopy, ...]:
         """Return the copies that decisions since the last call need, in order. They are made after all steps planned
@@ -196,7 +218,7 @@ class BlockPool:
             del self.index[block.block_hash]
             if block.pinned_until is not None:
                 self.pins.end(block)
-            self.events.removed(block.block_hash)
+            self.lose(block.block_hash)
             block.block_hash = block.parent = block.term = None
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -232,6 +254,8 @@ class BlockPool:
                 self._free.append(block.block_id)
         self.index.clear()
         self.events.cleared()
+        if self.states is not None:
+            self.states.clear()
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise IntegrityError unless every block is in exactly one state and all records agree. With the block
@@ -261,7 +285,7 @@ class BlockPool:
         if block.term is not None and block.term.until > self.now:
             lost = self._move_out(block)
         if lost is not None:
-            self.events.removed(lost)
+            self.lose(lost)
         block.block_hash = block.parent = block.term = None
         self._free.append(block.block_id)
         self.evictions += 1

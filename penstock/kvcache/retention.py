@@ -73,7 +73,7 @@ class Retention:
         """Retain a prefix until `ttl_s` after `since`, as an entry that `entry_ttl_s` finds by its last hash. Returns
         the same as `retain`."""
         num_pinned = self.retain(hashes, since + ttl_s, now)
-        last = self._pool.index.get(hashes[-1]) or self._pool.host.index.get(hashes[-1])
+        last = self._pool.find(hashes[-1])
         if last is not None and last.term is not None and since + ttl_s > now:
             longest = max(ttl_s, last.term.entry_ttl_s or 0.0)
             last.term = replace(last.term, entry_ttl_s=longest)
@@ -81,7 +81,7 @@ class Retention:
 
     def entry_ttl_s(self, block_hash: BlockHash, now: float) -> float | None:
         """The time to live of the entry that ends with this block; None if no entry does, or its time is over."""
-        block = self._pool.index.get(block_hash) or self._pool.host.index.get(block_hash)
+        block = self._pool.find(block_hash)
         term = None if block is None else block.term
         return None if term is None or term.until <= now else term.entry_ttl_s
 
@@ -97,7 +97,7 @@ class Retention:
             num_expired += 1
         if self._pool.host.index:
             for block_hash in self._pool.host.expire(now):
-                self._pool.events.removed(block_hash)
+                self._pool.lose(block_hash)
         return num_expired
 
     def give_way(self, num_available: int) -> None:

@@ -93,7 +93,16 @@ class TailHalves:
 
 
 class BlockTable:
-    __slots__ = ("_found", "_pool", "_tails", "block_ids", "half_offset", "num_reused_blocks", "num_slots")
+    __slots__ = (
+        "_found",
+        "_pool",
+        "_tails",
+        "block_ids",
+        "half_offset",
+        "num_reused_blocks",
+        "num_slots",
+        "state_slot",
+    )
 
     def __init__(self, pool: BlockPool, tails: TailHalves, found: Sequence[BlockHash] = ()) -> None:
         """Take references on the blocks of a matched prefix, except on blocks in host memory."""
@@ -106,6 +115,7 @@ class BlockTable:
         self.num_reused_blocks = len(found)  # leading blocks that were found in the cache
         self.num_slots = 0  # tokens that the table has room for, once it is filled
         self.half_offset: int | None = None  # first slot of its half, if it has half of the last block
+        self.state_slot: int | None = None  # of a running request, where layers have a fixed state
 
     @property
     def num_own_blocks(self) -> int:
@@ -156,8 +166,21 @@ class BlockTable:
         self.half_offset = None
         return (block_id, 0) != before
 
+    def open_state(self) -> None:
+        """Take a state slot, which starts at the end of the found prefix."""
+        if self._pool.states is not None:
+            self.state_slot = self._pool.states.open(self._found[-1] if self._found else None)
+
+    def close_state(self, at: BlockHash | None = None) -> None:
+        """Give back the state slot, if there is one. With `at`, the state is at the end of the block with this hash,
+        and may serve other requests."""
+        if self._pool.states is not None and self.state_slot is not None:
+            self._pool.states.close(self.state_slot, at)
+            self.state_slot = None
+
     def close(self) -> None:
         """Give back all references. The table is empty afterwards."""
+        self.close_state()
         if self.tail is not None:
             self._tails.give_back(*self.tail)
         self._pool.release(self.whole_block_ids)

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
+from penstock.kernels.states import StateShapes
 from penstock.models.config import ArchitectureConfig
 from penstock.models.weights import NamedProduct
 
@@ -57,6 +58,25 @@ class StagedModel(Model, Protocol):
     def normed(self, residual: Tensor) -> Tensor:
         """Return the output of the last layer after the final norm."""
         ...
+
+
+@runtime_checkable
+class HasStates(Protocol):
+    """A model with layers that keep a fixed state for each request, beside or instead of layers with keys and
+    values."""
+
+    num_kv_layers: int  # layers with keys and values
+    state_layers: Sequence[StateShapes]  # the tensors of each layer with a state
+
+
+def num_kv_layers(model: Model) -> int:
+    """Return the number of layers for which a model needs keys and values."""
+    return model.num_kv_layers if isinstance(model, HasStates) else model.num_layers
+
+
+def state_layers(model: Model) -> Sequence[StateShapes]:
+    """Return the tensors of each layer with a state; nothing for models without such layers."""
+    return model.state_layers if isinstance(model, HasStates) else ()
 
 
 @runtime_checkable

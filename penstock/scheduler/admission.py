@@ -136,7 +136,9 @@ def check_request(request: Request, max_length: int, max_model_len: int) -> None
 class Outcome(enum.Enum):
     ADMITTED = enum.auto()
     HELD = enum.auto()  # waits for a prefix that a running request is computing
-    BLOCKED = enum.auto()  # lacks blocks; requests behind it must not overtake it
+    BLOCKED = (
+        enum.auto()
+    )  # lacks blocks, or a state that this plan computes; no request behind it may overtake it
 
 
 class Admission:
@@ -166,13 +168,16 @@ class Admission:
             self._num_turned_away += 1
             if self._num_turned_away % _RETRY_AFTER_PLANS:
                 return Outcome.BLOCKED
-        num_found = self._sharing.lookup(sequence)
-        if self._sharing.hold(sequence, num_found):
+        num_matched = self._sharing.lookup(sequence)
+        if self._sharing.hold(sequence, num_matched):
             return Outcome.HELD
+        num_found = self._sharing.lookup_state(sequence, num_matched)
+        if self._sharing.is_due(sequence, num_found):
+            return Outcome.BLOCKED
         if not self._take_blocks(sequence, num_found, is_alone=is_alone):
             return Outcome.BLOCKED
         self._blocked = None
-        self._sharing.start(sequence)
+        self._sharing.start(sequence, num_matched)
         return Outcome.ADMITTED
 
     def _take_blocks(self, sequence: Sequence, num_found: int, *, is_alone: bool) -> bool:
@@ -190,6 +195,7 @@ class Admission:
             self._num_missing_blocks = max(0, -num_spare)
             return False
         table.fill(sequence.num_known)
+        table.open_state()
         sequence.table = table
         sequence.num_computed = num_found * cache.block_size
         return True

@@ -139,6 +139,8 @@ class Swapping:
         """Retain the blocks of a preempted request, which still holds them, where that pays."""
         cache, copy_s = self._cache, self._block_copy_s
         num_blocks = sequence.num_published
+        if cache.states is not None:  # blocks behind the last snapshot are computed again in any case
+            num_blocks = cache.states.longest(sequence.hashes[:num_blocks])
         if copy_s is None or not num_blocks or not cache.num_host_blocks:
             return
         if swap_is_cheaper(num_blocks, cache.block_size, copy_s, self._predictor):

@@ -12,6 +12,10 @@ only behind a running request that is at least as urgent, and only until that re
 A breakpoint is a position in the prompt. Its prefix, cut to whole blocks, is kept from the plan in which its last
 block is computed: from then on any request of the same tenant can read it. All times to live run from the arrival of
 the request that writes or reads.
+
+Where layers have a fixed state, a prefix counts as found only up to its last snapshot (see `kvcache.states`), and a
+request takes snapshots where others will look for them: at the end of its prompt, at its breakpoints, at the end of
+the blocks that were found without a snapshot, and where requests that are held behind it leave its prompt.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from penstock.core.plan import CacheUse
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.sequence import Marks, Sequence
 
+MIN_SNAPSHOT_BLOCKS = 4  # a snapshot that saves less is not worth its slot and one more step of the prompt
 _LOOKUP_BLOCKS = (
     64  # hashed and looked up at a time, so that a long prompt without a hit is not hashed in vain
 )
@@ -33,6 +38,7 @@ class PrefixSharing:
         self._cache = cache
         self._block_size = cache.block_size
         self._enabled = cache.enable_prefix_caching
+        self._states = cache.states
         self._frontiers: dict[
             BlockHash, Sequence
         ] = {}  # running prefills, by the next block they will publish
@@ -50,6 +56,18 @@ class PrefixSharing:
                 break
         return found
 
+    def lookup_state(self, sequence: Sequence, num_found: int) -> int:
+        """How many of the leading blocks that were found end with a snapshot of the state."""
+        return num_found if self._states is None else self._states.longest(sequence.hashes[:num_found])
+
+    def is_due(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Say whether the snapshot at the end of so many blocks exists only from the next plan on."""
+        return (
+            self._states is not None
+            and num_blocks > 0
+            and self._states.is_due(sequence.hashes[num_blocks - 1])
+        )
+
     def hold(self, sequence: Sequence, num_found: int) -> bool:
         """Put a waiting request, of which `num_found` blocks are cached, behind a running prefill that is about to
         publish the next block. Returns False when there is no such prefill."""
@@ -66,6 +84,10 @@ class PrefixSharing:
         sequence.was_held = True
         sequence.leader = leader
         leader.followers[sequence.number] = (sequence, num_shared)
+        ends = leader.snapshot_ends
+        if ends is not None and num_shared not in ends:
+            ends.append(num_shared)
+            ends.sort()
         return True
 
     def let_go(self, sequence: Sequence) -> None:
@@ -74,11 +96,14 @@ class PrefixSharing:
         del sequence.leader.followers[sequence.number]
         sequence.leader = None
 
-    def start(self, sequence: Sequence) -> None:
-        """Begin to publish a request that was admitted, with its reused blocks in front of its table."""
+    def start(self, sequence: Sequence, num_matched: int) -> None:
+        """Begin to publish a request that was admitted, with its reused blocks in front of its table. `num_matched`
+        blocks were found, and reused as far as there was a snapshot."""
         if self._enabled:
             sequence.num_published = sequence.blocks.num_reused_blocks
             sequence.publish_at = (sequence.num_published + 1) * self._block_size
+        if self._states is not None:
+            sequence.snapshot_ends = self._snapshot_ends(sequence, num_matched) if self._enabled else []
 
     def publish(self, sequence: Sequence) -> list[Sequence]:
         """Publish the blocks that became full. Returns the followers that need not wait any longer."""
@@ -95,6 +120,8 @@ class PrefixSharing:
             parent = hashes[index]
         sequence.num_published = end
         sequence.publish_at = (end + 1) * block_size
+        if sequence.snapshot_ends and sequence.snapshot_ends[0] * block_size == sequence.num_computed:
+            self._keep_state(sequence, sequence.snapshot_ends.pop(0))
         self._move_frontier(sequence)
         if not sequence.followers:
             return []
@@ -110,6 +137,20 @@ class PrefixSharing:
         for follower in followers:
             follower.leader = None
         return followers
+
+    def _snapshot_ends(self, sequence: Sequence, num_matched: int) -> list[int]:
+        found = sequence.blocks.num_reused_blocks
+        last = (sequence.num_known - 1) // self._block_size
+        ends = {end for end in (num_matched, last) if end >= found + MIN_SNAPSHOT_BLOCKS}
+        if sequence.marks is not None:
+            ends.update(end for end in sequence.marks.ends if found < end <= last)
+        return sorted(ends)
+
+    def _keep_state(self, sequence: Sequence, end: int) -> None:
+        slot = sequence.blocks.state_slot
+        assert self._states is not None
+        assert slot is not None
+        self._states.keep(slot, sequence.hashes[end - 1])
 
     def _served_followers(self, sequence: Sequence) -> list[Sequence]:
         served = []

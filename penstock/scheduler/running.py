@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from penstock.core.hashing import BlockHash
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Headroom
 from penstock.scheduler.queue import WaitingQueue
@@ -84,10 +85,19 @@ class RunningSet:
         self._headroom.leave(sequence)
         self._slots.num_slots -= sequence.blocks.num_slots
         self._slots.num_filled -= sequence.num_filled_slots
+        if sequence.blocks.state_slot is not None:
+            sequence.blocks.close_state(self._state_end(sequence))
         sequence.blocks.close()
         sequence.table = None
         sequence.num_computed = 0
         sequence.is_prefilling = False
+
+    def _state_end(self, sequence: Sequence) -> BlockHash | None:
+        """Return the published block at whose end the state of a request is; None if the state is elsewhere."""
+        num_blocks, rest = divmod(sequence.num_computed, self._cache.block_size)
+        if rest or not 0 < num_blocks == sequence.num_published:
+            return None
+        return sequence.hashes[num_blocks - 1]
 
     def find_work(self, max_decodes: int) -> Work:
         """Return what each running request could do next, with at most `max_decodes` decodes. The limit matters only

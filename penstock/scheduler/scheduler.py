@@ -81,7 +81,16 @@ class Scheduler:
         tile_tokens: int = 1,
     ) -> None:
         """`block_copy_s` is the time of a copy of one block to host memory, or back; with None, preempted requests
-        compute again. `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them."""
+        compute again. `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them.
+
+        A model with states gets no drafts: a state has no place to go back to when a draft is rejected."""
+        if cache.states is not None and (
+            cache.states.num_slots < config.max_num_seqs or config.max_draft_tokens
+        ):
+            raise ValueError(
+                f"{cache.states.num_slots} state slots are too few for {config.max_num_seqs} requests, or there are "
+                f"drafts ({config.max_draft_tokens})"
+            )
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
@@ -166,6 +175,7 @@ class Scheduler:
             return
         lost = set(failed.blocks.whole_block_ids[chunk.start // self._cache.block_size :])
         self._cache.withdraw(lost)
+        failed.blocks.close_state()
         for sequence in list(self._running.sequences):
             if sequence is failed or not lost.isdisjoint(sequence.blocks.block_ids):
                 event = last_event(sequence, FinishReason.ERROR, error)
@@ -179,6 +189,8 @@ class Scheduler:
         """Return the next step; None when there is nothing to compute before a commit or an arrival. `drafts` are
         guesses of the next tokens of requests that `wants_drafts` has named."""
         self._cache.retention.expire(now)
+        if self._cache.states is not None:
+            self._cache.states.take_due()
         self._end_overdue(now)
         self._queue.promote(now)
         if self._steps:
@@ -231,7 +243,7 @@ class Scheduler:
                 continue
             use = self._speculation.settle(sequence, sampled) if sequence.num_drafted else None
             if sampled.is_postponed:
-                self._postpone(sequence)
+                self._postpone(sequence, now)
             else:
                 events.append(with_draft_use(self._take_sample(sequence, sampled, now), use))
         return events
@@ -385,10 +397,13 @@ class Scheduler:
         self._end(sequence, now)
         return event
 
-    def _postpone(self, sequence: Sequence) -> None:
-        """Put a request whose sample was not taken back to where it stood before the step."""
+    def _postpone(self, sequence: Sequence, now: float) -> None:
+        """Put a request whose sample was not taken back to where it stood before the step. A fixed state cannot go
+        back: such a request starts again from its last snapshot."""
         sequence.num_expected -= 1
-        if sequence.state is State.RUNNING:
+        if sequence.state is State.RUNNING and sequence.blocks.state_slot is not None:
+            self._preempt(sequence, now)
+        elif sequence.state is State.RUNNING:
             self._running.take_back(sequence)
         elif sequence.num_known == sequence.num_expected:  # it was preempted meanwhile
             self._requeue(sequence)

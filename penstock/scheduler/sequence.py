@@ -96,6 +96,7 @@ class Sequence:
         "request",
         "request_id",
         "root_hash",
+        "snapshot_ends",
         "state",
         "stop_token_ids",
         "table",
@@ -153,6 +154,9 @@ class Sequence:
         self.hashes: list[BlockHash] = []  # of leading full blocks, as far as they were needed
         self.num_published = 0  # leading blocks whose hashes were published, while running
         self.publish_at: int | None = None  # tokens that must be known and computed to publish the next block
+        # Ends of prefixes, in blocks and in ascending order, at which a chunk ends and a snapshot of the state is
+        # taken; while running, for models with states.
+        self.snapshot_ends: list[int] | None = None
         self.frontier: BlockHash | None = None  # the next block to be published by a running prefill
         self.leader: Sequence | None = None  # the request whose prefix this one waits for, while HELD
         self.followers: dict[

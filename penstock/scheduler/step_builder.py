@@ -225,6 +225,8 @@ class StepBuilder:
         """Add up to `num_tokens` of the known tokens that are not computed."""
         start = sequence.num_computed
         num_tokens = min(num_tokens, sequence.num_known - start)
+        if sequence.snapshot_ends is not None:
+            num_tokens = self._cut_for_states(start, num_tokens, sequence)
         samples = start + num_tokens == sequence.num_known
         new_blocks = tuple(sequence.blocks.block_ids) if begins else ()
         tail_offset = (sequence.blocks.half_offset or 0) if begins else 0
@@ -243,6 +245,7 @@ class StepBuilder:
                 begins,
                 tail_offset=tail_offset,
                 scores_from=scores_from,
+                state_slot=sequence.blocks.state_slot if begins else None,
             )
         )
         sequence.num_computed = start + num_tokens
@@ -252,6 +255,16 @@ class StepBuilder:
             sequence.num_expected += 1
         self.num_tokens_left -= num_tokens
         self.load.add_prefill(start, num_tokens)
+
+    def _cut_for_states(self, start: int, num_tokens: int, sequence: Sequence) -> int:
+        """Return at most `num_tokens`, such that the chunk ends where a snapshot of its state is taken; or at the end
+        of a block, so that a snapshot could be taken if the request is preempted."""
+        ends, block_size = sequence.snapshot_ends, self._block_size
+        end = start + num_tokens
+        if ends and ends[0] * block_size <= end:
+            return ends[0] * block_size - start
+        whole = end - end % block_size
+        return whole - start if start < whole and end < sequence.num_known else num_tokens
 
 
 def share_of_room(room: int) -> int:

@@ -64,6 +64,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         max_pinned_fraction=header.max_pinned_fraction,
         num_host_blocks=header.num_host_blocks,
         halves_blocks=header.halves_blocks,
+        states=header.states,
     )
     return Scheduler(
         header.config,

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.control.autoscaler import Autoscaler, AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
+from penstock.core.plan import StateSlots
 from penstock.dispatch import DispatchConfig, Dispatcher
 from penstock.kvcache import KVCache
 from penstock.router import ReplicaState
@@ -34,6 +35,7 @@ class ReplicaConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     draft_acceptance: float | None = None  # the chance of each drafted token; None: no speculation
+    states: StateSlots | None = None  # of a model whose layers have a fixed state, which takes no drafts
 
     def build(self) -> SimulatedReplica:
         cache = KVCache(
@@ -41,9 +43,10 @@ class ReplicaConfig:
             block_size=self.cache.block_size,
             enable_prefix_caching=self.cache.enable_prefix_caching,
             max_pinned_fraction=self.cache.max_pinned_fraction,
+            states=self.states,
         )
         config = self.scheduler
-        if self.draft_acceptance is None:
+        if self.draft_acceptance is None or self.states is not None:
             config = msgspec.structs.replace(config, max_draft_tokens=0)
         scheduler = Scheduler(
             config, cache, max_model_len=self.max_model_len, eos_token_ids=frozenset({END_TOKEN_ID})

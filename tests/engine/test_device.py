@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import ConfigError
 from penstock.core.installation import install_command
 from penstock.engine import device as device_module
-from penstock.engine.device import choose_ops, leave_cores_to, num_kv_blocks
+from penstock.engine.device import cache_sizes, choose_ops, leave_cores_to
 from penstock.kernels import library
 from penstock.kernels.interface import GroupQuantWeight
 from penstock.kernels.native_storage import NativeKVStore
@@ -174,6 +174,69 @@ def test_the_kv_cache_takes_no_more_memory_than_it_was_given(head_dim: int, kv_c
     )
     ops = choose_ops(config)
     model = cast(Model, SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=head_dim))
-    num_blocks = num_kv_blocks(config, model, ops)
+    num_blocks = cache_sizes(config, model, ops).num_blocks
     kv = ops.allocate_kv(2, num_blocks, config.cache.block_size, 2, head_dim)
     assert num_blocks * kv.block_bytes <= 1 << 20 < (num_blocks + 1) * kv.block_bytes
+
+
+def state_model(num_kv_layers: int, slot_bytes: int) -> Model:
+    """A model of which only the sizes matter: one layer with a state."""
+    return cast(
+        Model,
+        SimpleNamespace(
+            num_layers=3,
+            num_kv_layers=num_kv_layers,
+            num_kv_heads=2,
+            head_dim=32,
+            max_model_len=1000,
+            state_layers=(((slot_bytes // 4,),),),
+        ),
+    )
+
+
+def state_config(memory: str, max_num_seqs: int, **cache: object) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model="any", device="cpu", dtype="float32"),
+        cache=CacheConfig(kv_cache_memory=memory, **cache),  # type: ignore[arg-type]
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+    )
+
+
+def test_states_and_keys_and_values_share_the_memory_that_was_given() -> None:
+    config = state_config("8MiB", 16)
+    ops = choose_ops(config)
+    model = state_model(2, 64 << 10)
+    sizes = cache_sizes(config, model, ops)
+    assert sizes.states is not None
+    assert (sizes.states.num_slots, sizes.max_num_seqs) == (32, 16)
+    kv = device_module.allocate_kv(model, ops, sizes.num_blocks, 16)
+    taken = 33 * (64 << 10) + sizes.num_blocks * kv.block_bytes
+    assert taken <= 8 << 20 < taken + kv.block_bytes
+
+
+def test_large_states_let_fewer_requests_run_and_leave_room_for_snapshots() -> None:
+    config = state_config("8MiB", 256)
+    sizes = cache_sizes(config, state_model(2, 256 << 10), choose_ops(config))
+    assert sizes.states is not None
+    assert (sizes.states.num_slots, sizes.max_num_seqs) == (15, 11)
+    config = state_config("8MiB", 256, enable_prefix_caching=False)
+    sizes = cache_sizes(config, state_model(2, 16 << 10), choose_ops(config))
+    assert sizes.states is not None
+    assert sizes.states.num_host_slots == 0
+
+
+def test_a_model_without_attention_has_blocks_without_memory() -> None:
+    config = state_config("8MiB", 4)
+    ops, model = choose_ops(config), state_model(0, 64 << 10)
+    sizes = cache_sizes(config, model, ops)
+    assert sizes.num_blocks == 4 * 63
+    kv = device_module.allocate_kv(model, ops, sizes.num_blocks, 16)
+    assert (kv.block_bytes, device_module.num_host_blocks(config, kv)) == (0, sizes.num_blocks)
+
+
+def test_states_that_do_not_fit_are_named_with_their_sizes() -> None:
+    config = state_config("1MiB", 4)
+    with pytest.raises(
+        ConfigError, match=r"take 1\.0 MiB for each request, and 1\.0 MiB of memory .* beside keys"
+    ):
+        cache_sizes(config, state_model(2, 1 << 20), choose_ops(config))

@@ -23,6 +23,8 @@ from penstock.core.plan import (
     PromptLogprobs,
     SampledToken,
     ScoredChunk,
+    StateCopy,
+    StateSlots,
     StepPlan,
     StepResult,
     TokenEvent,
@@ -86,6 +88,7 @@ class Row:
     num_computed: int = 0
     digests: list[int] = field(default_factory=list)  # of the tokens computed or reused
     last_sample: tuple[int, int] | None = None  # position, token
+    state_slot: int | None = None
 
 
 @dataclass
@@ -110,12 +113,22 @@ class Faults:
 
 class StrictExecutor:
     def __init__(
-        self, config: SchedulerConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        states: StateSlots | None = None,
     ) -> None:
         self._config = config
         self._block_size = block_size
         self._kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._host_kv: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
+        # A state is the digest of all tokens that it has seen; 0 before the first one.
+        self._has_states = states is not None
+        self._states: list[int | None] = [None] * (states.num_slots if states else 0)
+        self._host_states: list[int | None] = [None] * (states.num_host_slots if states else 0)
+        self.num_states_restored = 0
         self.rows: dict[str, Row] = {}
         self.num_tokens_computed = 0
         self.num_halves_copied = 0
@@ -205,6 +218,8 @@ class StrictExecutor:
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             block, offset = self._place(row, position)
             self._kv[block][offset] = None
+        if row.state_slot is not None:
+            self._states[row.state_slot] = None
 
     def overwrite(self, block_id: int, contents: list[int]) -> None:
         self._kv[block_id] = list(contents)
@@ -219,6 +234,10 @@ class StrictExecutor:
             row = Row(root(tenants[chunk.request_id]), list(tokens[chunk.request_id]))
             row.num_computed = chunk.start  # a reused prefix; its contents are verified by _read
             assert chunk.start % self._block_size == 0
+            assert (chunk.state_slot is not None) == self._has_states
+            row.state_slot = chunk.state_slot
+            slots = [each.state_slot for each in self.rows.values() if self._has_states]
+            assert chunk.state_slot is None or chunk.state_slot not in slots, "two requests have one state"
             self.rows[chunk.request_id] = row
         row = self.rows[chunk.request_id]
         if chunk.new_block_ids:
@@ -252,12 +271,28 @@ class StrictExecutor:
             contents = self._kv[copy.block_id][copy.offset :][:half]
             self._kv[copy.to_block_id][:half] = contents
             self.num_halves_copied += 1
+        elif isinstance(copy, StateCopy):
+            self._copy_state(copy)
         elif copy.to_host:
             contents = self._kv[copy.block_id]
             assert None not in contents, "a block goes to host memory before it is full"
             self._host_kv[copy.host_slot] = list(contents)
         else:
             self._kv[copy.block_id] = list(self._host_kv[copy.host_slot])
+
+    def _copy_state(self, copy: StateCopy) -> None:
+        source = self._host_states if copy.from_host else self._states
+        state = 0 if copy.from_slot is None else source[copy.from_slot]
+        assert state is not None, "a state is copied that is not there"
+        (self._host_states if copy.to_host else self._states)[copy.slot] = state
+        self.num_states_restored += copy.from_host
+
+    def _advance_state(self, row: Row, start: int) -> None:
+        """Let the state of a request see its tokens from `start` on."""
+        if row.state_slot is not None:
+            before = row.digests[start - 1] if start else 0
+            assert self._states[row.state_slot] == before, "the state has seen other tokens"
+            self._states[row.state_slot] = row.digests[-1]
 
     def _write(self, plan: StepPlan) -> None:
         written: set[tuple[int, int]] = set()
@@ -281,6 +316,7 @@ class StrictExecutor:
                 written.add((block, offset))
                 self._kv[block][offset] = row.digests[-1]
             row.num_computed = chunk.start + chunk.num_tokens
+            self._advance_state(row, chunk.start)
 
     def _read(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
@@ -316,6 +352,8 @@ class Driver:
         num_host_blocks: int = 0,
         block_copy_s: float | None = None,
         halves_blocks: bool = False,
+        num_spare_states: int | None = None,
+        num_host_states: int = 0,
         draft_share: float = 0.0,
         spoiled_share: float = 0.0,
         **config: object,
@@ -328,6 +366,11 @@ class Driver:
             "max_draft_tokens": 0,
             **config,
         }
+        states = None
+        if num_spare_states is not None:  # the model has states, and slots beside those of running requests
+            settings["max_draft_tokens"] = 0
+            num_running = SchedulerConfig(**settings).max_num_seqs  # type: ignore[arg-type]
+            states = StateSlots(num_running + num_spare_states, num_host_states)
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
         self.cache = KVCache(
             num_blocks,
@@ -336,6 +379,7 @@ class Driver:
             max_pinned_fraction=max_pinned_fraction,
             num_host_blocks=num_host_blocks,
             halves_blocks=halves_blocks,
+            states=states,
         )
         self.scheduler = Scheduler(
             self.config,
@@ -344,7 +388,7 @@ class Driver:
             eos_token_ids=frozenset({EOS}),
             block_copy_s=block_copy_s,
         )
-        self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks)
+        self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks, states)
         self.depth = depth
         self.max_model_len = max_model_len
         self.now = 0.0

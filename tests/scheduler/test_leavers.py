@@ -34,6 +34,8 @@ def random_driver(rng: random.Random) -> Driver:
         max_draft_tokens=rng.choice([0, 2, 12]),
         draft_share=rng.choice([0.3, 1.0]),
         spoiled_share=rng.choice([0.0, 0.2]),
+        num_spare_states=rng.choice([None, None, 0, 3]),
+        num_host_states=rng.choice([0, 2]),
     )
     driver.executor.faults = Faults(
         rng,

@@ -41,6 +41,7 @@ def test_late_masks_preemption_and_aborts_lose_and_repeat_nothing(
         max_draft_tokens=rng.choice([0, 4]),
         draft_share=0.7,
         spoiled_share=0.2,
+        num_spare_states=rng.choice([None, 0, 5]),
     )
     driver.expect_short_answers()
     shared = tuple(rng.randrange(20) for _ in range(24))

@@ -78,6 +78,8 @@ configs = st.fixed_dictionaries(
         "block_copy_s": st.sampled_from([None, 0.0]),
         "min_cacheable_tokens": st.sampled_from([1, 20]),
         "halves_blocks": st.booleans(),
+        "num_spare_states": st.sampled_from([None, None, 0, 2, 20]),
+        "num_host_states": st.sampled_from([0, 2]),
         "max_draft_tokens": st.sampled_from([0, 1, 3, 12]),
         "draft_share": st.sampled_from([0.5, 1.0]),
         "spoiled_share": st.sampled_from([0.0, 0.2, 1.0]),

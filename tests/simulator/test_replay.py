@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,7 +10,16 @@ import pytest
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import UsageError
-from penstock.core.plan import NO_DRAFTS, Draft, SampledToken, StepPlan, StepResult, TokenEvent, TokenLogprobs
+from penstock.core.plan import (
+    NO_DRAFTS,
+    Draft,
+    SampledToken,
+    StateSlots,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+    TokenLogprobs,
+)
 from penstock.core.plan_log import (
     AbortCall,
     AddCall,
@@ -55,9 +65,9 @@ WORKLOAD = Workload(
 class LoggedScheduler(Scheduler):
     """The real scheduler, with every call noted as the engine's recorder does."""
 
-    def __init__(self, cache: KVCache, log: list[LogRecord]) -> None:
+    def __init__(self, cache: KVCache, log: list[LogRecord], config: SchedulerConfig = HEADER.config) -> None:
         super().__init__(
-            HEADER.config,
+            config,
             cache,
             max_model_len=HEADER.max_model_len,
             eos_token_ids=frozenset(HEADER.eos_token_ids),
@@ -99,6 +109,23 @@ def record(depth: int) -> list[LogRecord]:
         for chunk in call.plan.chunks
     )
     return log
+
+
+def test_a_recorded_run_with_states_gives_the_same_plans_again() -> None:
+    states = StateSlots(num_slots=12, num_host_slots=2)
+    config = msgspec.structs.replace(HEADER.config, max_draft_tokens=0)
+    header = msgspec.structs.replace(HEADER, states=states, config=config)
+    log: list[LogRecord] = [header]
+    cache = KVCache(header.num_blocks, states=states)
+    scheduler = LoggedScheduler(cache, log, config)
+    driver, _ = make_driver(lambda: SimulatedReplica(scheduler, cache, COST, depth=2))
+    driver.run(generate(replace(WORKLOAD, prefix_tokens=Fixed(80)), Random(5)))
+    assert cache.states is not None
+    assert cache.states.num_used > 0
+    result = replay(encode(log))
+    assert result.mismatch is None
+    assert result.num_plans > 50
+    assert replay(encode([HEADER, *log[1:]])).mismatch is not None
 
 
 def encode(log: list[LogRecord]) -> list[bytes]:

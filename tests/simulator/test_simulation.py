@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.engine_config import SchedulerConfig
 from penstock.core.figures import percentile
+from penstock.core.plan import StateSlots
 from penstock.core.request import Tier
 from penstock.simulator import Fixed, LogNormal, ReplicaConfig, SimulationConfig, Tenant, Workload, simulate
 from penstock.simulator.report import Report, Summary
@@ -41,6 +43,15 @@ def test_a_report_adds_up() -> None:
     assert computed >= report.prompt_tokens - report.cached_tokens + report.output_tokens - 200
     assert 0 < report.cached_tokens < report.prompt_tokens
     assert report.output_tokens_per_s == pytest.approx(report.output_tokens / report.duration_s)
+
+
+def test_a_model_with_states_reuses_less_and_answers_all() -> None:
+    """Prefixes count up to a snapshot only, and requests of one step cannot share what the step computes."""
+    plain = simulate(SimulationConfig(workload=WORKLOAD))
+    states = StateSlots(num_slots=SchedulerConfig().max_num_seqs + 16)
+    report = simulate(SimulationConfig(workload=WORKLOAD, replica=ReplicaConfig(states=states)))
+    assert report.finished == plain.finished
+    assert 0 < report.cached_tokens < plain.cached_tokens
 
 
 def test_a_report_reads_well() -> None:

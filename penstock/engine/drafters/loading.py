@@ -29,7 +29,7 @@ from penstock.engine.drafters.model import (
 from penstock.kernels.interface import Ops
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
 from penstock.models.load import load_model, load_tokenizer, open_checkpoint, weight_source
-from penstock.models.model import StagedModel, TappedModel
+from penstock.models.model import StagedModel, TappedModel, state_layers
 from penstock.models.tokenizer import TokenizerFiles
 
 
@@ -146,6 +146,11 @@ def _load_model(config: EngineConfig, model_path: Path, path: Path, ops: Ops) ->
     model = load_model(
         path, ops, quantization=settings.quantization, load_format=settings.load_format, seed=settings.seed
     )
+    if state_layers(model):
+        raise ConfigError(
+            f"The draft model {path} has layers with a fixed state, which cannot go back when a draft is rejected.",
+            hint="Take a model with attention layers only.",
+        )
     sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
     return LoadedDrafter(ModelGuesser(model), sizes, ops, model.max_model_len)
 

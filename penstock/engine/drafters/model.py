@@ -337,10 +337,15 @@ class ModelDrafter:
         positions = np.arange(int(query_starts[-1])) + np.repeat(starts - query_starts[:-1], lengths)
         slots = tables[owners, positions // size] * size + positions % size
         arrays = (positions, slots, query_starts, context_lens, tables)
-        placed = self._staging.all_to_device(*(each.astype(np.int32) for each in arrays))
-        names = ("positions", "slots", "query_starts", "context_lens", "block_tables")
+        placed, places, firsts, lens, blocks = self._staging.all_to_device(
+            *(each.astype(np.int32) for each in arrays)
+        )
         return AttentionBatch(
-            **dict(zip(names, placed, strict=True)),
+            placed,
+            places,
+            firsts,
+            lens,
+            blocks,
             num_requests=len(chunks),
             max_query_len=int(lengths.max()),
             max_context_len=int(context_lens.max()),

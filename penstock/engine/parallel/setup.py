@@ -26,7 +26,7 @@ from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.load import is_encoder, open_checkpoint
-from penstock.models.model import Model, StagedModel
+from penstock.models.model import HasStates, Model, StagedModel
 from penstock.models.weights import NamedProduct
 
 
@@ -44,6 +44,8 @@ class RankModel:
         # The first rank of each stage counts the parameters of the stage.
         counted = model.num_parameters if mesh.shard.tensor_rank == 0 else 0
         self.num_parameters, self.weight_bytes = mesh.totals(counted, model.weight_bytes)
+        if isinstance(model, HasStates):
+            self.num_kv_layers, self.state_layers = model.num_kv_layers, model.state_layers
         self._model = model
         self._shard = mesh.shard
         self._link = mesh.stages
