@@ -102,10 +102,13 @@ class ArchitectureConfig:
     windows: tuple[int | None, ...]  # one per layer; None sees the whole context
     attention_scale: float
     attention_softcap: float | None = None
+    qkv_limit: float | None = None  # of queries, keys and values, before they are rotated
     logit_softcap: float | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
+    parallel_blocks: bool = False  # attention and MLP read the same residual
     experts: ExpertsConfig | None = None
     tie_embeddings: bool = False
     activation: ActivationName = "silu"

@@ -101,7 +101,7 @@ class Decoder(ABC):
         self.max_model_len = max_model_len
         self._ops: Ops = loader.ops
         self._embedding, self._head = loader.embedding_and_head(
-            config.vocab_size, config.hidden_size, tied=config.tie_embeddings
+            config.vocab_size, config.hidden_size, tied=config.tie_embeddings, head_bias=config.head_bias
         )
         ropes = RopeTables(config, loader, max_model_len)
         self._layers = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling
 from penstock.models.gguf_file import GGUFFile
+from penstock.models.huggingface_config import windows_by_pattern
 
 
 def metadata_fields(file: GGUFFile) -> Fields:
@@ -63,6 +64,16 @@ def common_gguf_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
     )
 
 
+def gguf_windows(fields: Fields, num_layers: int, default_period: int) -> tuple[int | None, ...]:
+    """Read the windows. The pattern is a period, or one flag for each layer; most files leave it out."""
+    window = fields.integer("attention.sliding_window")
+    flags = fields.raw("attention.sliding_window_pattern")
+    if isinstance(flags, list) and len(flags) == num_layers:
+        return tuple(window if flag else None for flag in flags)
+    period = fields.integer("attention.sliding_window_pattern", default_period)
+    return windows_by_pattern(window, period, num_layers)
+
+
 def _vocab_size(file: GGUFFile, hidden_size: int) -> int:
     """Return the rows of the embedding table: the metadata may lack the size, or count without padding rows."""
     table = file.tensors.get("token_embd.weight")
@@ -86,8 +97,20 @@ def _rope(fields: Fields, rotary_dim: int | None) -> RopeConfig:
     elif kind == "yarn":
         original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
         scaling = RopeScaling(kind="yarn", factor=factor, original_max_positions=original)
-    elif kind not in ("none", "longrope"):  # longrope is stored as tensors of divisors
+    elif kind == "longrope":
+        scaling = longrope_of(fields)
+    elif kind != "none":
         raise ModelLoadError(
             f"{fields.where} asks for rope scaling of kind {kind!r}; known are none, linear, yarn and longrope."
         )
     return RopeConfig(theta, scaling, rotary_dim)
+
+
+def longrope_of(fields: Fields) -> RopeScaling:
+    """Return the settings of longrope, whose divisors are stored as tensors."""
+    return RopeScaling(
+        kind="longrope",
+        factor=1.0,
+        original_max_positions=fields.integer("rope.scaling.original_context_length"),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
+    )

@@ -210,6 +210,8 @@ _NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
     "rope_freqs": "model.rope_divisors",
+    "rope_factors_short": "model.rope_divisors_short",
+    "rope_factors_long": "model.rope_divisors_long",
     "blk": "model.layers",
     "attn_norm": "input_layernorm",
     "attn_qkv": "self_attn.qkv_proj",

@@ -59,6 +59,30 @@ def layer_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def windows_by_pattern(window: int, period: int, num_layers: int) -> tuple[int | None, ...]:
+    """Return windows for all layers but the last of each period, which sees the whole context."""
+    return tuple(window if (index + 1) % period else None for index in range(num_layers))
+
+
+def ropes_by_layer_kind(
+    fields: Fields, whole_theta: float, local_theta: float
+) -> tuple[RopeConfig, RopeConfig, Fields]:
+    """Return the ropes of layers that see the whole context and of layers with a window, and the settings without
+    rope. Scaling in the older style belongs to layers that see the whole context."""
+    parameters = rope_parameters(fields)
+    max_positions = fields.integer("max_position_embeddings", 2048)
+    head_dim = fields.integer(
+        "head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    )
+    whole, local = parameters, {"rope_theta": fields.number("rope_local_base_freq", local_theta)}
+    if "full_attention" in parameters or "sliding_attention" in parameters:
+        whole, local = (parameters.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+    rope = rope_config(whole, fields, max_positions, head_dim=head_dim, default_theta=whole_theta)
+    local_rope = rope_config(local, fields, max_positions, head_dim=head_dim, default_theta=local_theta)
+    plain = {key: value for key, value in fields.values.items() if not key.startswith("rope_")}
+    return rope, local_rope, Fields(plain, fields.where)
+
+
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
     """Return the rope settings as one mapping: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`."""
     for key in ("rope_parameters", "rope_scaling"):

@@ -23,6 +23,8 @@ from penstock.models.weights import LinearPart, WeightLoader
 
 
 class Norm(Protocol):
+    """A part of a layer that looks at single tokens: a norm, or an MLP."""
+
     def __call__(self, ops: Ops, x: Tensor) -> Tensor: ...
 
 
@@ -153,17 +155,57 @@ class PlainMLP:
         return ops.add_up(ops.linear(active, self.down))
 
 
+class Mixer(Protocol):
+    """Attention, or something in its place."""
+
+    def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The parts of a layer with one norm for attention and one for the MLP. A family says where the norms stand."""
+
+    attention_norm: Norm
+    attention: Mixer
+    mlp_norm: Norm
+    mlp: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class SandwichLayer:
+    """A layer whose two halves are normed before and after."""
+
+    attention_norm: Norm
+    attention: Attention
+    after_attention_norm: Norm
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+    after_mlp_norm: Norm
+
+    def run(self, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        hidden = self.attention(ops, self.attention_norm(ops, residual), cache, batch)
+        hidden = self.after_attention_norm(ops, hidden)
+        hidden = ops.add_rms_norm(hidden, residual, self.mlp_norm.weight, self.mlp_norm.eps)
+        residual.add_(self.after_mlp_norm(ops, self.mlp(ops, hidden)))
+
+
 class RopeTables:
     """The rotary tables of a model: one for all layers, or one for each kind."""
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, num_positions: int) -> None:
-        divisors = None
+        divisors, rope = None, config.rope
+        pairs = (rope.rotary_dim or config.head_dim) // 2
         if loader.has("model.rope_divisors.weight"):
-            rotated = config.rope.rotary_dim or config.head_dim
-            divisors = loader.vector("model.rope_divisors.weight", rotated // 2)
+            divisors = loader.vector("model.rope_divisors.weight", pairs)
+        if rope.scaling is not None and loader.has("model.rope_divisors_long.weight"):
+            short, long = (
+                tuple(loader.vector(f"model.rope_divisors_{kind}.weight", pairs).tolist())
+                for kind in ("short", "long")
+            )
+            rope = replace(rope, scaling=replace(rope.scaling, short_divisors=short, long_divisors=long))
         device = loader.ops.device
         self._config = config
-        self._whole = rope_table(config.rope, config.head_dim, num_positions, divisors).to(device)
+        self._whole = rope_table(rope, config.head_dim, num_positions, divisors).to(device)
         self._windowed = self._whole
         if config.local_rope is not None:
             self._windowed = rope_table(config.local_rope, config.head_dim, num_positions).to(device)

@@ -250,7 +250,7 @@ class WeightLoader:
         return packed
 
     def embedding_and_head(
-        self, vocab_size: int, hidden_size: int, *, tied: bool
+        self, vocab_size: int, hidden_size: int, *, tied: bool, head_bias: bool = False
     ) -> tuple[PackedEmbedding | None, PackedLinear | None]:
         """Load the embedding and the head. In a pipeline, the first stage has the embedding and the last stage the
         head."""
@@ -267,7 +267,8 @@ class WeightLoader:
             if not is_first:
                 self.num_parameters -= vocab_size * hidden_size  # the first stage counts them
         if is_last and not tied:
-            head = self.linear(["lm_head"], [vocab_size], hidden_size, part=LinearPart(rows=[rows]))
+            part_of_head = LinearPart(rows=[rows])
+            head = self.linear(["lm_head"], [vocab_size], hidden_size, bias=head_bias, part=part_of_head)
         return table, head
 
     def _quantized(self, name: str, rows: int, columns: int, part: Part) -> WeightData:

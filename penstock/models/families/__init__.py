@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from penstock.models.decoder import Decoder
-from penstock.models.families.gemma import Gemma3
-from penstock.models.families.llama import Llama, Mistral, Mixtral
-from penstock.models.families.qwen import Qwen2, Qwen2MoE, Qwen3, Qwen3MoE
+from penstock.models.families import cohere, gemma, glm, gpt, granite, llama, olmo, phi, qwen, relu2, stablelm
 
 FAMILIES: tuple[type[Decoder], ...] = (
-    Llama,
-    Mistral,
-    Mixtral,
-    Qwen2,
-    Qwen2MoE,
-    Qwen3,
-    Qwen3MoE,
-    Gemma3,
+    llama.Llama,
+    llama.Mistral,
+    llama.Mixtral,
+    llama.SmolLM3,
+    llama.SeedOss,
+    llama.Ernie45,
+    llama.Helium,
+    qwen.Qwen2,
+    qwen.Qwen2MoE,
+    qwen.Qwen3,
+    qwen.Qwen3MoE,
+    gemma.Gemma,
+    gemma.Gemma2,
+    gemma.Gemma3,
+    phi.Phi,
+    phi.Phi3,
+    olmo.Olmo,
+    olmo.Olmo2,
+    olmo.Olmo3,
+    olmo.Exaone4,
+    granite.Granite,
+    glm.Glm,
+    glm.Glm4,
+    cohere.Cohere,
+    cohere.Cohere2,
+    gpt.GPT2,
+    gpt.GPTNeoX,
+    gpt.StarCoder2,
+    gpt.Falcon,
+    stablelm.StableLM,
+    relu2.Nemotron,
+    relu2.Arcee,
+    relu2.Apertus,
 )

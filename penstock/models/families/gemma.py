@@ -1,29 +1,27 @@
-"""Gemma 3, text: windows on most layers with a rope of their own, norms on both sides of attention and MLP, norms
-on query and key heads, and a scaled embedding. Reads the text part of multimodal checkpoints."""
+"""Gemma 1, 2 and 3, text. Reads the text part of multimodal checkpoints of Gemma 3."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
-from penstock.models.decoder import Decoder
-from penstock.models.gguf_config import common_gguf_config, metadata_fields
+from penstock.models.decoder import Decoder, PreNormDecoder
+from penstock.models.gguf_config import common_gguf_config, gguf_windows, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import (
     common_huggingface_config,
     layer_windows,
-    rope_config,
-    rope_parameters,
+    ropes_by_layer_kind,
+    windows_by_pattern,
 )
-from penstock.models.layers import Attention, GatedMLP, LayerLoader, Norm, RMSNorm
+from penstock.models.layers import LayerLoader, SandwichLayer
 from penstock.models.layout import Layout
 from penstock.models.weights import WeightLoader
 
@@ -46,23 +44,125 @@ _DEFAULTS: Mapping[str, Any] = {
 _DEFAULT_PATTERN = 6  # every sixth layer sees the whole context
 _WHOLE_THETA = 1_000_000.0
 _LOCAL_THETA = 10_000.0
-# The 27B model scales attention by its hidden size per head; in GGUF metadata only its depth tells.
-_LAYERS_OF_27B = 62
+# The 27B models scale attention by their hidden size per head; in GGUF metadata only their depth tells.
+_LAYERS_OF_GEMMA2_27B = 46
+_LAYERS_OF_GEMMA3_27B = 62
 
 
-@dataclass(frozen=True, slots=True)
-class SandwichLayer:
-    """A layer whose two halves are normed before and after."""
-
-    attention_norm: Norm
-    attention: Attention
-    after_attention_norm: Norm
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
-    after_mlp_norm: Norm
+def _with_defaults(fields: Fields) -> Fields:
+    """Add values that the files leave out. `hidden_act` of the first files names another function than the one the
+    models were trained with."""
+    defaults = {"head_dim": 256, "tie_word_embeddings": True}
+    return Fields({**defaults, **fields.values, "hidden_act": None}, fields.where)
 
 
-class Gemma3(Decoder):
+def _rounded_scale(config: ArchitectureConfig, loader: WeightLoader) -> ArchitectureConfig:
+    """Scale embeddings by the root of the hidden size, rounded to the compute type as in training."""
+    scale = torch.tensor(config.hidden_size**0.5, dtype=loader.ops.dtype)
+    return dataclasses.replace(config, embedding_scale=float(scale))
+
+
+class Gemma(PreNormDecoder):
+    """The first Gemma: Llama's layers with a scaled embedding, and norms that are stored less 1."""
+
+    name = "gemma"
+    huggingface_names = ("GemmaForCausalLM", "gemma")
+    gguf_names = ("gemma",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = _with_defaults(fields)
+        return dataclasses.replace(
+            common_huggingface_config(fields, cls.name),
+            qkv_bias=fields.flag("attention_bias", False),
+            output_bias=fields.flag("attention_bias", False),
+            activation="gelu_tanh",
+            norm_offset=1.0,
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return dataclasses.replace(common_gguf_config(file, cls.name), activation="gelu_tanh")
+
+    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
+        super().__init__(_rounded_scale(config, loader), loader, max_model_len)
+
+
+class Gemma2(Decoder):
+    """Gemma 2: norms on both sides of attention and MLP, caps on attention and logits, windows on every second
+    layer."""
+
+    name = "gemma2"
+    huggingface_names: ClassVar[tuple[str, ...]] = ("Gemma2ForCausalLM", "gemma2")
+    gguf_names: ClassVar[tuple[str, ...]] = ("gemma2",)
+    mlp_norm_name = "pre_feedforward_layernorm"
+    has_head_norms: ClassVar[bool] = False
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = _with_defaults(fields)
+        config = common_huggingface_config(fields, cls.name)
+        window = fields.integer("sliding_window", 4096)
+        listed = layer_windows(fields, config.num_layers, window)
+        return dataclasses.replace(
+            config,
+            windows=windows_by_pattern(window, 2, config.num_layers) if listed is None else listed,
+            attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+            attention_softcap=fields.optional_number("attn_logit_softcapping"),
+            logit_softcap=fields.optional_number("final_logit_softcapping"),
+            qkv_bias=fields.flag("attention_bias", False),
+            output_bias=fields.flag("attention_bias", False),
+            activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
+            norm_offset=1.0,
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        fields = metadata_fields(file)
+        config = common_gguf_config(file, cls.name)
+        return dataclasses.replace(
+            config,
+            windows=windows_by_pattern(
+                fields.integer("attention.sliding_window", 4096), 2, config.num_layers
+            ),
+            attention_scale=_gguf_scale(config, _LAYERS_OF_GEMMA2_27B),
+            attention_softcap=fields.number("attn_logit_softcapping", 50.0),
+            logit_softcap=fields.number("final_logit_softcapping", 30.0),
+            activation="gelu_tanh",
+        )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(
+            {
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_norm": "pre_feedforward_layernorm",
+                "post_ffw_norm": "post_feedforward_layernorm",
+            }
+        )
+
+    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
+        super().__init__(_rounded_scale(config, loader), loader, max_model_len)
+
+    def load_layer(self, load: LayerLoader) -> SandwichLayer:
+        return SandwichLayer(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=load.attention(head_norms=self.has_head_norms),
+            after_attention_norm=load.rms_norm("post_attention_layernorm"),
+            mlp_norm=load.rms_norm("pre_feedforward_layernorm"),
+            mlp=load.gated_mlp(),
+            after_mlp_norm=load.rms_norm("post_feedforward_layernorm"),
+        )
+
+    def run_layer(
+        self, layer: SandwichLayer, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
+    ) -> None:
+        layer.run(residual, ops, cache, batch)
+
+
+class Gemma3(Gemma2):
+    """Gemma 3, text: norms on query and key heads, and layers with a window have a rope of their own."""
+
     name = "gemma3"
     huggingface_names = (
         "Gemma3ForCausalLM",
@@ -71,7 +171,7 @@ class Gemma3(Decoder):
         "gemma3",
     )
     gguf_names = ("gemma3",)
-    mlp_norm_name = "pre_feedforward_layernorm"
+    has_head_norms = True
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -79,10 +179,8 @@ class Gemma3(Decoder):
         given = {key: value for key, value in (text or fields.values).items() if value is not None}
         outer = {key: fields.raw(key) for key in ("eos_token_id", "dtype", "torch_dtype") if fields.has(key)}
         fields = Fields({**_DEFAULTS, **given, **outer}, fields.where)
-        rope, local_rope = _ropes(fields)
-        # The common part reads one rope for all layers.
-        plain = {key: value for key, value in fields.values.items() if not key.startswith("rope_")}
-        config = common_huggingface_config(Fields(plain, fields.where), cls.name)
+        rope, local_rope, plain = ropes_by_layer_kind(fields, _WHOLE_THETA, _LOCAL_THETA)
+        config = common_huggingface_config(plain, cls.name)
         return dataclasses.replace(
             config,
             rope=rope,
@@ -101,70 +199,15 @@ class Gemma3(Decoder):
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         fields = metadata_fields(file)
         config = common_gguf_config(file, cls.name)
-        scale = config.attention_scale
-        if config.num_layers == _LAYERS_OF_27B:
-            scale = (config.hidden_size / config.num_heads) ** -0.5
         return dataclasses.replace(
             config,
             rope=RopeConfig(fields.number("rope.freq_base", _WHOLE_THETA), config.rope.scaling),
             local_rope=RopeConfig(fields.number("rope.freq_base_swa", _LOCAL_THETA)),
-            windows=_gguf_windows(fields, config.num_layers),
-            attention_scale=scale,
+            windows=gguf_windows(fields, config.num_layers, _DEFAULT_PATTERN),
+            attention_scale=_gguf_scale(config, _LAYERS_OF_GEMMA3_27B),
             logit_softcap=fields.optional_number("final_logit_softcapping"),
             activation="gelu_tanh",
         )
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(
-            {
-                "post_attention_norm": "post_attention_layernorm",
-                "ffn_norm": "pre_feedforward_layernorm",
-                "post_ffw_norm": "post_feedforward_layernorm",
-            }
-        )
-
-    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
-        super().__init__(config, loader, max_model_len)
-        # Rounded to the compute type, as in training.
-        self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=loader.ops.dtype))
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return super().embed(token_ids).mul_(self._embedding_scale)
-
-    def load_layer(self, load: LayerLoader) -> SandwichLayer:
-        return SandwichLayer(
-            attention_norm=load.rms_norm("input_layernorm"),
-            attention=load.attention(head_norms=True),
-            after_attention_norm=load.rms_norm("post_attention_layernorm"),
-            mlp_norm=load.rms_norm("pre_feedforward_layernorm"),
-            mlp=load.gated_mlp(),
-            after_mlp_norm=load.rms_norm("post_feedforward_layernorm"),
-        )
-
-    def run_layer(
-        self, layer: SandwichLayer, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
-    ) -> None:
-        hidden = layer.attention(ops, layer.attention_norm(ops, residual), cache, batch)
-        hidden = layer.after_attention_norm(ops, hidden)
-        hidden = ops.add_rms_norm(hidden, residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
-        residual.add_(layer.after_mlp_norm(ops, layer.mlp(ops, hidden)))
-
-
-def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """Return the ropes of layers that see the whole context, and of layers with a window."""
-    parameters = rope_parameters(fields)
-    sizes = {
-        "max_positions": fields.integer("max_position_embeddings"),
-        "head_dim": fields.integer("head_dim"),
-    }
-    whole, local = parameters, None
-    if "full_attention" in parameters:
-        whole, local = parameters["full_attention"], parameters.get("sliding_attention", {})
-    rope = rope_config(whole, fields, **sizes, default_theta=_WHOLE_THETA)
-    if local is None:
-        return rope, RopeConfig(fields.number("rope_local_base_freq", _LOCAL_THETA))
-    return rope, rope_config(local, fields, **sizes, default_theta=_LOCAL_THETA)
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -175,19 +218,10 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     pattern = fields.integer(
         "sliding_window_pattern", fields.integer("_sliding_window_pattern", _DEFAULT_PATTERN)
     )
-    return _by_pattern(window, pattern, num_layers)
+    return windows_by_pattern(window, pattern, num_layers)
 
 
-def _gguf_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Read the windows. The pattern is a period, or one flag for each layer; most files leave it out."""
-    window = fields.integer("attention.sliding_window")
-    flags = fields.raw("attention.sliding_window_pattern")
-    if isinstance(flags, list) and len(flags) == num_layers:
-        return tuple(window if flag else None for flag in flags)
-    return _by_pattern(
-        window, fields.integer("attention.sliding_window_pattern", _DEFAULT_PATTERN), num_layers
-    )
-
-
-def _by_pattern(window: int, pattern: int, num_layers: int) -> tuple[int | None, ...]:
-    return tuple(None if (index + 1) % pattern == 0 else window for index in range(num_layers))
+def _gguf_scale(config: ArchitectureConfig, num_layers_of_27b: int) -> float:
+    if config.num_layers == num_layers_of_27b:
+        return (config.hidden_size / config.num_heads) ** -0.5
+    return config.attention_scale

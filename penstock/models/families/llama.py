@@ -1,18 +1,19 @@
 """Decoders with Llama's layers: Llama 2 and 3, and SmolLM2; Mistral, whose layers may have a window; Mixtral, a
-Mistral with a mixture of experts."""
+Mistral with a mixture of experts; and families that differ in biases and in the rotation of heads."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import ClassVar
 
+from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import PreNormDecoder
 from penstock.models.experts import ExpertMLP, load_experts
 from penstock.models.gguf_config import common_gguf_config, mixture_in_gguf
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.huggingface_config import common_huggingface_config, layer_windows
 from penstock.models.layers import LayerLoader
 from penstock.models.layout import Layout, rotated_rows
 
@@ -79,3 +80,89 @@ class Mixtral(Mistral):
 
     def load_mlp(self, load: LayerLoader) -> ExpertMLP:
         return load_experts(load, "block_sparse_moe", ("w1", "w3", "w2"))
+
+
+class SmolLM3(Llama):
+    """Llama with some layers whose attention knows no positions."""
+
+    name = "smollm3"
+    huggingface_names = ("SmolLM3ForCausalLM", "smollm3")
+    gguf_names = ("smollm3",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config = super().config_from_huggingface(fields)
+        window = None
+        if fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
+            window = fields.integer("sliding_window")
+        rotates = fields.raw("no_rope_layers")  # 1 for a layer with rope, in spite of the name
+        if rotates is None:
+            interval = fields.integer("no_rope_layer_interval", 4)
+            rotates = [(index + 1) % interval for index in range(config.num_layers)]
+        if not isinstance(rotates, list) or len(rotates) != config.num_layers:
+            raise ModelLoadError(f"{fields.where} lists no_rope_layers that do not match its layers.")
+        windows = layer_windows(fields, config.num_layers, window)
+        if windows is None:
+            windows = tuple(None if rotated else window for rotated in rotates)
+        unrotated = frozenset(index for index, rotated in enumerate(rotates) if not rotated)
+        return dataclasses.replace(config, windows=windows, unrotated_layers=unrotated)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = super().config_from_gguf(file)
+        return dataclasses.replace(config, unrotated_layers=frozenset(range(3, config.num_layers, 4)))
+
+
+class SeedOss(Llama):
+    """Llama with biases of its own."""
+
+    name = "seed_oss"
+    huggingface_names = ("SeedOssForCausalLM", "seed_oss")
+    gguf_names = ("seed_oss",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        return dataclasses.replace(
+            super().config_from_huggingface(fields),
+            qkv_bias=fields.flag("attention_bias", True),
+            output_bias=fields.flag("attention_out_bias", False),
+        )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout({"post_attention_norm": "post_attention_layernorm"})
+
+
+class Ernie45(Llama):
+    """Ernie 4.5, dense: Llama with rotary pairs of neighbours."""
+
+    name = "ernie4_5"
+    huggingface_names = ("Ernie4_5ForCausalLM", "ernie4_5")
+    gguf_names = ("ernie4_5",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        has_bias = fields.flag("use_bias", False)
+        config = dataclasses.replace(
+            super().config_from_huggingface(fields),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            mlp_bias=has_bias,
+        )
+        return dataclasses.replace(config, tie_embeddings=fields.flag("tie_word_embeddings", True))
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return Layout(rows=rotated_rows(config, interleaved=True))
+
+
+class Helium(Llama):
+    """Llama with rotary pairs of neighbours."""
+
+    name = "helium"
+    huggingface_names = ("HeliumForCausalLM", "helium")
+    gguf_names = ()
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return Layout(rows=rotated_rows(config, interleaved=True))

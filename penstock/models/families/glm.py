@@ -1,0 +1,91 @@
+"""GLM 4, dense: rotary pairs of neighbours in half of each head, and gate and up stored as one matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.decoder import Decoder, PreNormDecoder
+from penstock.models.gguf_config import common_gguf_config
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
+from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.layers import LayerLoader, SandwichLayer
+from penstock.models.layout import Layout, StoredRows, composed, fused_gate_up, rotated_rows
+
+
+class Glm(PreNormDecoder):
+    """Models of the first release, with Llama's layers."""
+
+    name = "glm"
+    huggingface_names = ("GlmForCausalLM", "glm")
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        return glm_config(fields, cls.name)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return common_gguf_config(file, cls.name)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return Layout(rows=_rows(config))
+
+
+class Glm4(Decoder):
+    """Models of the second release, with one more norm behind attention and behind the MLP."""
+
+    name = "glm4"
+    huggingface_names = ("Glm4ForCausalLM", "glm4")
+    gguf_names = ("glm4",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        return glm_config(fields, cls.name)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return common_gguf_config(file, cls.name)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return Layout(rows=_rows(config))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        }
+        return gguf_layout(names, _rows(config))
+
+    def load_layer(self, load: LayerLoader) -> SandwichLayer:
+        return SandwichLayer(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=load.attention(),
+            after_attention_norm=load.rms_norm("post_self_attn_layernorm"),
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load.gated_mlp(),
+            after_mlp_norm=load.rms_norm("post_mlp_layernorm"),
+        )
+
+    def run_layer(
+        self, layer: SandwichLayer, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
+    ) -> None:
+        layer.run(residual, ops, cache, batch)
+
+
+def glm_config(fields: Fields, name: str) -> ArchitectureConfig:
+    fields = Fields({"partial_rotary_factor": 0.5, **fields.values}, fields.where)
+    config = common_huggingface_config(fields, name)
+    return dataclasses.replace(config, qkv_bias=fields.flag("attention_bias", name == "glm"))
+
+
+def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
+    return composed(fused_gate_up(config.intermediate_size), rotated_rows(config, interleaved=True))

@@ -1,0 +1,279 @@
+"""Families in the style of GPT: layer norms with a bias, and MLPs without a gate. GPT-2, StarCoder 2, GPT-NeoX and
+Falcon."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import AttentionBatch, KVStore, Ops
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.decoder import Decoder
+from penstock.models.gguf_config import common_gguf_config, metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
+from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.layers import Block, LayerLoader, Norm, load_layer_norm
+from penstock.models.layout import Layout, composed, fused_qkv, grouped_qkv, rotated_rows
+from penstock.models.weights import WeightLoader
+
+
+class _GPT(Decoder):
+    """A decoder with two layer norms and a plain MLP."""
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        return Block(
+            attention_norm=load.layer_norm("input_layernorm"),
+            attention=load.attention(),
+            mlp_norm=load.layer_norm("post_attention_layernorm"),
+            mlp=load.plain_mlp(),
+        )
+
+    def load_final_norm(self, loader: WeightLoader) -> Norm:
+        return load_layer_norm(loader, "model.norm", self.config)
+
+    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        if not self.config.parallel_blocks:
+            residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
+            residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
+            return
+        attended = layer.attention(ops, layer.attention_norm(ops, residual), cache, batch)
+        made = layer.mlp(ops, layer.mlp_norm(ops, residual))
+        residual.add_(attended).add_(made)
+
+
+class GPT2(_GPT):
+    """GPT-2: learned positions, and matrices that are stored transposed."""
+
+    name = "gpt2"
+    huggingface_names = ("GPT2LMHeadModel", "gpt2")
+    gguf_names = ("gpt2",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        usual = {
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+            "hidden_act": "activation_function",
+        }
+        fields = fields.renamed(usual)
+        defaults = {"hidden_act": "gelu_new", "tie_word_embeddings": True, "max_position_embeddings": 1024}
+        given = {key: value for key, value in fields.values.items() if value is not None}
+        inner = 4 * fields.integer("hidden_size")
+        fields = Fields({"intermediate_size": inner, **defaults, **given}, fields.where)
+        if not fields.flag("scale_attn_weights", True) or fields.flag(
+            "scale_attn_by_inverse_layer_idx", False
+        ):
+            raise ModelLoadError(f"{fields.where} scales attention in a way that no published GPT-2 does.")
+        config = common_huggingface_config(fields, cls.name, gated=False)
+        return _with_biases(
+            dataclasses.replace(config, norm_eps=fields.number("layer_norm_epsilon", 1e-5)), learned=True
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
+        return _with_biases(config, learned=True)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "wte": "embed_tokens",
+            "wpe": "embed_positions",
+            "h": "layers",
+            "ln_1": "input_layernorm",
+            "ln_2": "post_attention_layernorm",
+            "ln_f": "norm",
+            "attn.c_attn": "self_attn.qkv_proj",
+            "attn.c_proj": "self_attn.o_proj",
+            "mlp.c_fc": "mlp.up_proj",
+            "mlp.c_proj": "mlp.down_proj",
+        }
+        transposed = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"}
+        return Layout("transformer", names, fused_qkv(config), frozenset(transposed))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout({"position_embd": "model.embed_positions"}, fused_qkv(config))
+
+    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
+        super().__init__(config, loader, max_model_len)
+        self._positions: Tensor | None = None
+        if self.shard.is_first_stage:
+            name, rows = "model.embed_positions.weight", config.max_positions
+            self._positions = loader.table(name, rows, config.hidden_size).to(loader.ops.dtype)
+            self.num_parameters, self.weight_bytes = loader.num_parameters, loader.weight_bytes
+
+    def _run_one_by_one(
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: Any = None
+    ) -> None:
+        if self._positions is not None:
+            residual.add_(self._positions[batch.positions])
+        super()._run_one_by_one(residual, batch, kv, before_layer)
+
+
+class StarCoder2(_GPT):
+    name = "starcoder2"
+    huggingface_names = ("Starcoder2ForCausalLM", "starcoder2")
+    gguf_names = ("starcoder2",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = Fields({"tie_word_embeddings": True, **fields.values}, fields.where)
+        config = common_huggingface_config(fields, cls.name, gated=False)
+        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+        has_bias = fields.flag("use_bias", True)
+        return dataclasses.replace(
+            config,
+            norm_eps=fields.number("norm_epsilon", 1e-5),
+            windows=(window,) * config.num_layers,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            mlp_bias=has_bias,
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
+        return _with_biases(config)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+        return Layout(names=names, rows=rotated_rows(config))
+
+
+class GPTNeoX(_GPT):
+    """GPT-NeoX and Pythia: heads that are rotated in part, and queries, keys and values together for each head."""
+
+    name = "gpt_neox"
+    huggingface_names = ("GPTNeoXForCausalLM", "gpt_neox")
+    gguf_names = ("gptneox",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = fields.renamed({"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"})
+        fields = Fields({"partial_rotary_factor": 0.25, **fields.values}, fields.where)
+        config = _with_biases(
+            dataclasses.replace(
+                common_huggingface_config(fields, cls.name, gated=False),
+                norm_eps=fields.number("layer_norm_eps", 1e-5),
+                parallel_blocks=fields.flag("use_parallel_residual", True),
+            )
+        )
+        has_bias = fields.flag("attention_bias", True)
+        return dataclasses.replace(config, qkv_bias=has_bias, output_bias=has_bias)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        parallel = metadata_fields(file).flag("use_parallel_residual", True)
+        return _with_biases(dataclasses.replace(common_gguf_config(file, cls.name), parallel_blocks=parallel))
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "embed_in": "embed_tokens",
+            "final_layer_norm": "norm",
+            "embed_out": "lm_head",
+            "attention.query_key_value": "self_attn.qkv_proj",
+            "attention.dense": "self_attn.o_proj",
+            "mlp.dense_h_to_4h": "mlp.up_proj",
+            "mlp.dense_4h_to_h": "mlp.down_proj",
+        }
+        return Layout("gpt_neox", names, composed(grouped_qkv(config), rotated_rows(config)))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(rows=composed(fused_qkv(config), rotated_rows(config)))
+
+
+class Falcon(_GPT):
+    """Falcon with rope. Attention and MLP read the same normed residual, or norms of their own."""
+
+    name = "falcon"
+    huggingface_names = ("FalconForCausalLM", "falcon")
+    gguf_names = ("falcon",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = fields.renamed(
+            {
+                "intermediate_size": "ffn_hidden_size",
+                "num_hidden_layers": "n_layer",
+                "num_attention_heads": "n_head",
+            }
+        )
+        if fields.flag("alibi", False):
+            raise ModelLoadError(
+                f"{fields.where} asks for ALiBi positions, which are not supported.",
+                hint="Try --model-implementation transformers.",
+            )
+        is_new, heads = fields.flag("new_decoder_architecture", False), fields.integer("num_attention_heads")
+        kv_heads = 1 if fields.flag("multi_query", True) else heads
+        if is_new:
+            kv_heads = fields.integer("num_kv_heads", heads)
+        defaults = {
+            "hidden_act": fields.text("activation", "gelu"),
+            "intermediate_size": 4 * fields.integer("hidden_size"),
+            "tie_word_embeddings": True,
+        }
+        given = {key: value for key, value in fields.values.items() if value is not None}
+        fields = Fields({**defaults, **given, "num_key_value_heads": kv_heads}, fields.where)
+        config = common_huggingface_config(fields, cls.name, gated=False)
+        has_bias = fields.flag("bias", False)
+        return dataclasses.replace(
+            config,
+            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            mlp_bias=has_bias,
+            parallel_blocks=is_new or fields.flag("parallel_attn", True),
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return dataclasses.replace(common_gguf_config(file, cls.name), parallel_blocks=True)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "word_embeddings": "embed_tokens",
+            "h": "layers",
+            "ln_f": "norm",
+            "ln_attn": "input_layernorm",
+            "ln_mlp": "post_attention_layernorm",
+            "self_attention.query_key_value": "self_attn.qkv_proj",
+            "self_attention.dense": "self_attn.o_proj",
+            "mlp.dense_h_to_4h": "mlp.up_proj",
+            "mlp.dense_4h_to_h": "mlp.down_proj",
+        }
+        return Layout("transformer", names, composed(grouped_qkv(config), rotated_rows(config)))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = composed(fused_qkv(config), rotated_rows(config))
+        return gguf_layout({"attn_norm_2": "input_layernorm"}, rows)
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        norm = load.layer_norm("input_layernorm")
+        has_two = load.weights.has(f"{load.prefix}.post_attention_layernorm.weight")
+        return Block(
+            attention_norm=norm,
+            attention=load.attention(),
+            mlp_norm=load.layer_norm("post_attention_layernorm") if has_two else norm,
+            mlp=load.plain_mlp(),
+        )
+
+
+def _with_biases(config: ArchitectureConfig, *, learned: bool = False) -> ArchitectureConfig:
+    """Return settings with a bias for every product. Positions that are `learned` rotate no heads."""
+    unrotated = frozenset(range(config.num_layers)) if learned else config.unrotated_layers
+    return dataclasses.replace(
+        config, qkv_bias=True, output_bias=True, mlp_bias=True, unrotated_layers=unrotated
+    )

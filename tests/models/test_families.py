@@ -1,0 +1,91 @@
+"""Every family answers as transformers does, to the token: alone, batched, in chunks, from a cached prefix and
+preempted; and gives the same logits on two ranks, from GGUF, and nearly the same when rounded to int8.
+
+A token is right when transformers, given the prompt and the answer before the token, finds it most likely. So one
+pass of transformers checks a whole answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.engine.build import Engine, build_engine
+from penstock.kernels.reference import TorchOps
+from penstock.kernels.select import select_ops
+from penstock.models.load import load_model
+from tests.engine.tiny import request, run, teach_short_answers, tokens
+from tests.models.checkpoints import Reference
+from tests.models.conftest import random_prompt
+from tests.models.paged import PagedRunner
+from tests.models.ranks import run_ranks
+from tests.models.tiny_families import TINY, save_tiny
+
+LENGTH = 64
+SHARED = random_prompt(20, seed=1)
+PROMPTS = [
+    [*SHARED, *random_prompt(25, seed=2)],
+    [*SHARED, *random_prompt(3, seed=3)],
+    random_prompt(7, seed=4),
+]
+TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def engine_of(reference: Reference, num_blocks: int, **scheduling: Any) -> Engine:
+    config = EngineConfig(
+        model=ModelConfig(model=str(reference.folder), device="cpu", dtype="float32"),
+        cache=CacheConfig(num_kv_blocks=num_blocks),
+        scheduler=SchedulerConfig(**{"itl_target_ms": None, **scheduling}),
+        speculate="off",
+    )
+    return build_engine(config, reference.folder)
+
+
+def answers(engine: Engine, prefix: str) -> list[list[int]]:
+    requests = [request(f"{prefix}-{n}", prompt, LENGTH) for n, prompt in enumerate(PROMPTS)]
+    made: dict[str, list[int]] = {each.id: [] for each in requests}
+    for each in requests:
+        engine.loop.add(each)
+    while engine.loop.has_work:
+        for event in engine.loop.step():
+            made[event.request_id] += event.token_ids
+    engine.loop.scheduler.check_integrity()
+    return list(made.values())
+
+
+def test_the_same_tokens_however_they_are_computed(family: Reference) -> None:
+    engine = engine_of(family, 64)
+    alone = tokens(run(engine, [request("alone", PROMPTS[0], LENGTH)])["alone"])
+    together = answers(engine, "together")  # the first prompt is cached now
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        expected = family.logits(prompt + answer)[len(prompt) - 1 : -1].argmax(dim=1)
+        assert answer == expected.tolist()
+    assert together[0] == alone
+    assert len({token for answer in together for token in answer}) > 5, "answers that repeat prove little"
+
+    small = engine_of(family, 10, max_num_batched_tokens=13)
+    teach_short_answers(small)
+    assert answers(small, "preempted") == together
+    assert small.loop.stats().num_preemptions > 0, "the cache was meant to be too small"
+
+
+def test_two_ranks_give_what_one_gives(family: Reference) -> None:
+    ops = TorchOps()
+    made = run_ranks(family.folder, ops, 2, lambda runner: runner.prompt_logits(PROMPTS[0], 17))
+    torch.testing.assert_close(made, family.logits(PROMPTS[0]), **TOLERANCE)
+
+
+def test_rounded_weights_stay_close(family: Reference) -> None:
+    ops = select_ops("cpu", torch.float32)
+    runner = PagedRunner(load_model(family.folder, ops, quantization="int8"), ops)
+    similarity = torch.nn.functional.cosine_similarity(
+        runner.prompt_logits(PROMPTS[0]), family.logits(PROMPTS[0]), dim=1
+    )
+    assert similarity.min() > 0.98

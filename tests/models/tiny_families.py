@@ -1,0 +1,98 @@
+"""Tiny random models of every family, one line each, made with transformers.
+
+Windows, original contexts and factors are small, so that prompts of a few dozen tokens reach past them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.checkpoints import SMALL, Reference
+
+GLOBAL_EVERY_SECOND = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny model. `changes` are settings that differ from `SMALL`; a None leaves a setting out."""
+
+    model_type: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Any:
+        # A tied random model only repeats its last token.
+        settings = {**SMALL, "tie_word_embeddings": False, **self.changes}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        config = AutoConfig.for_model(self.model_type, **settings)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    "partial_rotary_factor": 0.75,
+}
+FOUR = {"num_hidden_layers": 4}
+NO_HEAD_DIM = {"head_dim": None}
+
+TINY: dict[str, Tiny] = {
+    "llama": Tiny("llama"),
+    "llama-dynamic": Tiny("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "smollm3": Tiny("smollm3", {**FOUR, "no_rope_layers": [1, 0, 1, 0]}),
+    "seed_oss": Tiny("seed_oss", {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4_5": Tiny("ernie4_5", {"use_bias": True}),
+    "helium": Tiny("helium"),
+    "gemma": Tiny("gemma"),
+    "gemma2": Tiny("gemma2", {**FOUR, "sliding_window": 8, "query_pre_attn_scalar": 24,
+                              "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "phi3": Tiny("phi3", {"sliding_window": 30, "partial_rotary_factor": 0.5}),
+    "phi3-longrope": Tiny("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 256}),
+    "phi": Tiny("phi", {"partial_rotary_factor": 0.5}),
+    "olmo": Tiny("olmo", {"clip_qkv": 0.7}),
+    "olmo2": Tiny("olmo2"),
+    "olmo3": Tiny("olmo3", {**FOUR, "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND}),
+    "exaone4": Tiny("exaone4", {**FOUR, "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND}),
+    "granite": Tiny("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                                "logits_scaling": 3.0}),
+    "glm": Tiny("glm", {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    "glm4": Tiny("glm4", {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    "cohere": Tiny("cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
+    "cohere2": Tiny("cohere2", {**FOUR, "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND}),
+    "gpt2": Tiny("gpt2", {"intermediate_size": None, "num_key_value_heads": None, "head_dim": None}),
+    "gpt_neox": Tiny("gpt_neox", {"num_key_value_heads": None, "head_dim": None}),
+    "starcoder2": Tiny("starcoder2", {"sliding_window": 8}),
+    "falcon": Tiny("falcon", {"num_key_value_heads": None, "head_dim": None, "alibi": False}),
+    "falcon-new": Tiny("falcon", {"num_key_value_heads": None, "head_dim": None, "num_kv_heads": 2, "alibi": False,
+                                  "new_decoder_architecture": True, "bias": True}),
+    "stablelm": Tiny("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
+    "stablelm-parallel": Tiny("stablelm", {"use_parallel_residual": True}),
+    "nemotron": Tiny("nemotron", {"partial_rotary_factor": 0.5}),
+    "arcee": Tiny("arcee", {"attention_bias": True}),
+    "apertus": Tiny("apertus"),
+}  # fmt: skip
+
+
+def save_tiny(name: str, folder: Path) -> Reference:
+    """Save a model whose norms are near those of a fresh model, and whose other weights and biases are random."""
+    torch.manual_seed(0)
+    model = TINY[name].make().float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2 and not bool((parameter == 0).all() and _is_bias(model, parameter)):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.normal_(0.0, 0.15)
+    model.save_pretrained(folder)
+    return Reference(name, folder, model)
+
+
+def _is_bias(model: Any, parameter: torch.Tensor) -> bool:
+    return any(each is parameter and name.endswith("bias") for name, each in model.named_parameters())
