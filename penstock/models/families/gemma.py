@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -223,5 +224,5 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 def _gguf_scale(config: ArchitectureConfig, num_layers_of_27b: int) -> float:
     if config.num_layers == num_layers_of_27b:
-        return (config.hidden_size / config.num_heads) ** -0.5
+        return math.sqrt(config.num_heads / config.hidden_size)
     return config.attention_scale
