@@ -13,52 +13,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.core.plan import NOT_A_NUMBER, SampledToken, TokenLogprobs
-from penstock.core.request import Request, SamplingParams
+from penstock.core.request import Request
 from penstock.engine.batch import Samples, Staging
 from penstock.engine.grammar_masks import StepMasks
+from penstock.engine.logit_edits import History, LogitEdits, make_edits
 from penstock.kernels.interface import Ops, SamplingBatch
 from penstock.kernels.reference import forbid
 
 # Below this, float32 quotients overflow; the argmax wins in any case.
 MIN_TEMPERATURE = 1e-5
-
-
-@dataclass(slots=True)
-class LogitEdits:
-    """The changes of one request's logits before sampling. They live on the device."""
-
-    params: SamplingParams
-    bias_ids: Tensor | None
-    bias_values: Tensor | None
-    banned_early: Tensor | None  # end tokens ...
-    banned_until: float  # ... and the position from which they may be sampled
-    prompt_mask: Tensor | None  # bool [V], for the repetition penalty
-    counts: Tensor | None  # float32 [V], how often each token stands in the answer so far
-
-    def apply(self, logits: Tensor, position: int, counts: Tensor | None, *, must_end: bool) -> None:
-        """Change the logits of one position. `counts` are those of the tokens in front of it. `must_end`: a grammar
-        allows nothing but the end, which outranks a request for a longer answer."""
-        params = self.params
-        if counts is not None:
-            if self.prompt_mask is not None:
-                seen = self.prompt_mask | (counts > 0)
-                penalty = params.repetition_penalty
-                penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-                logits.copy_(torch.where(seen, penalised, logits))
-            logits.sub_(counts, alpha=params.frequency_penalty)
-            logits.sub_((counts > 0).to(logits.dtype), alpha=params.presence_penalty)
-        if self.bias_ids is not None and self.bias_values is not None:
-            logits.index_add_(0, self.bias_ids, self.bias_values)
-        if self.banned_early is not None and position < self.banned_until and not must_end:
-            logits[self.banned_early] = float("-inf")
 
 
 class Sampler:
@@ -98,7 +67,10 @@ class Sampler:
         self._positions[row] = len(output_token_ids)
         if params.logprobs is not None:
             self._logprobs[row] = params.logprobs
-        edits = self._make_edits(request, output_token_ids)
+        seed = int(self._seeds[row])
+        edits = make_edits(
+            request, output_token_ids, self._eos_token_ids, seed, self.vocab_size, self._ops.device
+        )
         if edits is not None:
             self._edits[row] = edits
 
@@ -132,9 +104,9 @@ class Sampler:
         self._uncommitted.discard(row)
         self._positions[row] += len(token_ids)
         edits = self._edits.get(row)
-        if edits is not None and edits.counts is not None:
+        if edits is not None:
             for token_id in token_ids:
-                edits.counts[token_id] += 1
+                edits.history.add_known(token_id)
 
     def sample(
         self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
@@ -152,41 +124,38 @@ class Sampler:
             if self._logprobs
             else {}
         )
-        counted = self._edit(logits, samples, masks) if self._edits else []
+        edited = self._edit(logits, samples, masks) if self._edits else []
         if masks is not None and masks.masked:
             forbid(logits, masks.masked, masks.words)
         token_ids = self._draw(logits, self._batch(samples))
-        for i, index, counts in counted:
+        for i, index, history in edited:
             if index not in late and index not in samples.drafts:
-                one = torch.ones(1, dtype=counts.dtype, device=counts.device)
-                counts.index_add_(0, token_ids[i : i + 1].clamp_min(0), one)
+                history.add(token_ids[i : i + 1])
         self.note_drawn(samples, late)
         return token_ids, logprobs
 
     def _edit(
         self, logits: Tensor, samples: Samples, masks: StepMasks | None
-    ) -> list[tuple[int, int, Tensor]]:
-        """Apply the requests' edits. Returns the requests whose tokens are counted: the index in S of the first
-        sample, the index in N, the counts."""
+    ) -> list[tuple[int, int, History]]:
+        """Apply the requests' edits. Returns the requests with edits: the index in S of the first sample, the index
+        in N, the history."""
         must_end = masks.must_end if masks is not None else frozenset()
-        counted = []
+        edited = []
         for index, (row, first) in enumerate(
             zip(samples.request_rows.tolist(), samples.firsts(), strict=True)
         ):
             edits = self._edits.get(row)
             if edits is None:
                 continue
-            counts, position = edits.counts, int(self._positions[row])
-            if counts is not None:
-                counted.append((first, index, counts))
-            edits.apply(logits[first], position, counts, must_end=first in must_end)
+            history, position = edits.history, int(self._positions[row])
+            edited.append((first, index, history))
+            edits.apply(logits[first], position, history, must_end=first in must_end)
             for offset, draft in enumerate(samples.drafts.get(index, ()), 1):
-                if counts is not None:
-                    counts = counts.clone()
-                    counts[draft] += 1
+                if history.is_used:
+                    history = history.followed_by(draft)
                 i = first + offset
-                edits.apply(logits[i], position + offset, counts, must_end=i in must_end)
-        return counted
+                edits.apply(logits[i], position + offset, history, must_end=i in must_end)
+        return edited
 
     def report(
         self,
@@ -283,41 +252,6 @@ class Sampler:
     def _drawn_seed(self, request_id: str) -> int:
         digest = hashlib.blake2b(f"{self._seed}/{request_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
-
-    def _make_edits(self, request: Request, output_token_ids: Sequence[int]) -> LogitEdits | None:
-        params = request.sampling
-        repeats = params.repetition_penalty != 1.0
-        counted = repeats or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-        ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
-        banned_until: float = params.min_tokens
-        if params.grammar is not None and params.ignore_eos:
-            # A grammar's end token ends the answer, even for a request that ignores end tokens elsewhere.
-            ends, banned_until = params.stop_token_ids + self._eos_token_ids, inf
-        delayed = banned_until > 0 and bool(ends)
-        if not (counted or delayed or params.logit_bias):
-            return None
-        device = self._ops.device
-
-        def ids(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        prompt_mask = counts = None
-        if repeats:
-            prompt_mask = torch.zeros(self.vocab_size, dtype=torch.bool, device=device)
-            prompt_mask[ids(request.prompt_token_ids)] = True
-        if counted:
-            counts = torch.bincount(ids(output_token_ids), minlength=self.vocab_size).to(torch.float32)
-        return LogitEdits(
-            params=params,
-            bias_ids=ids(list(params.logit_bias)) if params.logit_bias else None,
-            bias_values=torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
-            if params.logit_bias
-            else None,
-            banned_early=ids(ends) if delayed else None,
-            banned_until=banned_until,
-            prompt_mask=prompt_mask,
-            counts=counts,
-        )
 
 
 def _token_logprobs(logprobs: Tensor, token_id: int, num_alternatives: int) -> TokenLogprobs:

@@ -43,6 +43,15 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "late end": {"ignore_eos": False, "logit_bias": {2: 50.0}, "min_tokens": 9, "frequency_penalty": 0.1},
     "stop token": {"stop_token_ids": (17, 40, 80, 120, 160, 200, 240), "temperature": 1.0, "seed": 8},
     "scored": {"prompt_logprobs": 2, "temperature": 1.0, "seed": 9},
+    "typical": {"typical_p": 0.4, "temperature": 1.0, "seed": 10},
+    "top excluded": {"xtc_probability": 0.5, "xtc_threshold": 0.004, "temperature": 1.0, "seed": 11},
+    "few allowed": {"allowed_token_ids": (17, 18, 19, 20), "temperature": 1.0, "seed": 12},
+    "bad words": {
+        "allowed_token_ids": (17, 18, 19),
+        "bad_words": ((17, 18), (19, 19, 19), (18, 18)),
+        "temperature": 1.0,
+        "seed": 13,
+    },
 }
 
 

@@ -28,6 +28,13 @@ SETTINGS = {
     "seeded with penalties": {"temperature": 0.8, "seed": 9, **PENALTIES},
     "log-probabilities": {"temperature": 1.0, "seed": 6, "logprobs": 3},
     "an early end forbidden": {"temperature": 1.0, "seed": 7, "min_tokens": 20, "ignore_eos": False},
+    "bad words": {
+        "temperature": 1.0,
+        "seed": 3,
+        "allowed_token_ids": (5, 6),
+        "bad_words": ((5, 6, 5), (6, 6)),
+    },
+    "top tokens excluded": {"temperature": 1.0, "seed": 4, "xtc_probability": 0.5, "typical_p": 0.9},
     "stop strings": {"temperature": 1.0, "seed": 8, "stop": ("nothing like this",)},
 }
 

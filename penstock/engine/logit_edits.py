@@ -1,0 +1,190 @@
+"""Changes of one request's logits before sampling: penalties, biases, forbidden tokens, and samplers that need a look
+at all probabilities. Everything depends on the request, its tokens and the position alone, so that drafts and a
+resumption change no sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from penstock.core.request import Request, SamplingParams
+
+
+@dataclass(slots=True)
+class History:
+    """What edits know of an answer so far, on the device: how often each token stands in it, and its last tokens."""
+
+    counts: Tensor | None  # float32 [V]
+    tail: Tensor | None  # int64 [L], -1 where the answer is shorter
+
+    @property
+    def is_used(self) -> bool:
+        return self.counts is not None or self.tail is not None
+
+    def followed_by(self, token_id: int) -> History:
+        """A copy with one more token."""
+        counts = None if self.counts is None else self.counts.clone()
+        tail = None if self.tail is None else self.tail.clone()
+        after = History(counts, tail)
+        after.add_known(token_id)
+        return after
+
+    def add_known(self, token_id: int) -> None:
+        if self.counts is not None:
+            self.counts[token_id] += 1
+        if self.tail is not None and len(self.tail):
+            self.tail.copy_(torch.cat([self.tail[1:], self.tail.new_tensor([token_id])]))
+
+    def add(self, token: Tensor) -> None:
+        """Add a token: int64 [1]. A sample that is not a number is -1."""
+        if self.counts is not None:
+            one = torch.ones(1, dtype=self.counts.dtype, device=self.counts.device)
+            self.counts.index_add_(0, token.clamp_min(0), one)
+        if self.tail is not None and len(self.tail):
+            self.tail.copy_(torch.cat([self.tail[1:], token.to(self.tail.dtype)]))
+
+
+@dataclass(slots=True)
+class BannedSequences:
+    """Sequences of tokens whose last token is forbidden behind the others."""
+
+    last_ids: Tensor  # int64 [W]
+    prefixes: Tensor  # int64 [W, L], right-aligned, -1 where a sequence is shorter
+
+    def apply(self, logits: Tensor, tail: Tensor) -> None:
+        matches = ((self.prefixes == tail) | (self.prefixes < 0)).all(dim=1)
+        logits.index_add_(0, self.last_ids, torch.where(matches, -inf, 0.0).to(logits.dtype))
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """The changes of one request's logits before sampling. They live on the device."""
+
+    params: SamplingParams
+    bias_ids: Tensor | None
+    bias_values: Tensor | None
+    banned_early: Tensor | None  # end tokens ...
+    banned_until: float  # ... and the position from which they may be sampled
+    prompt_mask: Tensor | None  # bool [V], for the repetition penalty
+    forbidden: Tensor | None  # bool [V], for the allowed tokens
+    banned: BannedSequences | None
+    history: History
+    seed: int
+
+    def apply(self, logits: Tensor, position: int, history: History, *, must_end: bool) -> None:
+        """Change the logits of one position. `history` is of the tokens in front of it. `must_end`: a grammar
+        allows nothing but the end, which outranks a request for a longer answer."""
+        params, counts = self.params, history.counts
+        if counts is not None:
+            if self.prompt_mask is not None:
+                seen = self.prompt_mask | (counts > 0)
+                penalty = params.repetition_penalty
+                penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+                logits.copy_(torch.where(seen, penalised, logits))
+            logits.sub_(counts, alpha=params.frequency_penalty)
+            logits.sub_((counts > 0).to(logits.dtype), alpha=params.presence_penalty)
+        if self.bias_ids is not None and self.bias_values is not None:
+            logits.index_add_(0, self.bias_ids, self.bias_values)
+        if self.forbidden is not None:
+            logits.masked_fill_(self.forbidden, -inf)
+        if self.banned is not None and history.tail is not None:
+            self.banned.apply(logits, history.tail)
+        if self.banned_early is not None and position < self.banned_until and not must_end:
+            logits[self.banned_early] = -inf
+        if params.typical_p < 1:
+            keep_typical(logits, params.typical_p)
+        if params.xtc_probability and _chance(self.seed, position) < params.xtc_probability:
+            exclude_top(logits, params.xtc_threshold)
+
+
+def keep_typical(logits: Tensor, share: float) -> None:
+    """Forbid all tokens but those whose information is nearest to the entropy, up to `share` of the probability."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs.clamp_min(-1e30)).sum()
+    order = torch.argsort((-logprobs - entropy).abs(), stable=True)
+    before = probabilities[order].cumsum(0) - probabilities[order]
+    dropped = before >= share
+    dropped[0] = False
+    logits[order] = torch.where(dropped, -inf, logits[order])
+
+
+def exclude_top(logits: Tensor, threshold: float) -> None:
+    """Forbid the tokens of at least `threshold` probability, except for the least probable of them."""
+    probabilities = torch.softmax(logits, dim=-1)
+    order = torch.argsort(probabilities, descending=True, stable=True)
+    above = probabilities[order] >= threshold
+    above = above & above.roll(-1)  # the next one is above as well, so this one is not the last
+    above[-1] = False
+    logits[order] = torch.where(above, -inf, logits[order])
+
+
+def _chance(seed: int, position: int) -> float:
+    """A number from 0 to 1 that depends on a request's seed and the position alone, apart from the sampled one."""
+    digest = hashlib.blake2b(f"xtc/{seed}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def make_edits(
+    request: Request,
+    output_token_ids: Sequence[int],
+    eos_token_ids: tuple[int, ...],
+    seed: int,
+    vocab_size: int,
+    device: torch.device,
+) -> LogitEdits | None:
+    """Return the edits that a request asks for; None for a request that leaves its logits alone."""
+    params = request.sampling
+    repeats = params.repetition_penalty != 1.0
+    counted = repeats or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+    ends = params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
+    banned_until: float = params.min_tokens
+    if params.grammar is not None and params.ignore_eos:
+        # A grammar's end token ends the answer, even for a request that ignores end tokens elsewhere.
+        ends, banned_until = params.stop_token_ids + eos_token_ids, inf
+    delayed = banned_until > 0 and bool(ends)
+    changed = params.logit_bias or params.allowed_token_ids or params.bad_words
+    if not (counted or delayed or changed or params.typical_p < 1 or params.xtc_probability):
+        return None
+
+    def ids(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def mask(values: Sequence[int], others: bool) -> Tensor:
+        chosen = torch.full((vocab_size,), others, dtype=torch.bool, device=device)
+        chosen[ids(values)] = not others
+        return chosen
+
+    counts = tail = None
+    if counted:
+        counts = torch.bincount(ids(output_token_ids), minlength=vocab_size).to(torch.float32)
+    longest = max(map(len, params.bad_words), default=1) - 1
+    if params.bad_words:
+        tail = ids(([-1] * longest + list(output_token_ids))[len(output_token_ids) :])
+    return LogitEdits(
+        params=params,
+        bias_ids=ids(list(params.logit_bias)) if params.logit_bias else None,
+        bias_values=torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        if params.logit_bias
+        else None,
+        banned_early=ids(ends) if delayed else None,
+        banned_until=banned_until,
+        prompt_mask=mask(request.prompt_token_ids, False) if repeats else None,
+        forbidden=mask(params.allowed_token_ids, True) if params.allowed_token_ids else None,
+        banned=_banned(params.bad_words, longest, device) if params.bad_words else None,
+        history=History(counts, tail),
+        seed=seed,
+    )
+
+
+def _banned(sequences: Sequence[Sequence[int]], longest: int, device: torch.device) -> BannedSequences:
+    rows = [[-1] * (longest - len(sequence) + 1) + list(sequence[:-1]) for sequence in sequences]
+    last = torch.tensor([sequence[-1] for sequence in sequences], dtype=torch.int64, device=device)
+    prefixes = torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(rows), longest)
+    return BannedSequences(last, prefixes)
