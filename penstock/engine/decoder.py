@@ -308,6 +308,7 @@ def _describe(
 def _card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> ModelCard:
     architecture = model.config
     tokenizer = load_tokenizer(model_path)
+    ends = tokenizer.eos_token_ids if tokenizer else architecture.eos_token_ids
     return ModelCard(
         name=config.model.served_model_name or config.model.model,
         architecture=architecture.architecture,
@@ -322,7 +323,7 @@ def _card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> Mod
         special_tokens=tokenizer.special_tokens if tokenizer else {},
         bos_token_id=tokenizer.bos_token_id if tokenizer else None,
         add_bos_token=tokenizer.add_bos_token if tokenizer else False,
-        eos_token_ids=tokenizer.eos_token_ids if tokenizer else architecture.eos_token_ids,
+        eos_token_ids=tuple(token_id for token_id in ends if token_id < architecture.vocab_size),
         weight_bytes=model.weight_bytes,
         num_parameters=model.num_parameters,
         dtype=str(ops.dtype).removeprefix("torch."),

@@ -298,6 +298,8 @@ class EngineLoop:
             ("prediction", request.prediction),
             ("logit_bias", sampling.logit_bias),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("bad_words", [token_id for sequence in sampling.bad_words for token_id in sequence]),
         ):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
                 wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)

@@ -90,7 +90,13 @@ async def prepare_for_engine(
     prompts = request.prompts
     if request.drops_oldest_turns:
         prompts = tuple([await _cut_to_fit(prompt, model, asked) for prompt in prompts])
-    work.prompts = [await model.prepare(prompt, request.sampling.grammar) for prompt in prompts]
+    room = request.truncates_to
+    if room is not None:
+        most = max(1, model.max_model_len - min(asked or 1, model.max_model_len))
+        room = most if room < 0 else min(room, most)
+    work.prompts = [
+        await model.prepare(prompt, request.sampling.grammar, truncates_to=room) for prompt in prompts
+    ]
     # Without a better reason, requests go where the adapter is likely loaded already.
     affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
     check_num_prompt_logprobs(request.sampling, [len(prepared.token_ids) for prepared in work.prompts])
@@ -120,7 +126,7 @@ async def prepare_for_engine(
                     adapter=model.adapter,
                     region=work.region,
                     affinity_key=affinity_key,
-                    cache_salt=prepared.cache_salt,
+                    cache_salt="\0".join(filter(None, (prepared.cache_salt, request.cache_salt))),
                     cache_breakpoints=prepared.breakpoints,
                     prediction=prediction,
                     min_cacheable_tokens=prompt_cache.min_tokens if prepared.breakpoints else None,
@@ -130,7 +136,8 @@ async def prepare_for_engine(
     scores = [PromptScores(prepared.token_ids) if asks_for_scores else None for prepared in work.prompts]
     for index, each in enumerate(work.engine_requests):
         place = index // request.n
-        choice = Choice(index, each, model.tokenizer, model.card.eos_token_ids, work.prompts[place].form)
+        form = work.prompts[place].form
+        choice = Choice(index, each, model.tokenizer, model.card.eos_token_ids, form, request.text)
         choice.prompt_scores = scores[place]
         work.choices.append(choice)
     work.warnings = _warnings(request, min([each.sampling.max_tokens for each in work.engine_requests]))

@@ -14,7 +14,11 @@ from penstock.core.request import Grammar, SamplingDefaults, Tier
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
+    """`suffix` is the text behind the one to be filled in; None: the answer follows `text`."""
+
     text: str
+    suffix: str | None = None
+    add_special_tokens: bool = True
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
@@ -139,6 +143,14 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
         return options
 
 
+class AnswerText(msgspec.Struct, frozen=True):
+    """What of the model's tokens an answer shows."""
+
+    shows_special_tokens: bool = False
+    includes_stop: bool = False  # the stop string or stop token that ended the answer
+    lists_token_ids: bool = False
+
+
 class RequestWarning(msgspec.Struct, frozen=True):
     """Something that a client asked for and gets in another form. The answer tells the client so."""
 
@@ -171,6 +183,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     warnings: tuple[RequestWarning, ...] = ()  # of the front end, for the answer
     max_tokens_param: str = "max_tokens"  # what the client calls it
+    text: AnswerText = AnswerText()
+    truncates_to: int | None = None  # the last tokens of a longer prompt; -1: as many as fit
+    cache_salt: str = ""  # must be equal, beside the workspace, for a cached prefix to be reused
 
 
 class Usage(msgspec.Struct, frozen=True):

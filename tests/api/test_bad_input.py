@@ -137,7 +137,37 @@ async def test_malformed_json(body: bytes) -> None:
         (COMPLETION, text(prompt_logprobs=1, stream=True), "prompt_logprobs"),
         (COMPLETION, text(max_tokens=-1), "max_tokens"),
         (COMPLETION, text(suffix="x"), "suffix"),
-        (COMPLETION, text(best_of=4), "best_of"),
+        (COMPLETION, text(best_of=4, stream=True), "best_of"),
+        (COMPLETION, text(best_of=1, n=2), "best_of"),
+        (COMPLETION, text(best_of=10**6), "n"),
+        (COMPLETION, text(best_of=2, echo=True), "best_of"),
+        (COMPLETION, text(echo=True, truncate_prompt_tokens=1), "echo"),
+        (COMPLETION, text(prompt=[1, 2], suffix="x"), "suffix"),
+        (COMPLETION, text(bad_words=["a", ""]), "bad_words"),
+        (COMPLETION, text(bad_words=["a"] * 1000), "bad_words"),
+        (COMPLETION, text(bad_words=["a" * 5000]), "bad_words"),
+        (COMPLETION, text(bad_words="a"), "bad_words"),
+        (COMPLETION, text(allowed_token_ids=[]), "allowed_token_ids"),
+        (COMPLETION, text(allowed_token_ids=[5, 10**9]), "allowed_token_ids"),
+        (COMPLETION, text(allowed_token_ids=[-1]), "allowed_token_ids"),
+        (COMPLETION, text(allowed_token_ids=[1], guided_regex="a"), "allowed_token_ids"),
+        (COMPLETION, text(typical_p=2), "typical_p"),
+        (COMPLETION, text(xtc_probability=-1), "xtc_probability"),
+        (COMPLETION, text(xtc_threshold="x"), "xtc_threshold"),
+        (COMPLETION, text(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+        (COMPLETION, text(truncate_prompt_tokens=-2), "truncate_prompt_tokens"),
+        (COMPLETION, text(truncate_prompt_tokens=10**30), "truncate_prompt_tokens"),
+        (COMPLETION, text(priority="high"), "priority"),
+        (COMPLETION, text(skip_special_tokens="no"), "skip_special_tokens"),
+        (COMPLETION, text(cache_salt=""), "cache_salt"),
+        (COMPLETION, text(cache_salt="x" * 1000), "cache_salt"),
+        (CHAT, chat(chat_template="{{ messages }}"), "chat_template"),
+        (CHAT, chat(documents=["x"]), "documents"),
+        (CHAT, chat(continue_final_message=True), "continue_final_message"),
+        (CHAT, chat(thinking_token_budget=-5), "thinking_token_budget"),
+        (CHAT, chat(thinking={"type": "sometimes"}), "thinking"),
+        (CHAT, chat(reasoning={"exclude": True}), "reasoning"),
+        (CHAT, chat(enable_thinking=True, reasoning_effort="none"), "reasoning_effort"),
         (CHAT, chat(messages="hi"), "messages"),
         (CHAT, chat(messages=[]), "messages"),
         (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content"),
@@ -204,12 +234,43 @@ async def test_misspelt_extension_is_refused_with_the_right_name(misspelt: str, 
     assert repr(meant) in error["message"]
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_beam_search", True),
+        ("length_penalty", 2),
+        ("mirostat", 2),
+        ("mirostat", True),
+        ("dry_multiplier", 0.8),
+        ("top_a", 1),
+        ("mm_processor_kwargs", {"a": 1}),
+        ("logits_processors", ["x"]),
+        ("max_new_tokens", 5),
+        ("no_repeat_ngram_size", 3),
+        ("regex", "a+"),
+    ],
+)
+async def test_fields_of_other_servers_are_refused_by_name(path: str, field: str, value: Any) -> None:
+    body = {CHAT: chat(), COMPLETION: text(), "/v1/responses": {"input": "hi"}}.get(path, chat(max_tokens=5))
+    async with direct_client(engine := FakeEngine(script_text("fine"))) as client:
+        answer = await client.post(path, json=body | {field: value})
+    assert (answer.status_code, engine.added) == (400, [])
+    assert field in answer.json()["error"]["message"]
+
+
 async def test_other_unknown_fields_are_ignored() -> None:
     ignored = {
         "metadata": {"a": "1"},
         "store": True,
-        "top_a": 1,
         "whatever": [1],
+        # Fields of other servers with the values that change nothing.
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "mirostat": 0,
+        "top_a": 0,
+        "echo": False,
+        "lora_path": None,
         "parallel_tool_calls": False,
         "x" * 500: 1,
     }

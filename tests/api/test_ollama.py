@@ -305,7 +305,7 @@ def test_a_client_that_leaves_cancels_its_request(serve: Serve) -> None:
         ("chat", {"messages": [USER], "tools": [{"type": "magic", "function": {"name": "f"}}]}, "magic"),
         ("chat", {"messages": "hello"}, "messages"),
         ("chat", {"messages": [USER], "logprobs": True, "top_logprobs": 99}, "logprobs"),
-        ("generate", {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
+        ("generate", {"prompt": "x", "suffix": "y"}, "no tokens to fill in the middle"),
         ("generate", {"prompt": "x", "images": ["aGk="]}, "Images are not supported"),
         ("generate", {"prompt": "x", "template": "{{ .Prompt }}"}, "template is not supported"),
         ("generate", {"prompt": "x", "context": [1]}, "/api/chat"),

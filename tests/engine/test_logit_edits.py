@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from penstock.core.errors import InvalidRequest
 from penstock.engine.build import Engine
 from penstock.engine.logit_edits import exclude_top, keep_typical
 
@@ -83,3 +84,11 @@ def test_typical_and_excluding_samplers_change_answers_and_repeat_with_a_seed(en
         first = answer(engine, name, **options)
         assert first != plain
         assert answer(engine, f"{name} again", **options) == first
+
+
+@pytest.mark.parametrize(
+    "options", [{"allowed_token_ids": (5, 300)}, {"bad_words": ((5,), (6, 300))}, {"bad_words": ((-1,),)}]
+)
+def test_tokens_that_the_model_does_not_have_are_refused(engine: Engine, options: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="no token"):
+        engine.loop.add(request("wrong", [5], 4, **options))

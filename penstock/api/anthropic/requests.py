@@ -18,6 +18,7 @@ from penstock.api.anthropic.blocks import (
     mark_of,
     system_message,
 )
+from penstock.api.extensions import EXTENSION_FIELDS, ExtensionFields
 from penstock.core.errors import InvalidRequest, ThreadsUnsupported
 from penstock.core.request import Grammar, Tier
 from penstock.gateway.prompts import (
@@ -203,8 +204,8 @@ class Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
-class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """What makes up the prompt."""
+class CountTokensRequest(ExtensionFields, kw_only=True):
+    """What makes up the prompt, and fields that only answers depend on, which counting passes over."""
 
     model: str
     messages: list[Turn]
@@ -258,7 +259,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     thread: dict[str, Any] | None = None
@@ -277,13 +277,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
             "stop": tuple(self.stop_sequences or ()),
-            "grammar": self.output_config.grammar() if self.output_config else None,
+            "grammar": self.extended_grammar(self.output_config.grammar() if self.output_config else None),
         }
-        return GenerationRequest(
+        request = GenerationRequest(
             prompts=(self.prompt(),),
-            sampling=SamplingOptions(**{name: value for name, value in options.items() if value is not None}),
+            sampling=SamplingOptions(**options, **self.extended_options()),
             model=self.model,
             # "auto" takes the best tier that the key allows; without a word a request claims nothing.
             tier=Tier.PRIORITY if self.service_tier == "auto" else Tier.DEFAULT,
@@ -291,6 +290,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             user=self.metadata.user_id if self.metadata else None,
             warnings=self.context_management.warnings() if self.context_management else (),
         )
+        return self.extended_request(request, has_tier=self.service_tier is not None)
 
     def _check_thinking(self) -> None:
         if self.thinking is None or self.thinking.type != "enabled":
@@ -323,6 +323,6 @@ GUARDED_FIELDS = (
     "stop_sequences",
     "temperature",
     "top_p",
-    "top_k",
     "cache_control",
+    *EXTENSION_FIELDS,
 )

@@ -6,8 +6,8 @@ import asyncio
 import difflib
 import re
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -80,10 +80,17 @@ def _inflated(body: bytes, max_bytes: int) -> bytes:
 
 
 class BodyDecoder(Generic[Shape]):
-    """Decodes one shape. Unknown fields are ignored, as OpenAI does, but one that looks like a misspelt
-    `guarded_fields` name is refused, because ignoring it would silently change what is sampled."""
+    """Decodes one shape. Unknown fields are ignored, as OpenAI does, with two exceptions, because ignoring them would
+    silently change what is sampled: a field that looks like a misspelt `guarded_fields` name, and a field that
+    `check_unknown(name, value)` refuses."""
 
-    def __init__(self, shape: type[Shape], guarded_fields: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        shape: type[Shape],
+        guarded_fields: Iterable[str] = (),
+        check_unknown: Callable[[str, Any], None] | None = None,
+    ) -> None:
+        self._check_unknown = check_unknown
         self._decoder = msgspec.json.Decoder(shape)
         self._field_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._known = frozenset(field.encode_name for field in msgspec.structs.fields(shape))
@@ -99,7 +106,10 @@ class BodyDecoder(Generic[Shape]):
     def decode(self, body: bytes) -> Shape:
         try:
             decoded = self._decoder.decode(body)
-            unknown = self._field_decoder.decode(body).keys() - self._known if self._guarded else ()
+            unknown: dict[str, msgspec.Raw] = {}
+            if self._guarded or self._check_unknown is not None:
+                fields = self._field_decoder.decode(body)
+                unknown = {name: fields[name] for name in fields.keys() - self._known}
         except msgspec.ValidationError as error:
             field = _FIELD_IN_MESSAGE.search(str(error))
             raise InvalidRequest(
@@ -109,7 +119,11 @@ class BodyDecoder(Generic[Shape]):
             raise InvalidRequest(f"The request body is not valid JSON: {error}.") from error
         except RecursionError as error:
             raise InvalidRequest("The request body is nested too deeply.") from error
-        self._refuse_misspelt(unknown)
+        if self._check_unknown is not None:
+            for name in sorted(unknown)[:_MAX_UNKNOWN_FIELDS_CHECKED]:
+                self._check_unknown(name, msgspec.json.decode(unknown[name]))
+        if self._guarded:
+            self._refuse_misspelt(unknown)
         return decoded
 
     def _refuse_misspelt(self, unknown: Iterable[str]) -> None:

@@ -221,15 +221,15 @@ class GenerateRequest(AnswerFields, kw_only=True):
             if self.system:
                 raise InvalidRequest("system has no place in a raw prompt.", param="system")
             return self.generation_request(TextPrompt(self.prompt))
+        if self.suffix:
+            return self.generation_request(TextPrompt(self.prompt, self.suffix))
         system = (ChatMessage("system", self.system),) if self.system else ()
         return self.generation_request(self.chat_prompt((*system, ChatMessage("user", self.prompt))))
 
     def _refuse_unsupported(self) -> None:
         _refuse_images(self.images, "images")
-        if self.suffix:
-            raise InvalidRequest(
-                "suffix is not supported: this model only goes on with a text.", param="suffix"
-            )
+        if self.suffix and (self.raw or self.system):
+            raise InvalidRequest("suffix has no place beside raw or system.", param="suffix")
         if self.template:
             raise InvalidRequest(
                 "template is not supported: the model's own is used.",

@@ -106,6 +106,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: WireFinishReason
+    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, omit_defaults=True):
@@ -118,6 +119,7 @@ class ChatCompletion(msgspec.Struct, omit_defaults=True):
     service_tier: str | None = None
     prompt_logprobs: PromptLogprobList | None = None
     warnings: tuple[RequestWarning, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 class CompletionChoice(msgspec.Struct):
@@ -126,6 +128,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: WireFinishReason
     prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
+    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, omit_defaults=True):
@@ -146,17 +150,26 @@ class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     wants_logprobs: bool
     includes_usage: bool = False
+    lists_token_ids: bool = False
     service_tier: str | None = None
     warnings: tuple[RequestWarning, ...] = ()
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, answer: AnswerStream, *, wants_logprobs: bool, includes_usage: bool = False) -> AnswerHeader:
+    def of(
+        cls,
+        answer: AnswerStream,
+        *,
+        wants_logprobs: bool,
+        includes_usage: bool = False,
+        lists_token_ids: bool = False,
+    ) -> AnswerHeader:
         return cls(
             generation_id=answer.id,
             model=answer.model,
             wants_logprobs=wants_logprobs,
             includes_usage=includes_usage,
+            lists_token_ids=lists_token_ids,
             service_tier=SERVICE_TIERS[answer.tier],
             warnings=answer.warnings,
         )
@@ -195,6 +208,7 @@ def chat_completion(
             _chat_answer(delta),
             chat_logprobs(delta.details) if header.wants_logprobs else None,
             _finish_reason_of(delta),
+            delta.token_ids if header.lists_token_ids else msgspec.UNSET,
         )
         for delta in deltas
     ]
@@ -209,6 +223,7 @@ def chat_completion(
             header.service_tier,
             prompt_logprobs,
             header.warnings,
+            deltas[0].prompt_token_ids,
         )
     )
 
@@ -231,6 +246,8 @@ def completion(
         choice = CompletionChoice(delta.index, delta.text, logprobs, _finish_reason_of(delta))
         if prompts and (scored := prompts.prompt_logprobs(delta)) is not None:
             choice.prompt_logprobs = scored
+        if header.lists_token_ids:
+            choice.token_ids, choice.prompt_token_ids = delta.token_ids, delta.prompt_token_ids
         choices.append(choice)
     return _to_json(
         Completion(
@@ -244,6 +261,19 @@ def completion(
             header.warnings,
         )
     )
+
+
+def best_answers(deltas: Sequence[Delta], best_of: int, n: int) -> list[Delta]:
+    """The `n` most probable of each prompt's `best_of` answers, by the mean log-probability of their tokens."""
+    best: list[Delta] = []
+    for start in range(0, len(deltas), best_of):
+        ranked = sorted(deltas[start : start + best_of], key=_mean_logprob, reverse=True)
+        best += ranked[:n]
+    return [msgspec.structs.replace(delta, index=index) for index, delta in enumerate(best)]
+
+
+def _mean_logprob(delta: Delta) -> float:
+    return sum(detail.logprob for detail in delta.details) / max(1, len(delta.details))
 
 
 def _finish_reason_of(delta: Delta) -> WireFinishReason:

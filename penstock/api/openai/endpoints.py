@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.errors import error_event
@@ -22,6 +23,7 @@ from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.answers import (
     AnswerHeader,
     ShowsPrompts,
+    best_answers,
     chat_completion,
     chat_logprobs,
     completion,
@@ -30,7 +32,7 @@ from penstock.api.openai.answers import (
     wire_usage,
 )
 from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
-from penstock.api.openai.requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
+from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metadata
 from penstock.core.errors import PenstockError
 from penstock.gateway.answers.choice import Delta, ToolCallDelta
@@ -99,13 +101,9 @@ class ChatChunks:
 
     def chunk(self, delta: Delta) -> bytes:
         content = b""
-        if delta.details:
-            logprobs = _to_json(chat_logprobs(delta.details))
-            content = b'%b%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b' % (
-                self._frame.head, delta.index, _to_json(delta.text), logprobs, self._frame.tail
-            )  # fmt: skip
-        elif delta.text:
-            content = self._plain(delta, b"content", _to_json(delta.text))
+        if delta.token_ids or delta.prompt_token_ids:
+            content = _token_ids(self._frame, delta, b'"delta":{},"logprobs":null')
+        content += self._text_chunk(delta)
         if delta.reasoning:
             content = self._plain(delta, b"reasoning_content", _to_json(delta.reasoning)) + content
         if delta.tool_calls:
@@ -119,6 +117,14 @@ class ChatChunks:
         return content + b'%b%d,"delta":{},"logprobs":null,"finish_reason":"%b"%b' % (
             self._frame.head, delta.index, reason, self._frame.tail
         )  # fmt: skip
+
+    def _text_chunk(self, delta: Delta) -> bytes:
+        if delta.details:
+            logprobs = _to_json(chat_logprobs(delta.details))
+            return b'%b%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b' % (
+                self._frame.head, delta.index, _to_json(delta.text), logprobs, self._frame.tail
+            )  # fmt: skip
+        return self._plain(delta, b"content", _to_json(delta.text)) if delta.text else b""
 
     def closing(self, usage: Usage) -> bytes:
         return self._frame.closing(usage)
@@ -136,6 +142,16 @@ def _wire_call(call: ToolCallDelta) -> _WireCall:
     return _WireCall(call.index, function, call.id, "function" if begins else None)
 
 
+def _token_ids(frame: _ChunkFrame, delta: Delta, body: bytes) -> bytes:
+    """A chunk that tells token ids: of the prompt with the first one, and of the answer."""
+    shown: dict[str, tuple[int, ...]] = {"token_ids": delta.token_ids}
+    if delta.prompt_token_ids:
+        shown["prompt_token_ids"] = delta.prompt_token_ids
+    return b'%b%d,%b,"finish_reason":null,%b%b' % (
+        frame.head, delta.index, body, _to_json(shown)[1:-1], frame.tail
+    )  # fmt: skip
+
+
 class CompletionChunks:
     def __init__(self, header: AnswerHeader, prompts: ShowsPrompts | None = None) -> None:
         self._prompts = prompts
@@ -149,6 +165,9 @@ class CompletionChunks:
 
     def chunk(self, delta: Delta) -> bytes:
         head, tail = self._frame.head, self._frame.tail
+        if delta.token_ids or delta.prompt_token_ids:
+            told = _token_ids(self._frame, delta, b'"text":"","logprobs":null')
+            return told + self.chunk(msgspec.structs.replace(delta, token_ids=(), prompt_token_ids=()))
         text = _to_json(delta.text)
         if delta.finish_reason is None and not delta.details and delta.prompt is None:
             return b'%b%d,"text":%b%b' % (head, delta.index, text, self._plain_tail)
@@ -174,8 +193,8 @@ class OpenAIEndpoints:
     def __init__(self, gateway: Gateway, chats: StoredChats) -> None:
         self._gateway = gateway
         self._chats = chats
-        self._chat_decoder = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS)
-        self._completion_decoder = BodyDecoder(CompletionRequest, EXTENSION_FIELDS)
+        self._chat_decoder = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS, refuse_foreign)
+        self._completion_decoder = BodyDecoder(CompletionRequest, EXTENSION_FIELDS, refuse_foreign)
 
     def routes(self) -> list[Route]:
         return [
@@ -202,7 +221,10 @@ class OpenAIEndpoints:
             return prompts
 
         header_of = partial(
-            AnswerHeader.of, wants_logprobs=wire.logprobs is not None, includes_usage=wire.includes_usage
+            AnswerHeader.of,
+            wants_logprobs=wire.logprobs is not None,
+            includes_usage=wire.includes_usage,
+            lists_token_ids=bool(wire.return_token_ids),
         )
         if wire.stream:
             return await EventStream.open(
@@ -211,6 +233,8 @@ class OpenAIEndpoints:
 
         def build(answer: AnswerStream, deltas: Sequence[Delta]) -> bytes:
             # Not before the end: which model answers may turn out then.
+            if wire.keeps_best:
+                deltas = best_answers(deltas, generation.n, wire.n or 1)
             return completion(header_of(answer), deltas, answer.usage, prompts)
 
         return await answer_whole(request, submit(), build)
@@ -221,7 +245,10 @@ class OpenAIEndpoints:
         generation = wire.to_generation()
         prompts: EchoedAnswer | None = None
         header_of = partial(
-            AnswerHeader.of, wants_logprobs=bool(wire.logprobs), includes_usage=wire.includes_usage
+            AnswerHeader.of,
+            wants_logprobs=bool(wire.logprobs),
+            includes_usage=wire.includes_usage,
+            lists_token_ids=bool(wire.return_token_ids),
         )
 
         async def submit() -> AnswerStream:

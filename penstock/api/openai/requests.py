@@ -1,6 +1,6 @@
 """What clients send to /v1/completions and /v1/chat/completions, and its translation into the gateway's nouns.
 
-Field names and defaults are OpenAI's; those in `EXTENSION_FIELDS` are our own, with the names vLLM gave them.
+Field names and defaults are OpenAI's; `api.extensions` has those of other servers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec.structs import replace
 
+from penstock.api.extensions import ExtensionFields
 from penstock.api.openai.messages import (
     ChatTool,
     ChosenTool,
@@ -20,7 +22,7 @@ from penstock.api.openai.messages import (
     tools_of,
 )
 from penstock.core.errors import InvalidRequest
-from penstock.core.request import Grammar, Tier
+from penstock.core.request import Tier
 from penstock.gateway.checks import check_top_logprobs
 from penstock.gateway.prompts import (
     ChatPrompt,
@@ -30,29 +32,13 @@ from penstock.gateway.prompts import (
     TextPrompt,
     TokenPrompt,
 )
-from penstock.gateway.text.grammars import ResponseFormat, StructuredOutputs
+from penstock.gateway.text.grammars import ResponseFormat
 
-EXTENSION_FIELDS = (
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "prompt_logprobs",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TIERS = {"flex": Tier.BATCH, "priority": Tier.PRIORITY}
-_OTHER_SERVERS_GRAMMARS = {"regex": "regex", "ebnf": "grammar", "json_schema": "json", "grammar": "grammar"}
-_TOP_K_OFF = -1  # as other servers write it; 0 means the same
 
 
 class StreamOptions(msgspec.Struct):
@@ -60,7 +46,7 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None  # accepted; nothing is padded
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(ExtensionFields, kw_only=True):
     """What both endpoints share. Every field may be null, which is the same as absent."""
 
     ENDPOINT: ClassVar[str]  # what the usage ledger calls it
@@ -73,28 +59,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    regex: Any = None  # SGLang's and llama.cpp's names, all refused
-    ebnf: Any = None
-    json_schema: Any = None
-    grammar: Any = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -126,10 +94,20 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         default_max_tokens: int | None = None,
         max_tokens_param: str = "max_tokens",
     ) -> GenerationRequest:
-        options = self._sampling_options(max_tokens, logprobs)
-        return GenerationRequest(
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        own = None if self.response_format is None else self.response_format.to_grammar()
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "stop": tuple(stop or ()),
+            "grammar": self.extended_grammar(own),
+        }
+        request = GenerationRequest(
             prompts=prompts,
-            sampling=msgspec.structs.replace(options, prompt_logprobs=prompt_logprobs),
+            sampling=SamplingOptions(**options, **self.extended_options()),
             n=1 if self.n is None else self.n,
             model=self.model,
             default_max_tokens=default_max_tokens,
@@ -139,55 +117,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             user=self.user if self.safety_identifier is None else self.safety_identifier,
             prompt_cache_key=self.prompt_cache_key,
         )
-
-    def _grammar(self) -> Grammar | None:
-        """What the answer must look like, in whichever of the ways there are to say it; at most one."""
-        for name, ours in _OTHER_SERVERS_GRAMMARS.items():
-            if getattr(self, name) is not None:  # to ignore it would be to break a promise
-                raise InvalidRequest(
-                    f"The field {name} is not supported.", param=name, hint=f"Use structured_outputs.{ours}."
-                )
-        guided = StructuredOutputs(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-        )
-        grammars = [
-            None if self.response_format is None else self.response_format.to_grammar(),
-            None
-            if self.structured_outputs is None
-            else self.structured_outputs.to_grammar("structured_outputs"),
-            guided.to_grammar("guided"),
-        ]
-        given = [grammar for grammar in grammars if grammar is not None]
-        if len(given) > 1:
-            raise InvalidRequest(
-                "Give only one of response_format, structured_outputs and guided_….", param="response_format"
-            )
-        return given[0] if given else None
-
-    def _sampling_options(self, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        options: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": 0 if self.top_k == _TOP_K_OFF else self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self.logit_bias,
-            "logprobs": logprobs,
-            "stop": tuple(stop or ()),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "ignore_eos": self.ignore_eos,
-            "grammar": self._grammar(),
-        }
-        return SamplingOptions(**{name: value for name, value in options.items() if value is not None})
+        request = self.extended_request(request, has_tier=self.service_tier is not None)
+        if not self.return_token_ids:
+            return request
+        return replace(request, text=replace(request.text, lists_token_ids=True))
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -198,25 +131,70 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether more answers are made than are shown."""
+        return self.best_of is not None and self.best_of != (1 if self.n is None else self.n)
 
     def to_generation(self) -> GenerationRequest:
         self.check_options()
+        self._check_best_of()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest(
                 "max_tokens must be at least 1, except with echo or prompt_logprobs.", param="max_tokens"
             )
-        if self.suffix:
-            raise InvalidRequest("suffix is not supported.", param="suffix")
-        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
-            raise InvalidRequest("best_of other than n is not supported.", param="best_of")
+        if self.echo and (self.suffix or self.truncate_prompt_tokens is not None):
+            raise InvalidRequest(
+                "echo cannot be combined with suffix or truncate_prompt_tokens.", param="echo"
+            )
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        return self.generation_request(
-            _prompts(self.prompt),
+        request = self.generation_request(
+            tuple(self._with_options(prompt) for prompt in _prompts(self.prompt)),
             max_tokens=self.max_tokens,
-            logprobs=self.logprobs,
+            logprobs=0 if self.keeps_best and self.logprobs is None else self.logprobs,
             prompt_logprobs=max((count for count in asked if count is not None), default=None),
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
         )
+        return replace(request, n=self.best_of or request.n)
+
+    def _check_best_of(self) -> None:
+        if not self.keeps_best or self.best_of is None:
+            return
+        if self.best_of < (1 if self.n is None else self.n):
+            raise InvalidRequest("best_of must be at least n.", param="best_of")
+        if self.stream or self.echo or self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "best_of cannot be combined with stream, echo or prompt_logprobs.", param="best_of"
+            )
+
+    def _with_options(self, prompt: Prompt) -> Prompt:
+        if not isinstance(prompt, TextPrompt):
+            if self.suffix:
+                raise InvalidRequest("suffix needs a prompt of text, not of token ids.", param="suffix")
+            return prompt
+        return TextPrompt(prompt.text, self.suffix or None, self.add_special_tokens is not False)
+
+
+class ThinkingSwitch(msgspec.Struct):
+    """Thinking as DeepSeek, GLM and others switch it."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+    budget_tokens: int | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
+class ReasoningSwitch(msgspec.Struct, forbid_unknown_fields=True):
+    """Thinking as OpenRouter switches it."""
+
+    effort: ReasoningEffort | None = None
+    max_tokens: int | None = None
+    enabled: bool | None = None
+    summary: str | None = None  # accepted: thoughts are shown as they are
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
@@ -237,6 +215,15 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None  # the name of one of the model's templates
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    enable_thinking: bool | None = None  # as several providers write it, and the next four fields
+    thinking: ThinkingSwitch | None = None
+    reasoning: ReasoningSwitch | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
 
     def to_generation(self) -> GenerationRequest:
         self.check_options()
@@ -254,20 +241,68 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         )
         if self.prediction is None:
             return request
-        return msgspec.structs.replace(request, prediction=self.prediction.text)
+        return replace(request, prediction=self.prediction.text)
 
     def _prompt(self) -> ChatPrompt:
         tools, choice = tool_choice_of(
             self.tool_choice, tools_of(self.tools), parallel=self.parallel_tool_calls is not False
         )
-        thinks, options = thinking_of(self.reasoning_effort)
+        thinks, options = self._thinking()
+        messages = chat_messages(self.messages)
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise InvalidRequest(
+                    "continue_final_message and add_generation_prompt exclude each other.",
+                    param="continue_final_message",
+                )
+            if messages[-1].role != "assistant":
+                raise InvalidRequest(
+                    "continue_final_message needs a last message of the assistant.",
+                    param="continue_final_message",
+                )
+        if self.documents is not None:
+            options["documents"] = self.documents
         return ChatPrompt(
-            messages=chat_messages(self.messages),
+            messages=messages,
             tools=tools,
             tool_choice=choice,
             thinks=thinks,
+            max_thinking_tokens=self._thinking_budget(),
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continues_last=bool(self.continue_final_message),
             template_options=options | (self.chat_template_kwargs or {}),
+            template_name=self.chat_template,
         )
+
+    def _thinking(self) -> tuple[bool | None, dict[str, Any]]:
+        """Whether the model is to think, and how much, in whichever of the ways there are to say it. The variables
+        of the template outrank the others."""
+        thinking, reasoning = self.thinking or ThinkingSwitch("auto"), self.reasoning or ReasoningSwitch()
+        thinks, options = thinking_of(reasoning.effort or self.reasoning_effort)
+        for name in ("enable_thinking", "thinking"):
+            if isinstance(switch := (self.chat_template_kwargs or {}).get(name), bool):
+                return switch, options
+        given = {thinks, self.enable_thinking, thinking.thinks, reasoning.enabled} - {None}
+        if len(given) > 1:
+            raise InvalidRequest(
+                "The request both asks the model to think and not to think.", param="reasoning_effort"
+            )
+        return next(iter(given), None), options
+
+    def _thinking_budget(self) -> int | None:
+        budgets = {
+            "thinking_token_budget": self.thinking_token_budget,
+            "thinking_budget": self.thinking_budget,
+            "thinking": None if self.thinking is None else self.thinking.budget_tokens,
+            "reasoning": None if self.reasoning is None else self.reasoning.max_tokens,
+        }
+        for param, budget in budgets.items():
+            if budget is None or budget == -1:  # -1: without a bound
+                continue
+            if not 0 <= budget < 2**31:
+                raise InvalidRequest(f"The budget for thinking in {param} must be at least 0.", param=param)
+            return budget
+        return None
 
     def _refuse_unsupported(self) -> None:
         if self.functions or self.function_call is not None:

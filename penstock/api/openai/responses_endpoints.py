@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response
 from penstock.api.http.context import (
     note_model,
@@ -144,7 +145,7 @@ class ResponsesEndpoints:
     def __init__(self, responses: Responses, objects: ObjectStore) -> None:
         self._responses = responses
         self._objects = objects
-        self._decoder = BodyDecoder(ResponseRequest)
+        self._decoder = BodyDecoder(ResponseRequest, EXTENSION_FIELDS, refuse_foreign)
         self._compact_decoder = BodyDecoder(CompactRequest)
 
     def routes(self) -> list[Route]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.api.extensions import ExtensionFields
 from penstock.api.openai.messages import ToolMode
 from penstock.api.openai.requests import TIERS, ReasoningEffort, ServiceTier, thinking_of
 from penstock.api.openai.responses_items import InputItem, messages_of
@@ -60,10 +61,10 @@ class ConversationName(msgspec.Struct):
     id: str
 
 
-class ResponseRequest(msgspec.Struct, kw_only=True):
+class ResponseRequest(ExtensionFields, kw_only=True):
     """Every field may be null, which is the same as absent."""
 
-    input: str | list[InputItem] = []
+    input: str | list[InputItem] = msgspec.field(default_factory=list)
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -116,18 +117,17 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
 
     def to_generation(self, items: Sequence[InputItem], toolbox: Toolbox) -> GenerationRequest:
         """`items` are those of the whole conversation, this request's own at the end. `toolbox` holds its tools."""
+        own = None if self.text is None or self.text.format is None else self.text.format.to_grammar()
         options: dict[str, Any] = {
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "logprobs": (self.top_logprobs or 0) if self.wants_logprobs else None,
-            "grammar": None
-            if self.text is None or self.text.format is None
-            else self.text.format.to_grammar(),
+            "grammar": self.extended_grammar(own),
         }
-        return GenerationRequest(
+        request = GenerationRequest(
             prompts=(self.chat_prompt(items, toolbox),),
-            sampling=SamplingOptions(**{name: value for name, value in options.items() if value is not None}),
+            sampling=SamplingOptions(**options, **self.extended_options()),
             model=self.model,
             tier=TIERS.get(self.service_tier or "default", Tier.DEFAULT),
             endpoint="responses",
@@ -137,6 +137,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             drops_oldest_turns=self.truncation == "auto",
             warnings=tuple(dict.fromkeys(toolbox.warnings)),  # `chat_prompt` above has added some
         )
+        return self.extended_request(request, has_tier=self.service_tier is not None)
 
     def chat_prompt(self, items: Sequence[InputItem], toolbox: Toolbox) -> ChatPrompt:
         messages = messages_of(items, self.instructions, toolbox.warnings)

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.errors import sentence
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.answers import wire_finish_reason, wire_usage
-from penstock.api.openai.requests import EXTENSION_FIELDS, ChatCompletionRequest, CompletionRequest
+from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream
@@ -39,8 +40,8 @@ class Envelope(msgspec.Struct):
 class MessageDecoder:
     def __init__(self) -> None:
         self._envelope = BodyDecoder(Envelope)
-        self._chat = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS)
-        self._completion = BodyDecoder(CompletionRequest, EXTENSION_FIELDS)
+        self._chat = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS, refuse_foreign)
+        self._completion = BodyDecoder(CompletionRequest, EXTENSION_FIELDS, refuse_foreign)
 
     def envelope(self, data: bytes) -> Envelope:
         envelope = self._envelope.decode(data)

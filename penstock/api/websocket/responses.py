@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from starlette.requests import HTTPConnection
 
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.context import current_principal_of, principal_of, set_principal, set_request_id
 from penstock.api.http.errors import sentence
 from penstock.api.http.parsing import BodyDecoder
@@ -58,7 +59,7 @@ class ResponsesSession(SocketSession):
         super().__init__(endpoint, socket)
         self._responses = responses
         self._envelopes = BodyDecoder(CreateMessage)
-        self._requests = BodyDecoder(ResponseRequest)
+        self._requests = BodyDecoder(ResponseRequest, EXTENSION_FIELDS, refuse_foreign)
         self._lanes: dict[str | None, asyncio.Task[None]] = {}
         self._recent: OrderedDict[str, StoredResponse] = OrderedDict()
 

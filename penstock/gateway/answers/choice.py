@@ -19,6 +19,7 @@ from penstock.core.plan import CacheUse, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.answers.prompt_scores import PromptScores, ScoredPrompt
 from penstock.gateway.answers.stop_strings import StopMatcher
+from penstock.gateway.prompts import AnswerText
 from penstock.gateway.text.tokenizer import TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm
 from penstock.gateway.tools.parser import OutputParser
@@ -63,6 +64,8 @@ class Delta(msgspec.Struct, frozen=True):
     prompt: ScoredPrompt | None = (
         None  # once, with the first delta, where its log-probabilities were asked for
     )
+    token_ids: tuple[int, ...] = ()  # all that were generated, where the client asked for them
+    prompt_token_ids: tuple[int, ...] = ()  # once, with the first delta, where the client asked for them
 
 
 def merge_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -82,6 +85,8 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
         reasoning="".join(delta.reasoning for delta in deltas),
         tool_calls=tuple(calls[index] for index in sorted(calls)),
         prompt=next((delta.prompt for delta in deltas if delta.prompt is not None), None),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        prompt_token_ids=deltas[0].prompt_token_ids,
     )
 
 
@@ -177,6 +182,9 @@ class ParsedAnswer:
         return self._parts[-1]
 
 
+_PLAIN = AnswerText()
+
+
 class Choice:
     """The state of one answer. `num_tokens` counts what the engine generated, up to and including the token that
     ended the answer."""
@@ -187,12 +195,16 @@ class Choice:
         "_is_announced",
         "_is_plain_text",
         "_matcher",
+        "_min_tokens",
         "_num_released_chars",
         "_num_seen_chars",
         "_parsed",
         "_parser",
         "_parts",
+        "_prompt_token_ids",
+        "_shown",
         "_stop_ids",
+        "_token_ids",
         "_tokenizer",
         "buffered_bytes",
         "cache_breakpoints",
@@ -217,8 +229,13 @@ class Choice:
         tokenizer: TextTokenizer,
         eos_ids: Sequence[int],
         form: AnswerForm | None = None,
+        shown: AnswerText = _PLAIN,
     ) -> None:
         sampling = request.sampling
+        self._shown = shown
+        self._min_tokens = sampling.min_tokens
+        self._token_ids: list[int] = []  # not yet shown
+        self._prompt_token_ids = request.prompt_token_ids if shown.lists_token_ids else ()
         self.index = index
         self.request_id = request.id
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -236,8 +253,10 @@ class Choice:
         self._is_announced = False
         self._tokenizer = tokenizer
         shown_ids = frozenset() if form is None else form.shown_token_ids
+        if shown.shows_special_tokens:
+            shown_ids = tokenizer.special_ids
         self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, shown_ids)
-        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._matcher = StopMatcher(sampling.stop, keeps_match=shown.includes_stop) if sampling.stop else None
         self._stop_ids = frozenset(
             sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
         )
@@ -253,6 +272,8 @@ class Choice:
         """Take in one event. Sets `finish_reason` when the answer is over, which a stop string may decide here."""
         token_ids = event.token_ids
         reason = event.finish_reason
+        if self._shown.lists_token_ids:
+            self._token_ids += token_ids
         if reason is None and self._is_plain_text:  # as nearly all events are
             self.num_tokens += len(token_ids)
             if text := self._detokenizer.push(token_ids):
@@ -260,6 +281,7 @@ class Choice:
                 self.buffered_bytes += len(text) if text.isascii() else len(text.encode())
             return
         ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_ids
+        ends_by_token = ends_by_token and not self._shown.includes_stop
         shown_ids = token_ids[:-1] if ends_by_token else token_ids
         if self._is_plain_text:
             self.num_tokens += len(shown_ids)
@@ -304,6 +326,13 @@ class Choice:
             deltas.append(Delta(self.index, ""))
         if is_first and self.prompt_scores is not None:
             deltas[0] = msgspec.structs.replace(deltas[0], prompt=self.prompt_scores.scored())
+        if self._shown.lists_token_ids:
+            deltas[0] = msgspec.structs.replace(
+                deltas[0],
+                token_ids=tuple(self._token_ids),
+                prompt_token_ids=self._prompt_token_ids if is_first else (),
+            )
+            self._token_ids.clear()
         if self.finish_reason is not None:
             stop_sequence = None if self._matcher is None else self._matcher.matched
             deltas[-1] = msgspec.structs.replace(
@@ -313,6 +342,7 @@ class Choice:
 
     def drop_buffer(self) -> None:
         self._parts.clear()
+        self._token_ids.clear()
         if self._parsed is not None:
             self._parsed.clear()
         self._details.clear()
@@ -338,7 +368,8 @@ class Choice:
 
     def _push_text(self, text: str) -> None:
         self._num_seen_chars += len(text)
-        if self._matcher is not None:
+        # What the least number of tokens says is no part of a stop string.
+        if self._matcher is not None and self.num_tokens > self._min_tokens:
             text = self._matcher.push(text)
         self._release(text)
         if self._is_stopped:

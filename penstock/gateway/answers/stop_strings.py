@@ -29,7 +29,8 @@ def _border_lengths(pattern: str) -> Sequence[int]:
 class StopMatcher:
     """Follows every stop string at once (Knuth-Morris-Pratt), in time linear in the text."""
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
+    def __init__(self, stop_strings: Sequence[str], *, keeps_match: bool = False) -> None:
+        self._keeps_match = keeps_match  # the stop string is a part of the text
         self._patterns = [(pattern, _border_lengths(pattern)) for pattern in stop_strings]
         self._first_characters = frozenset(pattern[0] for pattern in stop_strings)
         self._matched_lengths = [0] * len(stop_strings)
@@ -48,7 +49,7 @@ class StopMatcher:
             if longest:
                 self.matched = longest
                 self._held = ""
-                return buffer[: position - len(longest)]
+                return buffer[: position if self._keeps_match else position - len(longest)]
         num_held = max(self._matched_lengths)
         self._held = buffer[len(buffer) - num_held :]
         return buffer[: len(buffer) - num_held]

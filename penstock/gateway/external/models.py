@@ -58,6 +58,11 @@ class ExternalModel:
     def check(self, request: GenerationRequest) -> None:
         """Everything that can be checked cheaply and without the server's tokenizer. Raises InvalidRequest."""
         check_request(request, UNKNOWN_VOCAB_SIZE)
+        if request.text.lists_token_ids:
+            raise InvalidRequest(
+                f"The model {self.name!r} runs on another server, whose token ids are not known.",
+                param="return_token_ids",
+            )
         if request.sampling.prompt_logprobs is not None or request.sampling.max_tokens == 0:
             raise InvalidRequest(
                 f"The model {self.name!r} runs on another server, which is not asked to score prompts.",
@@ -178,6 +183,7 @@ def calls_for(
     for prompt in request.prompts:
         is_chat = isinstance(prompt, ChatPrompt)
         body = {**_prompt_fields(prompt), **_sampling_fields(request.sampling, is_chat=is_chat)}
+        body |= _text_fields(request)
         text = _text_of(prompt)
         if max_tokens is not None:
             room = None if context is None else context - estimated_tokens(text)
@@ -202,7 +208,8 @@ def calls_for(
 
 def _prompt_fields(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, TextPrompt):
-        return {"prompt": prompt.text}
+        special = {} if prompt.add_special_tokens else {"add_special_tokens": False}
+        return {"prompt": prompt.text, **({"suffix": prompt.suffix} if prompt.suffix else {}), **special}
     if not isinstance(prompt, ChatPrompt):
         return {"prompt": list(prompt.token_ids)}
     fields: dict[str, Any] = {"messages": [_message(message) for message in prompt.messages]}
@@ -214,6 +221,12 @@ def _prompt_fields(prompt: Prompt) -> dict[str, Any]:
         options["enable_thinking"] = prompt.thinks
     if options:
         fields["chat_template_kwargs"] = options
+    if prompt.template_name is not None:
+        fields["chat_template"] = prompt.template_name
+    if not prompt.add_generation_prompt:
+        fields["add_generation_prompt"] = False
+    if prompt.max_thinking_tokens is not None:
+        fields["thinking_token_budget"] = prompt.max_thinking_tokens
     if prompt.continues_last:
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
     return fields
@@ -290,6 +303,17 @@ def _sampling_fields(options: SamplingOptions, *, is_chat: bool) -> dict[str, An
         )
     if options.grammar is not None:
         fields |= _grammar(options.grammar)
+    return fields
+
+
+def _text_fields(request: GenerationRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if request.text.shows_special_tokens:
+        fields["skip_special_tokens"] = False
+    if request.text.includes_stop:
+        fields["include_stop_str_in_output"] = True
+    if request.truncates_to is not None:
+        fields["truncate_prompt_tokens"] = request.truncates_to
     return fields
 
 

@@ -57,7 +57,8 @@ def passages(prompt: Prompt) -> list[Passage]:
     """The texts of a prompt, in the order in which `replaced` expects them back. Token prompts have none: the caller
     must decode them."""
     if isinstance(prompt, TextPrompt):
-        return [Passage((prompt.text,), is_trusted=False)]
+        texts = (prompt.text,) if prompt.suffix is None else (prompt.text, prompt.suffix)
+        return [Passage((text,), is_trusted=False) for text in texts]
     if isinstance(prompt, ChatPrompt):
         of_messages = [passage for message in prompt.messages for passage in _message_passages(message)]
         of_options = [Passage((text,), is_trusted=False) for text in _texts_of(prompt.template_options)]
@@ -88,7 +89,10 @@ def _odd_role(message: ChatMessage) -> str | None:
 def replaced(prompt: Prompt, passages: Iterator[tuple[str, ...]]) -> Prompt:
     """Return `prompt` with the pieces of every passage replaced by those of `passages`."""
     if isinstance(prompt, TextPrompt):
-        return TextPrompt(*next(passages))
+        (text,), suffix = next(passages), prompt.suffix
+        if suffix is not None:
+            (suffix,) = next(passages)
+        return TextPrompt(text, suffix, prompt.add_special_tokens)
     if isinstance(prompt, ChatPrompt):
         messages = tuple(_replaced_message(message, passages) for message in prompt.messages)
         for param, value in (("chat_template_kwargs", prompt.template_options), ("tools", _tools_of(prompt))):

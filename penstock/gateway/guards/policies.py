@@ -75,6 +75,7 @@ class GuardedChoice:
             finish_reason=reason,
             # Log-probabilities spell out every token, hidden ones too.
             details=() if self._stage.hides_text else delta.details,
+            token_ids=() if self._stage.hides_text else delta.token_ids,
         )
 
     def refused(self) -> Delta:

@@ -33,6 +33,7 @@ from penstock.gateway.prompts import (
 )
 from penstock.gateway.text.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
 from penstock.gateway.text.grammars import GrammarChecker
+from penstock.gateway.text.infill import infill_ids, laid_out
 from penstock.gateway.text.template import ChatTemplate, RenderedChat
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm, answer_form, forces_calls
@@ -103,6 +104,7 @@ class ServedModel:
         self.tokenizer = TextTokenizer(engine.model)
         self.dialect = Dialect(engine.model, self.tokenizer, config)
         self.template = ChatTemplate(engine.model, self.dialect.tool_format)
+        self._infill = infill_ids(self.tokenizer.token_id)
         self._grammars = GrammarChecker()
         self._special_token_ids = token_ids_by_number(engine.model.tokenizer_json)
 
@@ -149,9 +151,16 @@ class ServedModel:
         check_request(request, self.card.vocab_size)
         for prompt in request.prompts:
             if not isinstance(prompt, ChatPrompt):
+                if isinstance(prompt, TextPrompt) and prompt.suffix is not None and self._infill is None:
+                    raise InvalidRequest(
+                        f"The model {self.card.name!r} has no tokens to fill in the middle of a text.",
+                        param="suffix",
+                    )
                 content = prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids
-                self._check_length(content, "prompt", num_answer=0 if request.sampling.max_tokens == 0 else 1)
-            elif not request.drops_oldest_turns:
+                if request.truncates_to is None:
+                    answer = 0 if request.sampling.max_tokens == 0 else 1
+                    self._check_length(content, "prompt", num_answer=answer)
+            elif not request.drops_oldest_turns and request.truncates_to is None:
                 self._check_num_characters(num_characters(prompt), "messages")
 
     def _check_length(self, text: str | Sequence[int], param: str, num_answer: int) -> None:
@@ -173,16 +182,36 @@ class ServedModel:
             check_token_ids(token_ids, self.card.vocab_size, param=param)
         return token_ids
 
-    async def prepare(self, prompt: Prompt, grammar: Grammar | None = None) -> PreparedPrompt:
-        """`grammar` is what the request itself demands of its answers."""
+    async def prepare(
+        self, prompt: Prompt, grammar: Grammar | None = None, *, truncates_to: int | None = None
+    ) -> PreparedPrompt:
+        """`grammar` is what the request itself demands of its answers. With `truncates_to`, only so many of the last
+        tokens are taken, and a text may be longer than the context."""
+        prepared = await self._prepare(prompt, grammar, is_bounded=truncates_to is None)
+        if truncates_to is None or len(prepared.token_ids) <= truncates_to:
+            return prepared
+        return PreparedPrompt(prepared.token_ids[-truncates_to:], prepared.form)
+
+    async def _encode_text(self, prompt: TextPrompt) -> tuple[int, ...]:
+        token_ids = await self.tokenizer.encode(
+            prompt.text, add_special_tokens=prompt.add_special_tokens and prompt.suffix is None
+        )
+        if prompt.suffix is None or self._infill is None:
+            return token_ids
+        behind = await self.tokenizer.encode(prompt.suffix, add_special_tokens=False)
+        start = self.tokenizer.bos_ids if prompt.add_special_tokens else ()
+        return (*start, *laid_out(*self._infill, token_ids, behind))
+
+    async def _prepare(self, prompt: Prompt, grammar: Grammar | None, *, is_bounded: bool) -> PreparedPrompt:
         if isinstance(prompt, TextPrompt):
-            self._check_num_characters(len(prompt.text), "prompt")
-            token_ids = await self.tokenizer.encode(prompt.text, add_special_tokens=True)
-            return PreparedPrompt(self.known(token_ids, "prompt"))
+            if is_bounded:
+                self._check_num_characters(len(prompt.text) + len(prompt.suffix or ""), "prompt")
+            return PreparedPrompt(self.known(await self._encode_text(prompt), "prompt"))
         if isinstance(prompt, ChatPrompt):
             prompt = self.dialect.without_thinking_where_held(prompt, grammar)
             rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
-            self._check_num_characters(len(rendered.text), "messages")
+            if is_bounded:
+                self._check_num_characters(len(rendered.text), "messages")
             form = self.dialect.answer_form(prompt, rendered, grammar)
             pieces = marked_pieces(prompt)
             if pieces:

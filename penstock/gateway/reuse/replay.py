@@ -253,7 +253,8 @@ class RecordingAnswer(WrappedAnswer):
 def _weight(delta: Delta) -> int:
     calls = sum(len(call.arguments) for call in delta.tool_calls)
     prompt = 0 if delta.prompt is None else delta.prompt.num_bytes
-    return len(delta.text) + len(delta.reasoning) + calls + 64 * len(delta.details) + prompt
+    ids = 4 * (len(delta.token_ids) + len(delta.prompt_token_ids))
+    return len(delta.text) + len(delta.reasoning) + calls + 64 * len(delta.details) + prompt + ids
 
 
 logger = logging.getLogger(__name__)

@@ -175,7 +175,7 @@ class TextTokenizer:
         self._card = card
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._bos = (card.bos_token_id,) if card.add_bos_token and card.bos_token_id is not None else ()
+        self.bos_ids = (card.bos_token_id,) if card.add_bos_token and card.bos_token_id is not None else ()
         file = _decode_file(card.tokenizer_json)
         self._decoder = _DecoderKind.of(file.decoder)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -204,7 +204,7 @@ class TextTokenizer:
         else:
             loop = asyncio.get_running_loop()
             ids = await loop.run_in_executor(self._threads, self._encode, text, plain_ranges)
-        return (*self._bos, *ids) if add_special_tokens else tuple(ids)
+        return (*self.bos_ids, *ids) if add_special_tokens else tuple(ids)
 
     async def encode_marked(
         self,
@@ -246,6 +246,15 @@ class TextTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for on its own; not always whole characters."""
         return self._token_bytes[token_id]
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is spelled so, if there is one."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special_ids
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """The special tokens among `texts`."""

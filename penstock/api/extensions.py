@@ -1,0 +1,235 @@
+"""Request fields beyond the providers' own APIs: those that are taken, with vLLM's names, and those that are refused.
+
+Every dialect with a JSON body takes the same fields. A field of another server that changes answers, and that is not
+taken, is refused by name, because an ignored field is a broken promise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.request import Grammar, Tier
+from penstock.gateway.prompts import AnswerText, GenerationRequest
+from penstock.gateway.text.grammars import StructuredOutputs
+
+TOP_K_OFF = -1  # as other servers write it; 0 means the same
+_GRAMMARS_ELSEWHERE = {"regex": "regex", "ebnf": "grammar", "json_schema": "json", "grammar": "grammar"}
+
+
+class ExtensionFields(msgspec.Struct, kw_only=True):
+    """Every field may be null, which is the same as absent."""
+
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # accepted: no detokenizer here adds spaces
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def extended_options(self) -> dict[str, Any]:
+        """Those fields of `SamplingOptions` that were given, except for the grammar."""
+        options: dict[str, Any] = {
+            "top_k": 0 if self.top_k == TOP_K_OFF else self.top_k,
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            "bad_words": None if self.bad_words is None else tuple(self.bad_words),
+        }
+        options |= {name: getattr(self, name) for name in _PLAIN}
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty.", param="allowed_token_ids")
+        return {name: value for name, value in options.items() if value is not None}
+
+    def extended_grammar(self, *others: Grammar | None) -> Grammar | None:
+        """What the answer must look like, in whichever of the ways there are to say it; at most one."""
+        guided = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        outputs = self.structured_outputs
+        own = None if outputs is None else outputs.to_grammar("structured_outputs")
+        given = [each for each in (*others, own, guided.to_grammar("guided")) if each is not None]
+        if len(given) > 1:
+            raise InvalidRequest(
+                "Give only one of response_format, structured_outputs and guided_….", param="response_format"
+            )
+        if given and self.allowed_token_ids:
+            raise InvalidRequest(
+                "allowed_token_ids cannot be combined with structured output.", param="allowed_token_ids"
+            )
+        return given[0] if given else None
+
+    def extended_request(self, request: GenerationRequest, *, has_tier: bool) -> GenerationRequest:
+        """The request with what these fields ask for besides sampling. An explicit tier outranks `priority`."""
+        limit = self.truncate_prompt_tokens
+        if limit is not None and (limit == 0 or not -1 <= limit < 2**63):
+            raise InvalidRequest(
+                "truncate_prompt_tokens must be at least 1, or -1 for as many as fit.",
+                param="truncate_prompt_tokens",
+            )
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARS:
+            raise InvalidRequest(
+                f"cache_salt must have 1 to {MAX_SALT_CHARS} characters.", param="cache_salt"
+            )
+        tier = request.tier
+        if self.priority and not has_tier:
+            tier = Tier.PRIORITY if self.priority < 0 else Tier.BATCH
+        return msgspec.structs.replace(
+            request,
+            tier=tier,
+            truncates_to=limit,
+            cache_salt=self.cache_salt or "",
+            text=AnswerText(
+                shows_special_tokens=self.skip_special_tokens is False,
+                includes_stop=bool(self.include_stop_str_in_output),
+            ),
+        )
+
+
+MAX_SALT_CHARS = 256
+_PLAIN = (
+    *(
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+    ),
+    *("xtc_probability", "xtc_threshold", "min_tokens", "ignore_eos"),
+)
+EXTENSION_FIELDS = (*ExtensionFields.__struct_fields__[4:], "prompt_logprobs", "return_token_ids")
+
+# Fields of other servers that change an answer, and the values with which they do not. A shape that has a field takes
+# it; the table is only asked about fields that a shape does not know.
+FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
+    # vLLM
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "include_reasoning": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "guided_whitespace_pattern": (),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    # SGLang
+    "min_new_tokens": (0,),
+    "no_stop_trim": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
+    "custom_logit_processor": (),
+    "lora_path": (),
+    "session_params": ({},),
+    "stop_regex": ([],),
+    # llama.cpp
+    "n_predict": (-1,),
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "repeat_penalty": (1,),
+    "n_keep": (0, -1),
+    "n_probs": (0,),
+    "min_keep": (0,),
+    "n_indent": (0,),
+    "t_max_predict_ms": (0, -1),
+    "samplers": ([],),
+    "lora": ([],),
+    "image_data": ([],),
+    "adaptive_target": (-1,),
+    # text-generation-webui, TabbyAPI, Aphrodite
+    "mirostat_mode": (0,),
+    "tfs": (1,),
+    "typical": (1,),
+    "top_a": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "smoothing_factor": (0,),
+    "guidance_scale": (1,),
+    "negative_prompt": ("",),
+    "penalty_alpha": (0,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "custom_token_bans": ("", []),
+    "banned_tokens": ("", []),
+    "banned_strings": ("", []),
+    "ban_eos_token": (False,),
+    "dynamic_temperature": (False,),
+    "temperature_last": (False,),
+    "nsigma": (0,),
+    "skew": (0,),
+    "grammar_string": ("",),
+    # Text Generation Inference
+    "max_new_tokens": (),
+    "do_sample": (True,),
+    "watermark": (False,),
+    "decoder_input_details": (False,),
+    "return_full_text": (False,),
+    "adapter_id": (),
+    # OpenRouter
+    "models": ([],),
+    "plugins": ([],),
+    "transforms": ([],),
+}
+_HINTS = {
+    "max_new_tokens": "Use max_tokens.",
+    "n_predict": "Use max_tokens.",
+    "min_new_tokens": "Use min_tokens.",
+    "repeat_penalty": "Use repetition_penalty.",
+    "typical": "Use typical_p.",
+    "no_stop_trim": "Use include_stop_str_in_output.",
+    "ban_eos_token": "Use ignore_eos.",
+    "banned_strings": "Use bad_words.",
+    "n_probs": "Use logprobs.",
+    "lora_path": "Name the adapter as the model.",
+    "adapter_id": "Name the adapter as the model.",
+    "grammar_string": "Use structured_outputs.grammar.",
+    "use_beam_search": "Sample several answers with n, or the best of several with best_of.",
+} | {name: f"Use structured_outputs.{ours}." for name, ours in _GRAMMARS_ELSEWHERE.items()}
+FOREIGN_FIELDS |= dict.fromkeys(_GRAMMARS_ELSEWHERE, ())
+
+
+def refuse_foreign(field: str, value: Any) -> None:
+    """Raise InvalidRequest for a field of another server, unless its value changes nothing."""
+    if value is None or field not in FOREIGN_FIELDS:
+        return
+    if any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in FOREIGN_FIELDS[field]
+    ):
+        return
+    raise InvalidRequest(f"The field {field} is not supported.", param=field, hint=_HINTS.get(field))
