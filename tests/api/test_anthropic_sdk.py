@@ -421,7 +421,7 @@ def tool_result(content: Any = "x") -> dict[str, Any]:
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": 2.5}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"temprature": 0.5}, "temperature"),
         ({"stop_sequences": [""]}, "stop"),
         ({"stop_sequences": "x"}, "stop_sequences"),
