@@ -229,10 +229,14 @@ _NAMES = {
 
 
 def gguf_layout(
-    names: Mapping[str, str] | None = None, rows: Mapping[str, StoredRows] | None = None
+    names: Mapping[str, str] | None = None,
+    *,
+    cut: Mapping[str, StoredRows] | None = None,
+    rows: Mapping[str, StoredRows] | None = None,
 ) -> Layout:
-    """Return the layout of GGUF files, in which a family has some `names` and the order of some `rows` of its own."""
-    return Layout(names={**_NAMES, **(names or {})}, rows=rows or {})
+    """Return the layout of GGUF files, in which a family has some `names`, and the order of some `rows`, of its own,
+    and tensors that are stored as one."""
+    return Layout(names={**_NAMES, **(names or {})}, cut=cut or {}, rows=rows or {})
 
 
 class GGUFSource:

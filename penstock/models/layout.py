@@ -36,16 +36,18 @@ class Layout:
     """How checkpoints of a family differ from the usual names and order.
 
     `base` is the part of names in front of everything but the head. `names` gives the usual name for a stored one,
-    both as parts between dots. `rows` gives the stored rows of a tensor, by its name within a layer."""
+    both as parts between dots. `cut` gives, by the name within a layer, the rows of a tensor in a larger one; a
+    checkpoint may hold the tensor by itself as well. `rows` gives the order of a tensor's own rows."""
 
     base: str = "model"
     names: Mapping[str, str] = field(default_factory=dict)
+    cut: Mapping[str, StoredRows] = field(default_factory=dict)
     rows: Mapping[str, StoredRows] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # names within a layer of matrices that are stored [in, out]
 
     @property
     def is_usual(self) -> bool:
-        return self.base == "model" and not (self.names or self.rows or self.transposed)
+        return self.base == "model" and not (self.names or self.cut or self.rows or self.transposed)
 
     def usual_name(self, stored: str) -> str:
         name = "." + stored.removeprefix(f"{self.base}.") + "."
@@ -55,14 +57,17 @@ class Layout:
         return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
 
 
-def rotated_rows(config: ArchitectureConfig, *, interleaved: bool = False) -> dict[str, StoredRows]:
-    """Return the rows of queries, keys and their head norms such that rotated pairs are half a head apart."""
+def rotated_rows(
+    config: ArchitectureConfig, *, interleaved: bool = False, head_norms: bool = True
+) -> dict[str, StoredRows]:
+    """Return the rows of queries, keys and their `head_norms` such that rotated pairs are half a head apart."""
     head_dim = config.head_dim
     rotary_dim = config.rope.rotary_dim or head_dim
     if rotary_dim == head_dim and not interleaved:
         return {}
     order = pair_order(head_dim, rotary_dim, interleaved=interleaved)
-    rows = {f"self_attn.{part}_norm": StoredRows(f"self_attn.{part}_norm", head_dim, order) for part in "qk"}
+    norms = [f"self_attn.{part}_norm" for part in "qk"] if head_norms else []
+    rows = {name: StoredRows(name, head_dim, order) for name in norms}
     for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
         name, size = f"self_attn.{part}_proj", heads * head_dim
         rows[name] = StoredRows(name, size, by_head(torch.arange(size), order))
@@ -104,18 +109,6 @@ def fused_gate_up(intermediate_size: int, name: str = "mlp.gate_up_proj") -> dic
     return fused_rows(name, {"mlp.gate_proj": intermediate_size, "mlp.up_proj": intermediate_size})
 
 
-def composed(*steps: Mapping[str, StoredRows]) -> dict[str, StoredRows]:
-    """Join tables of rows. A later table takes rows of what an earlier table describes."""
-    joined: dict[str, StoredRows] = {}
-    for step in steps:
-        for part, rows in step.items():
-            inner = joined.get(rows.name)
-            joined[part] = (
-                rows if inner is None else StoredRows(inner.name, inner.total, inner.order[rows.order])
-            )
-    return joined
-
-
 class LayoutSource:
     """Reads tensors of a source that a layout describes, under their usual names."""
 
@@ -128,7 +121,7 @@ class LayoutSource:
     def _cut_names(self) -> set[str]:
         """Return the names of matrices that are stored as part of others."""
         parts_of: dict[str, list[str]] = {}
-        for part, rows in self._layout.rows.items():
+        for part, rows in self._layout.cut.items():
             parts_of.setdefault(rows.name, []).append(part)
         cut = set()
         for name in self._stored:
@@ -167,13 +160,15 @@ class LayoutSource:
         """Return the stored tensor's name and size and the rows in it; None for a tensor that is stored as it is."""
         stem, _, kind = name.rpartition(".")
         match = _LAYER.fullmatch(stem)
-        rows = self._layout.rows.get(match[2]) if match else None
-        if match is None or rows is None or len(rows.order) != size:
+        if match is None:
             return None
-        stored_name = f"{match[1]}{rows.name}.{kind}"
-        if name in self._stored and stored_name not in self._stored:  # stored apart after all
-            return None
-        return stored_name, rows.total, rows.order
+        cut, rows = self._layout.cut.get(match[2]), self._layout.rows.get(match[2])
+        if rows is not None and len(rows.order) != size:
+            rows = None
+        if cut is not None and len(cut.order) == size and name not in self._stored:
+            order = cut.order if rows is None else cut.order[rows.order]
+            return f"{match[1]}{cut.name}.{kind}", cut.total, order
+        return None if rows is None else (name, size, rows.order)
 
     def _oriented(self, name: str, rows: int, columns: int, part: Part | None) -> WeightData:
         stored = self._stored.get(name, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,32 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
+    "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "phi": gguf.MODEL_ARCH.PHI2,
+    "olmo": gguf.MODEL_ARCH.OLMO,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+    "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "falcon": gguf.MODEL_ARCH.FALCON,
+    "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "nemotron": gguf.MODEL_ARCH.NEMOTRON,
+    "arcee": gguf.MODEL_ARCH.ARCEE,
 }
+# Families whose converters put the rows of rotary pairs beside each other.
+PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +94,15 @@ def write_model(path: Path, reference: Reference, kind: GGMLQuantizationType) ->
             continue
         values = tensor.float().numpy()
         stored = _stored_form(name, values, config)
-        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if values.ndim == 1:
+        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
+        if values.ndim == 1 or "_norm." in name:
             writer.add_tensor(stored_name, stored)
             continue
         packed = gguf.quants.quantize(np.ascontiguousarray(stored), kind)
         writer.add_tensor(stored_name, packed, raw_dtype=kind)
         exact = gguf.quants.quantize(np.ascontiguousarray(values), kind)
         stored_values[name] = gguf.quants.dequantize(exact, kind).astype(np.float32)
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(reference, rope))
     _finish(writer, path)
@@ -84,23 +110,66 @@ def write_model(path: Path, reference: Reference, kind: GGMLQuantizationType) ->
 
 
 def _write_settings(writer: GGUFWriter, config: Any) -> None:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_embedding_length(hidden)
+    inner = (
+        getattr(config, "ffn_hidden_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
+    )
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(_kv_heads(config))
+    for name, value in _epsilons(config).items():
+        getattr(writer, name)(value)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    rope = config.rope_parameters
-    if config.model_type == "gemma3_text":
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if (window := getattr(config, "sliding_window", None)) is not None:
+        writer.add_sliding_window(window)
+        if config.model_type not in ("gemma2", "phi3", "starcoder2"):
+            kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    # Names of settings, and of the calls that write them.
+    for name, call in {
+        "attn_logit_softcapping": "add_attn_logit_softcapping",
+        "final_logit_softcapping": "add_final_logit_softcapping",
+        "attention_multiplier": "add_attention_scale",
+        "embedding_multiplier": "add_embedding_scale",
+        "residual_multiplier": "add_residual_scale",
+        "logits_scaling": "add_logit_scale",
+        "logit_scale": "add_logit_scale",
+        "clip_qkv": "add_clamp_kqv",
+        "use_parallel_residual": "add_parallel_residual",
+    }.items():
+        if getattr(config, name, None) is not None:
+            getattr(writer, call)(getattr(config, name))
+    if getattr(config, "rope_parameters", None):
+        _write_rope(writer, config.rope_parameters, head_dim, config.max_position_embeddings)
+
+
+def _kv_heads(config: Any) -> int:
+    if config.model_type == "falcon":
+        one_or_all = 1 if config.multi_query else config.num_attention_heads
+        return config.num_kv_heads if config.new_decoder_architecture else one_or_all
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _epsilons(config: Any) -> dict[str, float]:
+    if hasattr(config, "rms_norm_eps") and config.model_type not in ("olmo", "starcoder2"):
+        return {"add_layer_norm_rms_eps": config.rms_norm_eps}
+    names = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+    return {
+        "add_layer_norm_eps": next((getattr(config, name) for name in names if hasattr(config, name)), 1e-5)
+    }
+
+
+def _write_rope(writer: GGUFWriter, rope: dict[str, Any], head_dim: int, max_positions: int) -> None:
+    if "full_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -108,12 +177,34 @@ def _write_settings(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(
+            math.sqrt(1 + math.log(max_positions / original) / math.log(original))
+        )
+        for kind in ("long", "short"):
+            factors = np.array(rope[f"{kind}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+
+
+def _ungrouped(values: np.ndarray, config: Any) -> np.ndarray:
+    """Put all queries first, then all keys, then all values."""
+    kv_heads = _kv_heads(config)
+    size = config.hidden_size // config.num_attention_heads
+    groups = values.reshape(kv_heads, -1, size, *values.shape[1:])
+    parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
+    return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
 
 
 def _stored_form(name: str, values: np.ndarray, config: Any) -> np.ndarray:
-    if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+    if config.model_type in NORMS_PLUS_ONE and name.endswith("norm.weight"):
         return values + 1
-    if config.model_type == "llama":
+    if config.model_type == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return values.T
+    if "query_key_value" in name:
+        return _ungrouped(values, config)
+    if config.model_type in PERMUTED:
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         for part, count in heads.items():
             if f"{part}." in name:

@@ -6,10 +6,12 @@ pass of transformers checks a whole answer."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.build import Engine, build_engine
@@ -19,6 +21,7 @@ from penstock.models.load import load_model
 from tests.engine.tiny import request, run, teach_short_answers, tokens
 from tests.models.checkpoints import Reference
 from tests.models.conftest import random_prompt
+from tests.models.gguf_files import ARCHITECTURES, write_model
 from tests.models.paged import PagedRunner
 from tests.models.ranks import run_ranks
 from tests.models.tiny_families import TINY, save_tiny
@@ -89,3 +92,27 @@ def test_rounded_weights_stay_close(family: Reference) -> None:
         runner.prompt_logits(PROMPTS[0]), family.logits(PROMPTS[0]), dim=1
     )
     assert similarity.min() > 0.98
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str, tmp_path: Path) -> None:
+    if family.model.config.model_type not in ARCHITECTURES:
+        pytest.skip("llama.cpp does not know this family")
+    path, ops = tmp_path / "model.gguf", TorchOps()
+    write_model(path, family, GGMLQuantizationType[kind])
+    made = PagedRunner(load_model(path, ops), ops).prompt_logits(PROMPTS[0])
+    expected = family.logits(PROMPTS[0])
+    if kind == "F32":
+        torch.testing.assert_close(made, expected, **TOLERANCE)
+    else:
+        assert torch.nn.functional.cosine_similarity(made, expected, dim=1).min() > 0.98
+
+
+def test_longrope_takes_the_factors_of_the_context_it_was_loaded_for(tmp_path: Path) -> None:
+    reference, ops = save_tiny("phi3-longrope", tmp_path), TorchOps()
+    model = load_model(tmp_path, ops, max_model_len=32)
+    prompt = random_prompt(30, seed=9)
+    made = PagedRunner(model, ops).prompt_logits(prompt)
+    torch.testing.assert_close(made, reference.logits(prompt), **TOLERANCE)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(prompt), made)

@@ -5,6 +5,8 @@ Windows, original contexts and factors are small, so that prompts of a few dozen
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,15 +48,15 @@ NO_HEAD_DIM = {"head_dim": None}
 TINY: dict[str, Tiny] = {
     "llama": Tiny("llama"),
     "llama-dynamic": Tiny("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
-    "smollm3": Tiny("smollm3", {**FOUR, "no_rope_layers": [1, 0, 1, 0]}),
+    "smollm3": Tiny("smollm3", FOUR),
     "seed_oss": Tiny("seed_oss", {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
     "ernie4_5": Tiny("ernie4_5", {"use_bias": True}),
     "helium": Tiny("helium"),
     "gemma": Tiny("gemma"),
-    "gemma2": Tiny("gemma2", {**FOUR, "sliding_window": 8, "query_pre_attn_scalar": 24,
+    "gemma2": Tiny("gemma2", {**FOUR, "sliding_window": 8, "query_pre_attn_scalar": 16,
                               "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
     "phi3": Tiny("phi3", {"sliding_window": 30, "partial_rotary_factor": 0.5}),
-    "phi3-longrope": Tiny("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 256}),
+    "phi3-longrope": Tiny("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "phi": Tiny("phi", {"partial_rotary_factor": 0.5}),
     "olmo": Tiny("olmo", {"clip_qkv": 0.7}),
     "olmo2": Tiny("olmo2"),
@@ -90,7 +92,8 @@ def save_tiny(name: str, folder: Path) -> Reference:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(0.0, 0.15)
-    model.save_pretrained(folder)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        model.save_pretrained(folder)
     return Reference(name, folder, model)
 
 

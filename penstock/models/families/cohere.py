@@ -53,11 +53,11 @@ class Cohere(Decoder):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout(rows=rotated_rows(config, interleaved=True))
+        return Layout(rows=rotated_rows(config, interleaved=True, head_norms=False))
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(rows=rotated_rows(config, interleaved=True))
+        return gguf_layout(rows=rotated_rows(config, interleaved=True, head_norms=False))
 
     def load_layer(self, load: LayerLoader) -> Block:
         norm = load.layer_norm("input_layernorm", bias=False)

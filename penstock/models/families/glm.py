@@ -15,7 +15,7 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import LayerLoader, SandwichLayer
-from penstock.models.layout import Layout, StoredRows, composed, fused_gate_up, rotated_rows
+from penstock.models.layout import Layout, fused_gate_up, rotated_rows
 
 
 class Glm(PreNormDecoder):
@@ -34,7 +34,9 @@ class Glm(PreNormDecoder):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout(rows=_rows(config))
+        return Layout(
+            cut=fused_gate_up(config.intermediate_size), rows=rotated_rows(config, interleaved=True)
+        )
 
 
 class Glm4(Decoder):
@@ -54,7 +56,9 @@ class Glm4(Decoder):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout(rows=_rows(config))
+        return Layout(
+            cut=fused_gate_up(config.intermediate_size), rows=rotated_rows(config, interleaved=True)
+        )
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
@@ -63,7 +67,8 @@ class Glm4(Decoder):
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
         }
-        return gguf_layout(names, _rows(config))
+        rows = rotated_rows(config, interleaved=True)
+        return gguf_layout(names, cut=fused_gate_up(config.intermediate_size), rows=rows)
 
     def load_layer(self, load: LayerLoader) -> SandwichLayer:
         return SandwichLayer(
@@ -85,7 +90,3 @@ def glm_config(fields: Fields, name: str) -> ArchitectureConfig:
     fields = Fields({"partial_rotary_factor": 0.5, **fields.values}, fields.where)
     config = common_huggingface_config(fields, name)
     return dataclasses.replace(config, qkv_bias=fields.flag("attention_bias", name == "glm"))
-
-
-def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
-    return composed(fused_gate_up(config.intermediate_size), rotated_rows(config, interleaved=True))

@@ -17,7 +17,7 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Block, LayerLoader, Norm, load_layer_norm
-from penstock.models.layout import Layout, composed, fused_qkv, grouped_qkv, rotated_rows
+from penstock.models.layout import Layout, fused_qkv, grouped_qkv, rotated_rows
 from penstock.models.weights import WeightLoader
 
 
@@ -96,11 +96,11 @@ class GPT2(_GPT):
             "mlp.c_proj": "mlp.down_proj",
         }
         transposed = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"}
-        return Layout("transformer", names, fused_qkv(config), frozenset(transposed))
+        return Layout("transformer", names, fused_qkv(config), transposed=frozenset(transposed))
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout({"position_embd": "model.embed_positions"}, fused_qkv(config))
+        return gguf_layout({"position_embd": "model.embed_positions"}, cut=fused_qkv(config))
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
@@ -141,7 +141,8 @@ class StarCoder2(_GPT):
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
-        return _with_biases(config)
+        window = metadata_fields(file).raw("attention.sliding_window") or None
+        return _with_biases(dataclasses.replace(config, windows=(window,) * config.num_layers))
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -186,11 +187,11 @@ class GPTNeoX(_GPT):
             "mlp.dense_h_to_4h": "mlp.up_proj",
             "mlp.dense_4h_to_h": "mlp.down_proj",
         }
-        return Layout("gpt_neox", names, composed(grouped_qkv(config), rotated_rows(config)))
+        return Layout("gpt_neox", names, grouped_qkv(config), rotated_rows(config))
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(rows=composed(fused_qkv(config), rotated_rows(config)))
+        return gguf_layout(cut=fused_qkv(config), rows=rotated_rows(config))
 
 
 class Falcon(_GPT):
@@ -253,22 +254,21 @@ class Falcon(_GPT):
             "mlp.dense_h_to_4h": "mlp.up_proj",
             "mlp.dense_4h_to_h": "mlp.down_proj",
         }
-        return Layout("transformer", names, composed(grouped_qkv(config), rotated_rows(config)))
+        return Layout("transformer", names, grouped_qkv(config), rotated_rows(config))
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = composed(fused_qkv(config), rotated_rows(config))
-        return gguf_layout({"attn_norm_2": "input_layernorm"}, rows)
+        # Where there are two norms, the first one is the MLP's.
+        names = {"attn_norm_2": "attention_norm"}
+        return gguf_layout(names, cut=fused_qkv(config), rows=rotated_rows(config))
 
     def load_layer(self, load: LayerLoader) -> Block:
-        norm = load.layer_norm("input_layernorm")
-        has_two = load.weights.has(f"{load.prefix}.post_attention_layernorm.weight")
-        return Block(
-            attention_norm=norm,
-            attention=load.attention(),
-            mlp_norm=load.layer_norm("post_attention_layernorm") if has_two else norm,
-            mlp=load.plain_mlp(),
-        )
+        attention_norm = mlp_norm = load.layer_norm("input_layernorm")
+        if load.weights.has(f"{load.prefix}.post_attention_layernorm.weight"):
+            mlp_norm = load.layer_norm("post_attention_layernorm")
+        elif load.weights.has(f"{load.prefix}.attention_norm.weight"):
+            attention_norm = load.layer_norm("attention_norm")
+        return Block(attention_norm, load.attention(), mlp_norm, load.plain_mlp())
 
 
 def _with_biases(config: ArchitectureConfig, *, learned: bool = False) -> ArchitectureConfig:

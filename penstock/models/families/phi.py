@@ -16,7 +16,7 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Block, LayerLoader, Norm, load_layer_norm
-from penstock.models.layout import Layout, StoredRows, composed, fused_gate_up, fused_qkv, rotated_rows
+from penstock.models.layout import Layout, StoredRows, fused_gate_up, fused_qkv, rotated_rows
 from penstock.models.weights import WeightLoader
 
 
@@ -44,15 +44,16 @@ class Phi3(PreNormDecoder):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout(rows=cls._rows(config))
+        return Layout(cut=cls._cut(config), rows=rotated_rows(config))
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout({"ffn_up": "mlp.gate_up_proj"}, cls._rows(config))
+        names = {"ffn_up": "mlp.gate_up_proj"}
+        return gguf_layout(names, cut=cls._cut(config), rows=rotated_rows(config))
 
     @staticmethod
-    def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
-        return composed(fused_qkv(config), fused_gate_up(config.intermediate_size), rotated_rows(config))
+    def _cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
+        return fused_qkv(config) | fused_gate_up(config.intermediate_size)
 
 
 class Phi(Decoder):
@@ -88,7 +89,7 @@ class Phi(Decoder):
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(rows=composed(fused_qkv(config), rotated_rows(config)))
+        return gguf_layout(cut=fused_qkv(config), rows=rotated_rows(config))
 
     def load_layer(self, load: LayerLoader) -> Block:
         norm = load.layer_norm("input_layernorm")
