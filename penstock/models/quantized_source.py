@@ -144,7 +144,7 @@ class Axis(NamedTuple):
 
 class QuantizedSource:
     def __init__(self, files: SafetensorsSource, kind: StoredQuantization) -> None:
-        self._files = files
+        self.files = files
         self._kind = kind
         self._names = files.names()
 
@@ -153,10 +153,15 @@ class QuantizedSource:
 
     @property
     def bytes_read(self) -> int:
-        return self._files.bytes_read
+        return self.files.bytes_read
 
     def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
-        return self._files.vector(name, size, part)
+        return self.files.vector(name, size, part)
+
+    def is_quantized(self, name: str) -> bool:
+        stem = name.removesuffix(".weight")
+        beside = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+        return any(f"{stem}.{each}" in self._names for each in beside)
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         stem = name.removesuffix(".weight")
@@ -177,7 +182,7 @@ class QuantizedSource:
                 ]
                 if scales:
                     return self._scaled(name, scales[0], shape, kind, wanted)
-        return self._files.matrix(name, rows, columns, part)
+        return self.files.matrix(name, rows, columns, part)
 
     def _awq(self, stem: str, shape: Shape, kind: AWQ, part: Part) -> WeightData:
         group = self._group(stem, shape, kind.group)
@@ -209,7 +214,7 @@ class QuantizedSource:
 
     def _packed(self, stem: str, shape: Shape, kind: Compressed, part: Part) -> WeightData:
         per_word = 32 // kind.bits
-        all_scales = self._files.tensor(f"{stem}.weight_scale").float().reshape(shape.rows, -1)
+        all_scales = self.files.tensor(f"{stem}.weight_scale").float().reshape(shape.rows, -1)
         group = self._group(stem, shape, _ceil(shape.columns, all_scales.shape[1]))
         order = self._input_order(f"{stem}.weight_g_idx", shape.columns, group)
         window = _window(part, shape, per_word, shape.columns if order is not None else lcm(group, per_word))
@@ -230,7 +235,7 @@ class QuantizedSource:
 
     def _scaled(self, name: str, scale_name: str, shape: Shape, kind: Scaled, part: Part) -> WeightData:
         values = self._read(name, _axis(part.rows, shape.rows), _axis(part.columns, shape.columns))
-        scales = self._files.tensor(scale_name).float()
+        scales = self.files.tensor(scale_name).float()
         if values.dtype == torch.float8_e4m3fn:
             return _float8(name, values, scales, shape, kind, part)
         if values.dtype != torch.int8:
@@ -242,7 +247,7 @@ class QuantizedSource:
         zero_name = name.removesuffix(".weight") + ".weight_zero_point"
         offsets = None
         if zero_name in self._names:
-            zeros = _row_scales(self._files.tensor(zero_name).float(), shape, zero_name)
+            zeros = _row_scales(self.files.tensor(zero_name).float(), shape, zero_name)
             offsets = -zeros[own].view(-1, 1) * scales
         rounds_inputs = isinstance(self._kind, Compressed) and self._kind.rounds_inputs and offsets is None
         return _fitting(
@@ -253,7 +258,7 @@ class QuantizedSource:
         """Return the order of inputs by their groups; None when neighbours are together, as without act-order."""
         if name not in self._names:
             return None
-        groups = self._files.tensor(name, (columns,)).long()
+        groups = self.files.tensor(name, (columns,)).long()
         if torch.equal(groups, torch.arange(columns) // group):
             return None
         counts = torch.bincount(groups.clamp_min(0), minlength=columns // group)
@@ -270,7 +275,7 @@ class QuantizedSource:
     def _read(self, name: str, *axes: Axis) -> Tensor:
         sizes, spans = tuple(axis.size for axis in axes), tuple(axis.span for axis in axes)
         is_whole = all(len(axis.span) == axis.size for axis in axes)
-        return self._files.tensor(name, sizes, None if is_whole else spans)
+        return self.files.tensor(name, sizes, None if is_whole else spans)
 
 
 def _window(part: Part, shape: Shape, row_unit: int, column_unit: int) -> Part:
