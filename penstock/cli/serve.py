@@ -189,7 +189,8 @@ def describe_weights(card: ModelCard) -> str:
         method = f"{card.quantization}, " if card.quantization else ""
         precision = f"{method}{kept_bits:.1f} bits per weight, computed in {card.dtype}"
     rounding = f"; {card.rounding}" if card.rounding else ""
-    return f"{count}{word} parameters, {precision}{rounding}"
+    code = "; run by the code of transformers" if card.implementation == "transformers" else ""
+    return f"{count}{word} parameters, {precision}{rounding}{code}"
 
 
 def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> None:

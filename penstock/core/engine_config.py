@@ -13,6 +13,7 @@ from penstock.core.request import SamplingDefaults
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4", "fp8"]
+ModelImplementation = Literal["auto", "native", "transformers"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +41,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     quantization: (
         Annotated[Quantization, Meta(description="Round weights while loading: int8, int4 or fp8.")] | None
     ) = None
+    model_implementation: Annotated[
+        ModelImplementation,
+        Meta(
+            description="The code that runs the model: native, or the transformers library (an extra) with paged "
+            "attention. Auto: transformers for architectures that are not native."
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, Meta(description="Run Python code that comes with a model, if transformers has none for it.")
+    ] = False
     attention_backend: Annotated[
         Literal["auto", "triton", "flashinfer"],
         Meta(

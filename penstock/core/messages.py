@@ -98,6 +98,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     is_encoder: bool = False  # makes embeddings only: no tokens, and no other pooling
     named_templates: dict[str, str] = {}  # further chat templates by name, such as tool_use
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # for requests that do not say
+    implementation: str = "native"  # whose code runs the model: native or transformers
     weights_id: str = ""  # differs between weights of the same shape, so that caches keep them apart
 
 

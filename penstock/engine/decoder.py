@@ -49,7 +49,7 @@ from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, O
 from penstock.kernels.states import StateStore, state_bytes
 from penstock.models.generation import sampling_defaults
 from penstock.models.load import load_model, load_tokenizer, weights_identity
-from penstock.models.model import Model, StagedModel, state_layers
+from penstock.models.model import Model, state_layers
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.tokenizer import numbered_tokenizer_json
 
@@ -76,7 +76,7 @@ class OneRank:
     def ops(self, ops: Ops) -> Ops:
         return ops
 
-    def model(self, model: StagedModel, ops: Ops) -> Model:
+    def model(self, model: Model, ops: Ops) -> Model:
         return model
 
     def agreed(self, number: int) -> int:
@@ -103,6 +103,8 @@ def load_decoder(
     loaded = load_model(
         model_path,
         ops,
+        implementation=config.model.model_implementation,
+        trust_remote_code=config.model.trust_remote_code,
         quantization=config.model.quantization,
         load_format=config.model.load_format,
         seed=config.model.seed,
@@ -142,7 +144,7 @@ def load_decoder(
         )
     copy_s = _host_copy_s(memory, ops, clock)
     shared_kv = share(config, model, ops, kv, clock) if config.kv_transfer else None
-    records_graphs = is_cuda and setup.records_graphs
+    records_graphs = is_cuda and setup.records_graphs and model.records_graphs
     prompt_graphs = None
     if (
         records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None and states is None
@@ -329,6 +331,7 @@ def _card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> Mod
         dtype=str(ops.dtype).removeprefix("torch."),
         quantization=config.model.quantization,
         rounding=ops.rounding,
+        implementation=model.implementation,
         embedding_size=architecture.hidden_size,
         weights_id=_weights_id(config, model_path),
     )

@@ -57,6 +57,8 @@ class Decoder(ABC):
     huggingface_names: ClassVar[tuple[str, ...]]  # as in `architectures`, and as in `model_type`
     gguf_names: ClassVar[tuple[str, ...]] = ()  # as in `general.architecture`
     mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # of the norm between attention and MLP
+    implementation = "native"
+    records_graphs = True
     _layers: Sequence[Any]
 
     @classmethod

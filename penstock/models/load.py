@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from penstock.core.engine_config import Quantization
+from penstock.core.engine_config import ModelImplementation, Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
 from penstock.kernels.interface import Ops
@@ -26,11 +26,12 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layout import LayoutSource
-from penstock.models.model import StagedModel
+from penstock.models.model import Model
 from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
+from penstock.models.transformers_load import TransformersCheckpoint
 from penstock.models.weights import OnProgress, RandomSource, WeightLoader, WeightSource
 
 SUFFIXES = (".safetensors", ".gguf", ".bin")
@@ -57,6 +58,10 @@ def weights_identity(path: Path) -> str:
     return digest.hexdigest()
 
 
+class UnknownArchitecture(ModelLoadError):
+    """No native family has the architecture."""
+
+
 def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
     """Find the architecture by the class in `architectures`, else by `model_type`."""
     named = fields.raw("architectures")
@@ -68,7 +73,7 @@ def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
             return architecture
     if not asked:
         raise ModelLoadError(f"{fields.where} names neither architectures nor a model_type.")
-    raise ModelLoadError(
+    raise UnknownArchitecture(
         f"The architecture {asked[0]} is not known; known are {_known_families()}.",
         hint="Try --model-implementation transformers, which runs most decoders that transformers knows.",
     )
@@ -129,23 +134,49 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, architecture, architecture.config_from_gguf(file), file)
 
 
+def open_any_checkpoint(
+    path: Path, implementation: ModelImplementation = "auto", *, trust_remote_code: bool = False
+) -> Checkpoint | TransformersCheckpoint:
+    """Open a model for the code that will run it. `auto` takes transformers only for folders whose architecture is
+    not native."""
+    if implementation == "native" or not (path / "config.json").is_file():
+        if implementation == "transformers":
+            raise ModelLoadError(
+                f"Transformers' code needs a folder in Hugging Face form, which {path} is not.",
+                hint="Leave --model-implementation out.",
+            )
+        return open_checkpoint(path)
+    fields = _read_config(path / "config.json")
+    if implementation == "auto":
+        try:
+            architecture_for_huggingface(fields)
+            return open_checkpoint(path)
+        except UnknownArchitecture as unknown:
+            return TransformersCheckpoint.instead_of_native(path, fields, unknown, trust_remote_code)
+    return TransformersCheckpoint.open(path, fields, trust_remote_code=trust_remote_code)
+
+
 def load_model(
     path: Path,
     ops: Ops,
     *,
+    implementation: ModelImplementation = "auto",
+    trust_remote_code: bool = False,
     quantization: Quantization | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
     shard: Shard = WHOLE,
     on_progress: OnProgress | None = None,
-) -> StagedModel:
+) -> Model:
     """Load a model. `load_format="random"` needs settings only and fills weights from `seed`. `max_model_len`
     shortens the context below what the model allows; it cannot lengthen it. Only the part of a `shard` is read."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_any_checkpoint(path, implementation, trust_remote_code=trust_remote_code)
     config = checkpoint.config
     num_positions = _num_positions(config, max_model_len)
     source = weight_source(checkpoint, load_format, seed, ops.device)
+    if isinstance(checkpoint, TransformersCheckpoint):
+        return checkpoint.load(source, ops, num_positions, shard, quantization, on_progress)
     loader = WeightLoader(source, ops, quantization=quantization, shard=shard, on_progress=on_progress)
     model = checkpoint.architecture(config, loader, num_positions)
     logger.debug("read %s of weights", format_bytes(source.bytes_read))
@@ -153,7 +184,7 @@ def load_model(
 
 
 def weight_source(
-    checkpoint: Checkpoint, load_format: LoadFormat, seed: int, device: torch.device
+    checkpoint: Checkpoint | TransformersCheckpoint, load_format: LoadFormat, seed: int, device: torch.device
 ) -> WeightSource:
     if load_format == "random":
         return RandomSource(seed, norm_offset=checkpoint.config.norm_offset, device=device)

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from penstock.core.errors import ConfigError
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.states import StateShapes
 from penstock.models.config import ArchitectureConfig
@@ -22,6 +23,8 @@ class Model(Protocol):
     num_parameters: int
     weight_bytes: int  # as packed by the backend
     products: Sequence[NamedProduct]  # its matrices, for LoRA
+    implementation: str  # whose code runs the model: native or transformers
+    records_graphs: bool  # whether CUDA graphs may record its forward pass
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         """Compute int32 [T] → [T, hidden], after the final norm. Writes the tokens' keys and values to `kv`."""
@@ -44,6 +47,7 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
 class StagedModel(Model, Protocol):
     """A model whose forward pass can be taken apart, for a pipeline: `embed`, `run_layers`, `normed`."""
 
@@ -58,6 +62,17 @@ class StagedModel(Model, Protocol):
     def normed(self, residual: Tensor) -> Tensor:
         """Return the output of the last layer after the final norm."""
         ...
+
+
+def staged(model: Model) -> StagedModel:
+    """Return a model whose forward pass can be taken apart. Raises ConfigError for any other."""
+    if isinstance(model, StagedModel):
+        return model
+    raise ConfigError(
+        f"{model.config.architecture} runs by the code of transformers, which cannot be taken apart for drafting "
+        "heads or ranks.",
+        hint="Leave these settings out, or take a native architecture.",
+    )
 
 
 @runtime_checkable

@@ -1,5 +1,5 @@
-"""Loads a decoder of the transformers library: builds its modules without memory for weights, and fills them tensor by
-tensor from the checkpoint. The only file that knows how the names of a checkpoint become names of modules."""
+"""Loads a decoder of the transformers library: builds its modules without memory for weights, and fills them from the
+checkpoint, one tensor at a time. The only file that knows how names of a checkpoint become names of modules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.core.engine_config import Quantization
-from penstock.core.errors import ModelLoadError
+from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import DenseWeight, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
 from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
+from penstock.models.sharding import WHOLE, Shard
+from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.transformers_model import (
     PAGED,
     NeedsWeight,
@@ -73,11 +75,15 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             hint="Read the code, then add --trust-remote-code.",
         )
     if not known and not own_code:
-        raise ModelLoadError(f"Transformers {transformers.__version__} does not know the model type {model_type!r}.")
+        raise ModelLoadError(
+            f"Transformers {transformers.__version__} does not know the model type {model_type!r}."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever the settings make of transformers' code
-        raise ModelLoadError(f"Transformers cannot read {folder / 'config.json'}: {_reason(error)}.") from error
+        raise ModelLoadError(
+            f"Transformers cannot read {folder / 'config.json'}: {_reason(error)}."
+        ) from error
     is_decoder = type(config) in transformers.AutoModelForCausalLM._model_mapping or bool(own_code)
     if not is_decoder or getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(f"Transformers has no decoder for the model type {model_type!r}.")
@@ -124,40 +130,76 @@ _MAPPED = (
 )
 
 
-def load_transformers(
-    folder: Path,
-    source: WeightSource,
-    ops: Ops,
-    *,
-    max_model_len: int,
-    trust_remote_code: bool = False,
-    quantization: Quantization | None = None,
-    on_progress: OnProgress | None = None,
-) -> TransformersModel:
-    transformers = library()
-    config = read_config(folder, trust_remote_code=trust_remote_code)
-    check_rope(config, max_model_len)
-    network = _skeleton(transformers, config, ops.dtype, trust_remote_code)
-    loader = WeightLoader(source, ops, quantization=quantization, on_progress=on_progress)
-    filling = _Filling(network, source, loader, stored_names(network, source))
-    num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    filling.fill()
-    model = TransformersModel(
-        network,
-        architecture_config(config, str(folder / "config.json")),
-        ops,
-        max_model_len=max_model_len,
-        num_parameters=num_parameters,
-        weight_bytes=loader.weight_bytes + filling.plain_bytes,
-    )
-    while True:
+@dataclass(frozen=True, slots=True)
+class TransformersCheckpoint:
+    """A folder that transformers' code runs, whose settings have been read, and whose weights have not."""
+
+    path: Path
+    settings: Any  # transformers' own
+    config: ArchitectureConfig
+    quantization: StoredQuantization | None
+    trust_remote_code: bool
+
+    @classmethod
+    def open(cls, path: Path, fields: Fields, *, trust_remote_code: bool) -> Self:
+        settings = read_config(path, trust_remote_code=trust_remote_code)
+        config = architecture_config(settings, fields.where)
+        return cls(path, settings, config, stored_quantization(fields), trust_remote_code)
+
+    @classmethod
+    def instead_of_native(
+        cls, path: Path, fields: Fields, unknown: ModelLoadError, trust_remote_code: bool
+    ) -> Self:
+        """Open a folder whose architecture is not native. If that fails, the error names both reasons."""
         try:
-            recording = probe(model, ops)
-            break
-        except NeedsWeight as need:
-            filling.unpack(need.name)
-    model.products = filling.products(recording)
-    return model
+            return cls.open(path, fields, trust_remote_code=trust_remote_code)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{unknown.message} {error.message}", hint=error.hint) from error
+
+    def source(self) -> WeightSource:
+        files = SafetensorsSource(self.path)
+        return files if self.quantization is None else QuantizedSource(files, self.quantization)
+
+    def load(
+        self,
+        source: WeightSource,
+        ops: Ops,
+        max_model_len: int,
+        shard: Shard = WHOLE,
+        quantization: Quantization | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> TransformersModel:
+        refuse_shards(shard)
+        check_rope(self.settings, max_model_len)
+        network = _skeleton(self.settings, ops.dtype, self.trust_remote_code)
+        loader = WeightLoader(source, ops, quantization=quantization, on_progress=on_progress)
+        filling = _Filling(network, source, loader, stored_names(network, source))
+        num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        filling.fill()
+        model = TransformersModel(
+            network,
+            self.config,
+            ops,
+            max_model_len=max_model_len,
+            num_parameters=num_parameters,
+            weight_bytes=loader.weight_bytes + filling.plain_bytes,
+        )
+        while True:
+            try:
+                recording = probe(model, ops)
+                break
+            except NeedsWeight as need:
+                filling.unpack(need.name)
+        model.products = filling.products(recording)
+        return model
+
+
+def refuse_shards(shard: Shard) -> None:
+    if shard != WHOLE:
+        raise ConfigError(
+            "A model that runs by transformers' code cannot be shared out over ranks.",
+            hint="Leave --tensor-parallel-size and --pipeline-parallel-size out.",
+        )
 
 
 @contextmanager
@@ -165,10 +207,10 @@ def _without_memory() -> Iterator[None]:
     """Give parameters of new modules no memory. Buffers, such as tables of angles, are computed as always."""
     register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # tied parameters stay one
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:  # tied parameters stay one
+            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
@@ -177,8 +219,9 @@ def _without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _skeleton(transformers: Any, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _skeleton(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Build the model with parameters that have a shape and no memory."""
+    transformers = library()
     config.use_cache = False
     try:
         with _without_memory():
@@ -413,7 +456,8 @@ class _Filling:
                     module._buffers[leaf] = buffer.to(self.loader.ops.device)
 
     def _name_of(self, wanted: nn.Module) -> str:
-        return next(name for name, module in self.network.named_modules() if module is wanted)
+        modules: Iterator[tuple[str, nn.Module]] = self.network.named_modules()
+        return next(name for name, module in modules if module is wanted)
 
     def _replace(self, name: str, module: nn.Module) -> None:
         parent, _, leaf = name.rpartition(".")

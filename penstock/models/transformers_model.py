@@ -309,7 +309,9 @@ def attention_call(
     if sinks is not None and not _HAS_SINKS:
         raise ModelLoadError(f"{name} has attention sinks, which this backend does not compute.")
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
-        raise ModelLoadError(f"{name} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads.")
+        raise ModelLoadError(
+            f"{name} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads."
+        )
     scale = options.get("scaling")
     return AttentionCall(
         num_heads=query.shape[1],

@@ -1,9 +1,9 @@
 """Finds out at load whether a model of the transformers library can be served with paged attention.
 
-A first pass records how the model calls attention. Then two short texts run over a small KV store, in one batch and in
-chunks, and must give the hidden states and logits that the model gives each text alone with its own attention. A model
-whose layers carry anything else from token to token (states, convolutions, biases by distance) gives others and is
-refused, whatever its name.
+A first pass records how the model calls attention. Then two short texts run over a small KV store, in one batch and
+in chunks, and must give the hidden states and logits that the model gives each text alone with its own attention. A
+model whose layers carry anything else from token to token (states, convolutions, biases by distance) gives others
+and is refused, whatever its name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,14 @@ class Recording:
     whole_products: set[str] = field(default_factory=set)
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *_: Any, **options: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any = None,
+        *_: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         window = self.windows[id(mask)] if id(mask) in self.windows else options.get("sliding_window")
         self.calls.append(attention_call(module, query, key, value, window, options))
@@ -65,7 +72,11 @@ def recorded_mask(
 ) -> Tensor | None:
     """The mask function that transformers calls while calls are recorded."""
     recording = RUNTIME.attention
-    return recording.mask(mask_function, q_length, torch.device(device)) if isinstance(recording, Recording) else None
+    return (
+        recording.mask(mask_function, q_length, torch.device(device))
+        if isinstance(recording, Recording)
+        else None
+    )
 
 
 def _window(allowed: Callable[..., Tensor], num_positions: int) -> int | None:
@@ -183,7 +194,9 @@ def _check(model: TransformersModel, ops: Ops, texts: list[list[int]], expected:
     alone = [_paged(model, ops, [text], [(len(text),)])[0] for text in texts]
     error = _largest_error(expected, alone)
     if not error <= tolerance:
-        raise ModelLoadError(f"paged attention gives other results (off by {error:.2g}) than the model's own.")
+        raise ModelLoadError(
+            f"paged attention gives other results (off by {error:.2g}) than the model's own."
+        )
     error = _largest_error(alone, _paged(model, ops, texts, _STEPS))
     if not error <= (5e-3 if ops.dtype == torch.float32 else 0.02):
         raise ModelLoadError(
@@ -193,7 +206,7 @@ def _check(model: TransformersModel, ops: Ops, texts: list[list[int]], expected:
 
 
 def _largest_error(expected: list[_Answer], got: list[_Answer]) -> float:
-    """Return the largest of the medians over rows: a few rows may differ, because near a tie a router sends a token to
+    """Return the largest of the medians over rows. A few rows may differ: near a tie, a router sends a token to
     another expert."""
     largest = 0.0
     for want, have in zip(expected, got, strict=True):

@@ -28,8 +28,14 @@ from penstock.engine.drafters.model import (
 )
 from penstock.kernels.interface import Ops
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
-from penstock.models.load import load_model, load_tokenizer, open_checkpoint, weight_source
-from penstock.models.model import StagedModel, TappedModel, state_layers
+from penstock.models.load import (
+    load_model,
+    load_tokenizer,
+    open_any_checkpoint,
+    open_checkpoint,
+    weight_source,
+)
+from penstock.models.model import Model, TappedModel, staged, state_layers
 from penstock.models.tokenizer import TokenizerFiles
 
 
@@ -112,9 +118,7 @@ class LoadedDrafter:
         )
 
 
-def load_drafter(
-    config: EngineConfig, model_path: Path, model: StagedModel, ops: Ops
-) -> LoadedDrafter | None:
+def load_drafter(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> LoadedDrafter | None:
     """Load what --speculate names; None if it names neither a model nor heads."""
     speculate = parse_speculate(config.speculate)
     if speculate.kind == "draft":
@@ -135,7 +139,10 @@ def _load_model(config: EngineConfig, model_path: Path, path: Path, ops: Ops) ->
         raise ConfigError(
             f"There is no draft model at {path}.", hint="Give a model's name, folder or .gguf file."
         )
-    own, other = open_checkpoint(model_path).config.vocab_size, open_checkpoint(path).config.vocab_size
+    own, other = (
+        open_any_checkpoint(each, trust_remote_code=settings.trust_remote_code).config.vocab_size
+        for each in (model_path, path)
+    )
     tokenizers = load_tokenizer(model_path), load_tokenizer(path)
     is_same = own == other if None in tokenizers else _vocabulary(tokenizers[0]) == _vocabulary(tokenizers[1])
     if not is_same:
@@ -160,17 +167,16 @@ def _vocabulary(files: TokenizerFiles | None) -> dict[str, int]:
     return Tokenizer.from_str(files.tokenizer_json.decode()).get_vocab(with_added_tokens=True)
 
 
-def _load_heads(
-    config: EngineConfig, model_path: Path, path: Path, model: StagedModel, ops: Ops
-) -> LoadedDrafter:
+def _load_heads(config: EngineConfig, model_path: Path, path: Path, model: Model, ops: Ops) -> LoadedDrafter:
     settings = config.model
+    target = staged(model)
     source = weight_source(open_checkpoint(model_path), settings.load_format, settings.seed, ops.device)
     max_positions = model.max_model_len + MAX_TOKENS
     # Rounded heads draft nearly the same, and a CPU reads a quarter of the bytes.
     quantization = (
         "int8" if ops.device.type == "cpu" and ops.dtype != torch.float32 else settings.quantization
     )
-    heads = load_heads(path, Target(model, source, ops), max_positions, quantization)
+    heads = load_heads(path, Target(target, source, ops), max_positions, quantization)
     if heads.taps and not isinstance(model, TappedModel):
         raise ConfigError(
             f"The head in {path} reads inner layers, which {model.config.architecture} does not show.",

@@ -36,6 +36,7 @@ from penstock.engine.offline import OfflineEngine
 from penstock.models.drafters.files import write_heads
 from penstock.models.drafters.heads import Target
 from penstock.models.load import load_model, open_checkpoint, weight_source
+from penstock.models.model import staged
 
 AHEAD = 4  # positions that the head learns to draft, and is measured on
 LOSS_DECAY = 0.8  # from one position to the next
@@ -313,7 +314,7 @@ def load_target(config: EngineConfig, model_path: Path) -> Target:
         max_model_len=settings.max_model_len,
     )
     source = weight_source(open_checkpoint(model_path), settings.load_format, settings.seed, ops.device)
-    return Target(model, source, ops)
+    return Target(staged(model), source, ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,18 @@ from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
-from penstock.models.load import is_encoder, open_checkpoint
-from penstock.models.model import HasStates, Model, StagedModel
+from penstock.models.load import Checkpoint, is_encoder, open_any_checkpoint
+from penstock.models.model import HasStates, Model, StagedModel, staged
+from penstock.models.transformers_load import TransformersCheckpoint, refuse_shards
 from penstock.models.weights import NamedProduct
 
 
 class RankModel:
     """A rank's part of a model. Only the last stage uses the result of `forward`, and only its first rank that of
     `logits`."""
+
+    implementation = "native"
+    records_graphs = True
 
     def __init__(self, model: StagedModel, mesh: Mesh, ops: Ops) -> None:
         self.config = model.config
@@ -148,8 +152,8 @@ class OneOfSeveralRanks(OneRank):
             return ops
         return TensorParallelOps(ops, self.mesh.tensor, self.shard, self._vocab_size)
 
-    def model(self, model: StagedModel, ops: Ops) -> Model:
-        return RankModel(model, self.mesh, ops)
+    def model(self, model: Model, ops: Ops) -> Model:
+        return RankModel(staged(model), self.mesh, ops)
 
     def agreed(self, number: int) -> int:
         return self.mesh.smallest(number)
@@ -169,7 +173,7 @@ def join(config: EngineConfig, model_path: Path, rank: int, meeting_place: Path)
     device = choose_device(config.model.device)
     if device.type == "cuda":
         torch.cuda.set_device(rank)
-    vocab_size = open_checkpoint(model_path).config.vocab_size
+    vocab_size = _open(config, model_path).config.vocab_size
     return OneOfSeveralRanks(Mesh(rank, config.parallel, device, meeting_place), vocab_size)
 
 
@@ -185,10 +189,20 @@ def check(config: EngineConfig, model_path: Path) -> None:
             "KV blocks that are cut up over ranks cannot be sent to other engines.",
             hint="Leave out either prefill and decode replicas, or the parallel sizes.",
         )
-    shard_of(0, config.parallel).check(open_checkpoint(model_path).config)
+    checkpoint, shard = _open(config, model_path), shard_of(0, config.parallel)
+    if isinstance(checkpoint, TransformersCheckpoint):
+        refuse_shards(shard)
+    shard.check(checkpoint.config)
     num_ranks = config.parallel.num_ranks
     if choose_device(config.model.device).type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks need as many GPUs, and torch finds {torch.cuda.device_count()}.",
             hint="Lower --tensor-parallel-size or --pipeline-parallel-size.",
         )
+
+
+def _open(config: EngineConfig, model_path: Path) -> Checkpoint | TransformersCheckpoint:
+    settings = config.model
+    return open_any_checkpoint(
+        model_path, settings.model_implementation, trust_remote_code=settings.trust_remote_code
+    )
