@@ -112,7 +112,8 @@ class Decoder(ABC):
         self._final_norm = self.load_final_norm(loader) if self.shard.is_last_stage else None
         self.num_parameters = loader.num_parameters
         self.weight_bytes = loader.weight_bytes
-        self.products: Sequence[NamedProduct] = loader.products
+        layout = self.layout(config)
+        self.products: Sequence[NamedProduct] = [layout.with_places(each) for each in loader.products]
 
     def with_ops(self, ops: Ops) -> Self:
         """Return a model with the same weights, run by other operations."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.config import ArchitectureConfig
 from penstock.models.rope import pair_order
-from penstock.models.weights import Part, WeightSource, pick_rows
+from penstock.models.weights import AdaptedPlace, NamedProduct, Part, WeightSource, pick_rows
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 
@@ -55,6 +55,29 @@ class Layout:
             name = name.replace(f".{own}.", f".{usual}.")
         name = name.strip(".")
         return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
+
+    def stored_name(self, usual: str) -> str:
+        """Return the name that folders of this family have for a module."""
+        name = f".{usual}."
+        for own, other in reversed(list(self.names.items())):
+            name = name.replace(f".{other}.", f".{own}.")
+        name = name.strip(".")
+        return name.replace("model.", f"{self.base}.", 1) if name.startswith("model.") else name
+
+    def with_places(self, product: NamedProduct) -> NamedProduct:
+        """Return a product with the matrices that adapters for this family change."""
+        if self.is_usual:
+            return product
+        return replace(product, places=tuple(map(self._place, product.names, product.rows)))
+
+    def _place(self, name: str, size: int) -> AdaptedPlace:
+        match = _LAYER.fullmatch(name)
+        cut, rows = (table.get(match[2]) if match else None for table in (self.cut, self.rows))
+        order = None if rows is None else rows.order
+        if match is None or cut is None:
+            return AdaptedPlace(self.stored_name(name), size, order)
+        fused = self.stored_name(match[1] + cut.name)
+        return AdaptedPlace(fused, cut.total, cut.order if order is None else cut.order[order])
 
 
 def rotated_rows(

@@ -33,7 +33,6 @@ _RANK_MULTIPLE = 16  # for fast products; the padding is zero
 _UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
-    "fan_in_fan_out",
     "layer_replication",
     "trainable_token_indices",
 )
@@ -121,12 +120,15 @@ def read_lora(folder: Path, products: Sequence[NamedProduct], max_rank: int) -> 
             hint="Raise --max-lora-rank.",
         )
     deltas = {}
+    unused = set(parts)
     for index, product in enumerate(products):
-        if any(name in parts for name in product.names):
-            deltas[index] = _stacked(product, [parts.pop(name, None) for name in product.names], folder)
-    if parts:
+        names = {place.name for place in product.adapted_places()}
+        if not names.isdisjoint(parts):
+            deltas[index] = _stacked(product, parts, folder)
+            unused -= names
+    if unused:
         raise InvalidRequest(
-            f"The adapter in {folder} changes {min(parts)}, which this model does not allow."
+            f"The adapter in {folder} changes {min(unused)}, which this model does not allow."
         )
     if not deltas:
         raise InvalidRequest(f"The adapter in {folder} changes nothing.")
@@ -159,24 +161,26 @@ def _read_pairs(folder: Path, config: LoRAConfig) -> dict[str, tuple[Tensor, Ten
     return pairs
 
 
-def _stacked(
-    product: NamedProduct, parts: Sequence[tuple[Tensor, Tensor] | None], folder: Path
-) -> ProductDelta:
-    total_rank = sum(part[0].shape[0] for part in parts if part is not None)
+def _stacked(product: NamedProduct, pairs: Mapping[str, tuple[Tensor, Tensor]], folder: Path) -> ProductDelta:
+    places = product.adapted_places()
+    total_rank = sum(pairs[place.name][0].shape[0] for place in places if place.name in pairs)
     total_rank = -(-total_rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
     left = torch.zeros(total_rank, product.columns)
     right = torch.zeros(sum(product.rows), total_rank)
     row = column = 0
-    for name, height, part in zip(product.names, product.rows, parts, strict=True):
-        if part is not None:
-            rank = part[0].shape[0]
-            if part[0].shape != (rank, product.columns) or part[1].shape != (height, rank):
+    for place, height in zip(places, product.rows, strict=True):
+        if place.name in pairs:
+            inner, outer = pairs[place.name]
+            rank = inner.shape[0]
+            if inner.shape != (rank, product.columns) or outer.shape != (place.rows, rank):
                 raise InvalidRequest(
                     f"The adapter in {folder} was made for another model: "
-                    f"{name} is {height} × {product.columns} here."
+                    f"{place.name} is {place.rows} × {product.columns} here."
                 )
-            left[column : column + rank] = part[0]
-            right[row : row + height, column : column + rank] = part[1]
+            left[column : column + rank] = inner
+            right[row : row + height, column : column + rank] = (
+                outer if place.order is None else outer[place.order]
+            )
             column += rank
         row += height
     return ProductDelta(left, right)

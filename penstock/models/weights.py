@@ -149,6 +149,16 @@ class LinearPart:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedPlace:
+    """The matrix that adapters change in order to change a matrix of the model: its name in the family's checkpoints,
+    its rows, and the row of it for each row of the model's matrix."""
+
+    name: str
+    rows: int
+    order: Tensor | None = None  # int64; None for the same rows
+
+
+@dataclass(frozen=True, slots=True)
 class NamedProduct:
     """Matrices of a checkpoint that were stacked, in this order, into one product."""
 
@@ -156,6 +166,12 @@ class NamedProduct:
     rows: tuple[int, ...]
     columns: int
     packed: PackedLinear
+    places: tuple[
+        AdaptedPlace, ...
+    ] = ()  # one for each matrix; none where adapters use the same names and rows
+
+    def adapted_places(self) -> tuple[AdaptedPlace, ...]:
+        return self.places or tuple(map(AdaptedPlace, self.names, self.rows))
 
 
 class WeightLoader:

@@ -17,11 +17,17 @@ EVERYTHING = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def write_adapter(
-    reference: Reference, folder: Path, *, seed: int, targets: Sequence[str] = EVERYTHING, **settings: Any
+    reference: Reference,
+    folder: Path,
+    *,
+    seed: int,
+    targets: str | Sequence[str] = EVERYTHING,
+    **settings: Any,
 ) -> Reference:
     """An adapter for the model of `reference`; returns the merged model, with the adapter's folder."""
     torch.manual_seed(seed)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": list(targets), **settings})
+    chosen = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": chosen, **settings})
     adapted = get_peft_model(copy.deepcopy(reference.model), config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

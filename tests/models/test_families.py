@@ -14,16 +14,20 @@ import torch
 from gguf import GGMLQuantizationType
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.errors import ModelLoadError
 from penstock.engine.build import Engine, build_engine
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import select_ops
-from penstock.models.load import load_model
+from penstock.models.load import load_model, open_checkpoint
+from penstock.models.quantization.folder import require_writable
 from tests.engine.tiny import request, run, teach_short_answers, tokens
+from tests.models.adapters import write_adapter
 from tests.models.checkpoints import Reference
 from tests.models.conftest import random_prompt
 from tests.models.gguf_files import ARCHITECTURES, write_model
 from tests.models.paged import PagedRunner
 from tests.models.ranks import run_ranks
+from tests.models.test_lora import lora_model
 from tests.models.tiny_families import TINY, save_tiny
 
 LENGTH = 64
@@ -94,6 +98,15 @@ def test_rounded_weights_stay_close(family: Reference) -> None:
     assert similarity.min() > 0.98
 
 
+def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_path: Path) -> None:
+    merged = write_adapter(family, tmp_path, seed=1, targets="all-linear")
+    runner = lora_model(family, TorchOps(), [merged])
+    runner.digests = [merged.name]
+    expected = merged.logits(PROMPTS[0])
+    assert not torch.allclose(expected, family.logits(PROMPTS[0]), atol=0.1)
+    torch.testing.assert_close(runner.prompt_logits(PROMPTS[0]), expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str, tmp_path: Path) -> None:
     if family.model.config.model_type not in ARCHITECTURES:
@@ -116,3 +129,9 @@ def test_longrope_takes_the_factors_of_the_context_it_was_loaded_for(tmp_path: P
     torch.testing.assert_close(made, reference.logits(prompt), **TOLERANCE)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(prompt), made)
+
+
+def test_matrices_in_another_form_cannot_be_written_quantized(tmp_path: Path) -> None:
+    save_tiny("phi3", tmp_path)
+    with pytest.raises(ModelLoadError, match="a model of kind phi3, whose matrices"):
+        require_writable(open_checkpoint(tmp_path))

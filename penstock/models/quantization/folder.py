@@ -89,6 +89,12 @@ def _share_with_others(folder: Path) -> None:
 
 
 def require_writable(checkpoint: Checkpoint) -> None:
+    if not checkpoint.architecture.layout(checkpoint.config).is_usual:
+        raise ModelLoadError(
+            f"{checkpoint.path.name} holds a model of kind {checkpoint.config.architecture}, whose matrices are "
+            "stored in a form that cannot be written yet.",
+            hint="Serve it with --quantization int8 instead, which rounds the weights while they are loaded.",
+        )
     if checkpoint.gguf is not None and checkpoint.config.architecture not in _WRITABLE_FROM_GGUF:
         raise ModelLoadError(
             f"{checkpoint.path.name} holds a model of kind {checkpoint.config.architecture}, which can be quantized "
