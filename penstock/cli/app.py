@@ -29,6 +29,7 @@ MODULES = {
     "audit": "tenants",
     "usage": "usage",
     "bench": "bench",
+    "plan": "plan",
     "doctor": "doctor",
     "version": "app",
 }

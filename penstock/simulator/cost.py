@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from itertools import combinations
+from typing import Protocol
 
 from penstock.core.errors import UsageError
 from penstock.core.plan import StepPlan
@@ -35,6 +36,12 @@ class StepWork:
             tokens += chunk.num_tokens
             context_tokens += chunk.start + chunk.num_tokens
         return cls(tokens, len(plan.chunks), context_tokens)
+
+
+class StepCost(Protocol):
+    """Predicts how long a step takes."""
+
+    def step_s(self, work: StepWork) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

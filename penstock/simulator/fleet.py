@@ -21,7 +21,7 @@ from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.kvcache import KVCache
 from penstock.router import Replica, ReplicaState
 from penstock.scheduler.scheduler import Scheduler
-from penstock.simulator.cost import LinearCost, StepWork
+from penstock.simulator.cost import StepCost, StepWork
 from penstock.simulator.workload import Arrival
 
 _WRONG_TOKEN_ID = -1  # no answer has it
@@ -42,7 +42,7 @@ class SimulatedReplica:
         self,
         scheduler: Scheduler,
         cache: KVCache,
-        cost: LinearCost,
+        cost: StepCost,
         *,
         depth: int = 1,
         acceptance: float | None = None,

@@ -17,7 +17,7 @@ from penstock.kvcache import KVCache
 from penstock.router import ReplicaState
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.control import ControlTimes, FleetControl
-from penstock.simulator.cost import LLAMA_8B_ON_H200, LinearCost
+from penstock.simulator.cost import LLAMA_8B_ON_H200, StepCost
 from penstock.simulator.driver import Driver
 from penstock.simulator.fleet import SimulatedFleet, SimulatedReplica
 from penstock.simulator.report import Outcome, ReplicaReport, Report, Tally
@@ -31,7 +31,7 @@ class ReplicaConfig:
     num_blocks: int = 48_000
     max_model_len: int = 32_768
     depth: int = 2
-    cost: LinearCost = LLAMA_8B_ON_H200
+    cost: StepCost = LLAMA_8B_ON_H200
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     draft_acceptance: float | None = None  # the chance of each drafted token; None: no speculation
@@ -69,9 +69,13 @@ class SimulationConfig:
     seed: int = 0
 
 
-def simulate(config: SimulationConfig, progress: Callable[[int, float], None] | None = None) -> Report:
+def simulate(
+    config: SimulationConfig,
+    progress: Callable[[int, float], None] | None = None,
+    on_outcome: Callable[[Outcome], None] | None = None,
+) -> Report:
     """Run the workload to its end in virtual time. The same configuration gives the same report, to the last bit.
-    `progress` is told the number of requests that have ended and the virtual time."""
+    `progress` is told the number of requests that have ended and the virtual time, `on_outcome` each outcome."""
     rng = Random(config.seed)
     tally = Tally()
 
@@ -79,6 +83,8 @@ def simulate(config: SimulationConfig, progress: Callable[[int, float], None] | 
         tally.add(outcome, now)
         if progress is not None:
             progress(tally.num_requests, now)
+        if on_outcome is not None:
+            on_outcome(outcome)
 
     block_size = config.replica.cache.block_size
     fleet = SimulatedFleet(

@@ -1,0 +1,403 @@
+"""`penstock plan`: what a traffic needs, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from penstock.cli.commands import PenstockCommand
+from penstock.cli.console import fetch_model, json_option, print_json, spinner, stderr_console, stdout_console
+from penstock.core.errors import UsageError
+from penstock.core.figures import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.planner.capacity import Estimate, Plan, Targets, Traffic
+    from penstock.planner.hardware import Hardware
+    from penstock.planner.roofline import Layout
+    from penstock.planner.shapes import ModelShape
+    from penstock.simulator.cost import LinearCost
+
+_TENSOR_PARALLEL = (1, 2, 4, 8)
+_MEASURED = "this machine"
+_FIGURES = ("fits", "TTFT", "ITL", "req/s", "need", "$/h", "$/month", "$/M")
+
+
+@click.command(cls=PenstockCommand, short_help="Say what a traffic needs, and what it costs.")
+@click.argument("model")
+@click.option("--hardware", "names", multiple=True, metavar="NAME",
+              help="Device to plan for; may be given several times. Default: all that are known.")  # fmt: skip
+@click.option("--format", "formats", multiple=True, metavar="FORMAT", default=("bfloat16",), show_default=True,
+              help="Format of weights: float32, bfloat16, fp8, int8, int4; may be given several times.")  # fmt: skip
+@click.option("--kv-format", default="bfloat16", show_default=True, metavar="FORMAT",
+              help="Format of the KV cache: bfloat16, fp8 or int8.")  # fmt: skip
+@click.option("--tensor-parallel", type=click.IntRange(1, 64), metavar="N",
+              help="Devices of a replica. Default: what costs least of 1, 2, 4 and 8.")  # fmt: skip
+@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="PER_SECOND",
+              help="Requests per second. Default: the trace's, or 1.")  # fmt: skip
+@click.option("--input-len", default="512", show_default=True, help="Prompt tokens: a number, or a range.")
+@click.option("--output-len", default="256", show_default=True, help="Answer tokens: a number, or a range.")
+@click.option("--prefix-share", type=click.FloatRange(0, 0.95), metavar="SHARE",
+              help="Share of prompt tokens that prompts have in common. Default: the trace's, or 0.")  # fmt: skip
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
+              help="Requests to take rate and lengths from: Azure's CSV or Mooncake's JSON lines.")  # fmt: skip
+@click.option("--ttft-ms", type=click.FloatRange(0, min_open=True), default=1000.0, show_default=True,
+              help="Target of the time to the first token.")  # fmt: skip
+@click.option("--itl-ms", type=click.FloatRange(0, min_open=True), default=50.0, show_default=True,
+              help="Target of the mean time between the tokens of an answer.")  # fmt: skip
+@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=0.95, show_default=True,
+              help="Share of requests that must meet both targets.")  # fmt: skip
+@click.option("--price", "prices", multiple=True, metavar="NAME=DOLLARS",
+              help="Dollars per hour of one device, instead of the example in the table.")  # fmt: skip
+@click.option("--simulate", "simulated", type=click.Choice(["best", "all", "none"]), default="best",
+              show_default=True, help="Plans to check in the simulator: the cheapest, all, or none.")  # fmt: skip
+@click.option("--measure", is_flag=True,
+              help="Measure the model with the engine on this machine, and plan with what was measured.")  # fmt: skip
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Draw the share of requests within the targets, by replicas; needs the extra `plot`.")  # fmt: skip
+@json_option
+def plan(
+    model: str,
+    names: tuple[str, ...],
+    formats: tuple[str, ...],
+    kv_format: str,
+    tensor_parallel: int | None,
+    rate: float | None,
+    input_len: str,
+    output_len: str,
+    prefix_share: float | None,
+    trace: Path | None,
+    ttft_ms: float,
+    itl_ms: float,
+    share: float,
+    prices: tuple[str, ...],
+    simulated: str,
+    measure: bool,
+    plot_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Say what MODEL needs on each kind of hardware to serve a traffic within its targets, and what that costs.
+
+    MODEL is a folder with a config.json, a config.json, or a known name. Times come from formulas
+    (docs/planning.md); the number of replicas of the cheapest plan is checked in the simulator, with the scheduler
+    that serves.
+
+    \b
+      penstock plan llama-3.1-8b --rate 20 --input-len 100:2000 --output-len 50:400
+      penstock plan llama-3.1-70b --hardware h200 --hardware h100 --format fp8 --ttft-ms 500
+      penstock plan smollm2-135m --measure --rate 2
+    """
+    from penstock.bench.summary import require_matplotlib
+    from penstock.planner.capacity import Targets
+
+    if plot_file:
+        require_matplotlib()
+    shape = _shape(model)
+    devices = _devices(names, prices)
+    traffic = _traffic(trace, rate, input_len, output_len, prefix_share)
+    targets = Targets(ttft_ms / 1e3, itl_ms / 1e3, share)
+    measured = _measured_layout(model, shape, prices) if measure else None
+    ranks = (tensor_parallel,) if tensor_parallel else _TENSOR_PARALLEL
+    candidates = [] if measured else _candidates(shape, devices, formats, kv_format, ranks, traffic, targets)
+    if measured is not None:
+        from penstock.planner.capacity import estimate
+
+        layout, cost = measured
+        candidates = [(layout, estimate(layout, cost, traffic, targets))]
+    possible = [pair for pair in candidates if pair[1].is_possible]
+    if not possible:
+        raise _impossible(shape, candidates)
+    possible.sort(key=lambda pair: _num_replicas(pair[1], traffic) * pair[0].dollars_per_hour)
+    checked = {"best": possible[:1], "all": possible, "none": []}[simulated]
+    plans = {id(layout): _simulated(layout, guess, traffic, targets, measured) for layout, guess in checked}
+    if plot_file:
+        _plot(plot_file, list(plans.values()), targets)
+    rows = [_row(layout, guess, traffic, plans.get(id(layout))) for layout, guess in candidates]
+    if as_json:
+        print_json({"model": msgspec.to_builtins(shape), "plans": rows})
+        return
+    _print(shape, rows, traffic, targets)
+
+
+def _shape(model: str) -> ModelShape:
+    from penstock.planner.shapes import KNOWN_MODELS, known_shape, shape_from_config
+
+    known = known_shape(model)
+    if known is not None:
+        return known
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(
+            f"There is no model {model}.",
+            hint=f"Give a folder, a config.json, or one of: {', '.join(KNOWN_MODELS)}.",
+        )
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be read as JSON.") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} does not hold an object of settings.")
+    return shape_from_config(path.name if path.is_dir() else path.parent.name or str(path), config)
+
+
+def _devices(names: tuple[str, ...], prices: tuple[str, ...]) -> list[Hardware]:
+    from penstock.planner.hardware import HARDWARE
+
+    own = dict(_price(text) for text in prices)
+    for name in (*names, *own):
+        if name not in HARDWARE and name != _MEASURED:
+            raise UsageError(f"The hardware {name} is not known.", hint=f"Known are {', '.join(HARDWARE)}.")
+    chosen = [HARDWARE[name] for name in names] or list(HARDWARE.values())
+    return [
+        replace(device, dollars_per_hour=own.get(device.name, device.dollars_per_hour)) for device in chosen
+    ]
+
+
+def _price(text: str) -> tuple[str, float]:
+    name, _, dollars = text.partition("=")
+    try:
+        price = float(dollars)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < 1e6:
+        raise UsageError(f"--price {text} is not NAME=DOLLARS.", hint="Write --price h200=3.50.")
+    return name, price
+
+
+def _traffic(
+    trace: Path | None, rate: float | None, input_len: str, output_len: str, prefix_share: float | None
+) -> Traffic:
+    from penstock.planner.capacity import Traffic
+    from penstock.planner.traffic import parse_lengths, read_trace
+
+    if trace is not None:
+        read = read_trace(trace)
+        if read.num_damaged:
+            stderr_console().print(f"{read.num_damaged} lines of {trace} are no requests and were left out.")
+        traffic = read.traffic(rate)
+        return traffic if prefix_share is None else replace(traffic, prefix_share=prefix_share)
+    prompts, mean_prompt = parse_lengths(input_len, "--input-len")
+    outputs, mean_output = parse_lengths(output_len, "--output-len")
+    return Traffic(
+        requests_per_s=rate or 1.0,
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        mean_prompt=mean_prompt,
+        mean_output=mean_output,
+        prefix_share=prefix_share or 0.0,
+    )
+
+
+def _candidates(
+    shape: ModelShape,
+    devices: list[Hardware],
+    formats: tuple[str, ...],
+    kv_format: str,
+    ranks: tuple[int, ...],
+    traffic: Traffic,
+    targets: Targets,
+) -> list[tuple[Layout, Estimate]]:
+    """Return the cheapest layout of each device, or the largest one if no layout meets the targets."""
+    from penstock.planner.capacity import best_layout, estimate
+    from penstock.planner.hardware import KV_FORMATS, WEIGHT_FORMATS
+    from penstock.planner.roofline import Layout, RooflineCost
+
+    for name, known in [(kv_format, KV_FORMATS), *((name, WEIGHT_FORMATS) for name in formats)]:
+        if name not in known:
+            raise UsageError(f"The format {name} is not known.", hint=f"Known are {', '.join(known)}.")
+    found = []
+    for device in devices:
+        layouts = [
+            Layout(shape, device, WEIGHT_FORMATS[name], KV_FORMATS[kv_format], number)
+            for name in formats
+            for number in ranks
+            if number == 1 or shape.num_heads % number == 0
+        ]
+        largest = layouts[-1]
+        best = best_layout(layouts, traffic, targets)
+        found.append(best or (largest, estimate(largest, RooflineCost(largest), traffic, targets)))
+    return found
+
+
+def _impossible(shape: ModelShape, candidates: list[tuple[Layout, Estimate]]) -> UsageError:
+    reasons = sorted({guess.binds for _, guess in candidates})
+    smallest = min(layout.weight_bytes for layout, _ in candidates)
+    return UsageError(
+        f"No layout serves {shape.name} ({format_bytes(int(smallest))} of weights) within the targets; what binds: "
+        f"{', '.join(reasons)}.",
+        hint="Try a smaller --format, a larger --tensor-parallel, other --hardware, or more time with --ttft-ms and "
+        "--itl-ms.",
+    )
+
+
+def _num_replicas(guess: Estimate, traffic: Traffic) -> int:
+    return -(-traffic.requests_per_s // guess.requests_per_s).__int__()
+
+
+def _simulated(
+    layout: Layout,
+    guess: Estimate,
+    traffic: Traffic,
+    targets: Targets,
+    measured: tuple[Layout, LinearCost] | None,
+) -> Plan:
+    from penstock.planner.capacity import plan_replicas
+
+    with spinner(f"Simulating {layout.hardware.name}"):
+        return plan_replicas(layout, guess, traffic, targets, cost=measured[1] if measured else None)
+
+
+def _row(layout: Layout, guess: Estimate, traffic: Traffic, plan: Plan | None) -> dict[str, Any]:
+    if plan is not None:
+        replicas = plan.num_replicas
+    else:
+        replicas = _num_replicas(guess, traffic) if guess.is_possible else 0
+    dollars = replicas * layout.dollars_per_hour
+    return {
+        "hardware": layout.hardware.name,
+        "devices_per_replica": layout.tensor_parallel,
+        "format": layout.weights.name,
+        "weight_bytes": round(layout.weight_bytes),
+        "kv_bytes_per_token": round(layout.kv_bytes_per_token),
+        "contexts": layout.contexts(round(traffic.mean_prompt + traffic.mean_output)),
+        "ttft_s": guess.ttft_s,
+        "itl_s": guess.itl_s,
+        "requests_per_s_per_replica": guess.requests_per_s,
+        "replicas": replicas or None,
+        "dollars_per_hour": dollars or None,
+        "dollars_per_month": dollars * 730 or None,
+        "dollars_per_million_tokens": dollars / (traffic.requests_per_s * traffic.mean_output * 0.0036) or None,
+        "binds": guess.binds,
+        "simulated": None if plan is None else [
+            {"replicas": point.num_replicas, "share": point.share, "ttft_p95_s": point.ttft_p95_s,
+             "itl_p95_s": point.itl_p95_s, "output_tokens_per_s": point.output_tokens_per_s}
+            for point in plan.curve
+        ],
+    }  # fmt: skip
+
+
+def _print(shape: ModelShape, rows: list[dict[str, Any]], traffic: Traffic, targets: Targets) -> None:
+    from rich.table import Table
+
+    console = stdout_console()
+    console.print(
+        f"{shape.name}: {shape.num_parameters / 1e9:.2f} B parameters, {traffic.requests_per_s:.3g} requests/s of "
+        f"{traffic.mean_prompt:.0f} tokens in and {traffic.mean_output:.0f} out; {targets.share:.0%} within "
+        f"{targets.ttft_s * 1e3:.0f} ms to the first token and {targets.itl_s * 1e3:.0f} ms between tokens. "
+        f"{_sizes(rows)}"
+    )
+    table = Table("hardware", *_FIGURES, "what binds", box=None, pad_edge=False, padding=(0, 1))
+    table.columns[0].no_wrap = table.columns[-1].no_wrap = True
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for row in rows:
+        dollars = row["dollars_per_hour"]
+        money = (
+            f"{dollars:,.2f}", f"{row['dollars_per_month']:,.0f}", f"{row['dollars_per_million_tokens']:.2f}"
+        ) if dollars is not None else ("—", "—", "—")  # fmt: skip
+        table.add_row(
+            f"{row['devices_per_replica']}×{row['hardware']}"
+            + (f" {row['format']}" if len({each["format"] for each in rows}) > 1 else ""),
+            f"{row['contexts']:,}",
+            f"{row['ttft_s'] * 1e3:.0f}",
+            f"{row['itl_s'] * 1e3:.1f}",
+            f"{row['requests_per_s_per_replica']:.2f}",
+            f"{row['replicas'] or '—'}{'✓' if row['simulated'] else ''}",
+            *money,
+            row["binds"],
+        )
+    console.print(table)
+    console.print(
+        "fits: contexts in memory. Times in ms; TTFT of a prompt that need not wait. req/s of one replica; need: "
+        "replicas; $/M: a million output tokens. Prices are examples (--price). ✓ checked in the simulator."
+    )
+    for row in rows:
+        for point in row["simulated"] or ():
+            console.print(
+                f"{row['hardware']}, {point['replicas']} replicas: {point['share']:.1%} within targets, "
+                f"TTFT p95 {point['ttft_p95_s'] * 1e3:.0f} ms, ITL p95 {point['itl_p95_s'] * 1e3:.1f} ms, "
+                f"{point['output_tokens_per_s']:,.0f} tokens/s"
+            )
+
+
+def _sizes(rows: list[dict[str, Any]]) -> str:
+    sizes = {row["format"]: (row["weight_bytes"], row["kv_bytes_per_token"]) for row in rows}
+    return " ".join(
+        f"In {name}: {format_bytes(weights)} of weights, {format_bytes(kv)} of KV per token."
+        for name, (weights, kv) in sizes.items()
+    )
+
+
+def _measured_layout(model: str, shape: ModelShape, prices: tuple[str, ...]) -> tuple[Layout, LinearCost]:
+    """Run the engine on this machine, and fit the costs of its steps."""
+    from penstock.core.engine_config import EngineConfig, ModelConfig
+    from penstock.core.plan_log import read_plan_log
+    from penstock.core.request import SamplingParams
+    from penstock.planner.hardware import HARDWARE, KV_FORMATS, WEIGHT_FORMATS
+    from penstock.planner.roofline import Layout
+    from penstock.simulator.cost import fit, mean_relative_error, observations
+
+    path = fetch_model(model)
+    with tempfile.TemporaryDirectory() as folder, spinner(f"Measuring {model} on this machine"):
+        from penstock.engine.offline import OfflineEngine
+
+        log = Path(folder) / "plans.jsonl"
+        config = EngineConfig(model=ModelConfig(model=model), record_plans=str(log), speculate="off")
+        engine = OfflineEngine(config, path)
+        try:
+            vocabulary, longest = engine.card.vocab_size, engine.card.max_model_len
+            capacity = engine.stats().num_kv_blocks * config.cache.block_size
+            for batch, num_tokens in ((1, 64), (1, 512), (4, 128), (16, 32)):
+                prompts = [
+                    [
+                        (start * 7919 + place * 31) % (vocabulary - 1) + 1
+                        for place in range(min(num_tokens, longest - 64))
+                    ]
+                    for start in range(batch)
+                ]
+                engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+        finally:
+            engine.close()
+        with log.open("rb") as file:
+            _, calls = read_plan_log(file)
+            observed = list(observations(calls))
+    cost = fit(observed)
+    stderr_console().print(
+        f"{len(observed)} steps measured; fitted costs are off by {mean_relative_error(cost, observed):.0%}."
+    )
+    own = dict(_price(text) for text in prices)
+    kv_bytes = capacity * shape.kv_bytes(1, 2.0)
+    weights = WEIGHT_FORMATS["bfloat16"]
+    device = replace(
+        HARDWARE["cpu"],
+        name=_MEASURED,
+        memory_bytes=(Layout(shape, HARDWARE["cpu"], weights, KV_FORMATS["bfloat16"]).weight_bytes + kv_bytes)
+        / 0.9,
+        dollars_per_hour=own.get(_MEASURED, 0.0),
+    )
+    return Layout(shape, device, weights, KV_FORMATS["bfloat16"]), cost
+
+
+def _plot(path: Path, plans: list[Plan], targets: Targets) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for each in plans:
+        label = f"{each.layout.tensor_parallel} × {each.layout.hardware.name}"
+        axes.plot(
+            [point.num_replicas for point in each.curve],
+            [100 * point.share for point in each.curve],
+            marker="o",
+            label=label,
+        )
+    axes.axhline(100 * targets.share, color="grey", linestyle="--", linewidth=1)
+    axes.set(xlabel="replicas", ylabel="requests within their targets, %", ylim=(0, 102))
+    axes.legend()
+    figure.savefig(path)

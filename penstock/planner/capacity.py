@@ -1,0 +1,256 @@
+"""Finds how many replicas a traffic needs to meet its targets, and what they cost.
+
+A closed formula gives a first estimate for each layout, and picks the layout. The simulator then runs the traffic
+with the scheduler and the dispatcher that serve, and the number of replicas follows from the share of requests that
+met their targets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.core.engine_config import SchedulerConfig
+from penstock.core.errors import UsageError
+from penstock.planner.roofline import Layout, RooflineCost
+from penstock.simulator import Fixed, ReplicaConfig, SimulationConfig, Workload, simulate
+from penstock.simulator.cost import StepCost, StepWork
+from penstock.simulator.report import Outcome
+from penstock.simulator.workload import Lengths
+
+HOURS_PER_MONTH = 730.0
+BLOCK_TOKENS = 16
+# A replica that is busy all the time has an endless queue; the formula keeps this share of what a replica can do.
+_LOAD = 0.8
+_MOST_SIMULATED = 2  # replicas; a larger fleet is simulated by a part with its part of the traffic
+_REQUESTS_PER_REPLICA = 120
+_MOST_SEQUENCES = 256
+_MOST_ATTEMPTS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What clients send. Lengths are drawn by the simulator; the formula uses their means."""
+
+    requests_per_s: float
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+    mean_prompt: float
+    mean_output: float
+    prefix_share: float = 0.0  # of a prompt's tokens that are in the cache, because other prompts begin alike
+
+    @property
+    def computed_prompt(self) -> float:
+        return max(1.0, self.mean_prompt * (1 - self.prefix_share))
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    ttft_s: float
+    itl_s: float
+    share: float = 0.95  # of requests that must meet both
+
+    def are_met_by(self, outcome: Outcome) -> bool:
+        """Say whether a request was answered in time: its first token, and the mean time between its tokens."""
+        times = outcome.token_times_s
+        if outcome.rejection is not None or not times:
+            return False
+        mean_s = (times[-1] - times[0]) / max(1, len(times) - 1)
+        return times[0] - outcome.arrival.time_s <= self.ttft_s and mean_s <= self.itl_s
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the formula says of one replica under load."""
+
+    batch: int  # requests that are answered at once
+    requests_per_s: float
+    ttft_s: float  # of a prompt that need not wait
+    itl_s: float
+    binds: str
+
+    @property
+    def is_possible(self) -> bool:
+        return self.requests_per_s > 0.0
+
+
+def estimate(layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets) -> Estimate:
+    """Solve for the largest batch that keeps the inter-token target and fits into memory.
+
+    With b requests at once, d(b) seconds for a decode step, p seconds for a prompt and o tokens in an answer, a
+    replica answers b / (o d(b) + b p) requests per second, and prompts stretch each step to d(b) + b p / o.
+    """
+    context = round(traffic.mean_prompt + traffic.mean_output / 2)
+    whole = round(traffic.mean_prompt + traffic.mean_output)
+    computed = max(1, round(traffic.computed_prompt))
+    empty_s = cost.step_s(StepWork(0, 0, 0))
+    alone_s = cost.step_s(StepWork(computed, 1, round(traffic.mean_prompt)))
+    prompt_s = max(0.0, alone_s - empty_s)
+    room = min(layout.contexts(whole), _MOST_SEQUENCES)
+
+    def step_s(batch: int) -> float:
+        return cost.step_s(StepWork(batch, batch, batch * context)) + batch * prompt_s / traffic.mean_output
+
+    if room < 1:
+        return Estimate(0, 0.0, alone_s, 0.0, "memory")
+    if alone_s > targets.ttft_s:
+        return Estimate(0, 0.0, alone_s, step_s(1), "TTFT target")
+    low, high = 0, room
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if step_s(middle) <= targets.itl_s else (low, middle - 1)
+    if low == 0:
+        return Estimate(0, 0.0, alone_s, step_s(1), "ITL target")
+    rate = low / (traffic.mean_output * step_s(low))
+    binds = "KV memory" if low == room < _MOST_SEQUENCES else "ITL target"
+    if low == _MOST_SEQUENCES:
+        binds = _binding(cost, low, context, prompt_s, traffic)
+    return Estimate(low, rate * _LOAD, alone_s, step_s(low), binds)
+
+
+def _binding(cost: StepCost, batch: int, context: int, prompt_s: float, traffic: Traffic) -> str:
+    if not isinstance(cost, RooflineCost):
+        return "engine"
+    work = StepWork(batch, batch, batch * context)
+    if batch * prompt_s / traffic.mean_output > cost.step_s(work):
+        return "prompts"
+    return cost.times(work).binds
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """The outcome of a simulation of so many replicas."""
+
+    num_replicas: int
+    share: float  # of requests that met the targets
+    ttft_p95_s: float
+    itl_p95_s: float
+    output_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    layout: Layout
+    estimate: Estimate
+    curve: tuple[Attainment, ...]  # by number of replicas, increasing
+    num_replicas: int
+
+    @property
+    def reached(self) -> Attainment:
+        return next(point for point in self.curve if point.num_replicas == self.num_replicas)
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return self.layout.dollars_per_hour * self.num_replicas
+
+    @property
+    def dollars_per_month(self) -> float:
+        return self.dollars_per_hour * HOURS_PER_MONTH
+
+    def dollars_per_million(self, traffic: Traffic) -> float:
+        """Dollars for a million output tokens of this traffic."""
+        return self.dollars_per_hour / (traffic.requests_per_s * traffic.mean_output * 3600 / 1e6)
+
+
+def best_layout(
+    layouts: Iterable[Layout], traffic: Traffic, targets: Targets
+) -> tuple[Layout, Estimate] | None:
+    """Return the layout with the least money for each request; None if no layout can meet the targets."""
+    found = [(layout, estimate(layout, RooflineCost(layout), traffic, targets)) for layout in layouts]
+    possible = [pair for pair in found if pair[1].is_possible]
+    if not possible:
+        return None
+
+    def price(pair: tuple[Layout, Estimate]) -> float:
+        replicas = math.ceil(traffic.requests_per_s / pair[1].requests_per_s)
+        return replicas * pair[0].dollars_per_hour
+
+    return min(possible, key=price)
+
+
+def attained(
+    layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets, num_replicas: int, seed: int = 0
+) -> Attainment:
+    """Simulate so many replicas under the traffic, or a part of both in proportion."""
+    simulated = min(num_replicas, _MOST_SIMULATED)
+    rate = traffic.requests_per_s * simulated / num_replicas
+    outcomes: list[Outcome] = []
+    prefix = round(traffic.mean_prompt * traffic.prefix_share)
+    config = SimulationConfig(
+        workload=Workload(
+            num_requests=_REQUESTS_PER_REPLICA * simulated,
+            requests_per_s=rate,
+            prompt_tokens=Fixed(max(1, round(traffic.computed_prompt))) if prefix else traffic.prompt_tokens,
+            output_tokens=traffic.output_tokens,
+            prefix_tokens=Fixed(prefix) if prefix else None,
+        ),
+        replica=ReplicaConfig(
+            num_blocks=max(1, layout.kv_tokens // BLOCK_TOKENS),
+            max_model_len=layout.model.max_positions,
+            cost=cost,
+            scheduler=SchedulerConfig(itl_target_ms=targets.itl_s * 1e3, max_num_seqs=_MOST_SEQUENCES),
+        ),
+        num_replicas=simulated,
+        seed=seed,
+    )
+    report = simulate(config, on_outcome=outcomes.append)
+    # The first requests meet an empty fleet, and the last ones an emptying one.
+    skipped = len(outcomes) // 10
+    counted = outcomes[skipped : len(outcomes) - skipped] or outcomes
+    met = sum(targets.are_met_by(outcome) for outcome in counted)
+    return Attainment(
+        num_replicas,
+        met / len(counted),
+        _p95([o.token_times_s[0] - o.arrival.time_s for o in counted if o.token_times_s]),
+        _p95([(o.token_times_s[-1] - o.token_times_s[0]) / max(1, len(o.token_times_s) - 1)
+              for o in counted if o.token_times_s]),
+        report.output_tokens / report.duration_s * num_replicas / simulated if report.duration_s else 0.0,
+    )  # fmt: skip
+
+
+def _p95(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)] if ordered else math.inf
+
+
+def plan_replicas(
+    layout: Layout,
+    guess: Estimate,
+    traffic: Traffic,
+    targets: Targets,
+    *,
+    cost: StepCost | None = None,
+    on_attempt: Callable[[int], None] | None = None,
+) -> Plan:
+    """Find the least number of replicas that meets the targets in the simulator, from the estimate on."""
+    cost = cost or RooflineCost(layout)
+    points: dict[int, Attainment] = {}
+
+    def is_enough(number: int) -> bool:
+        if number not in points:
+            if on_attempt is not None:
+                on_attempt(number)
+            points[number] = attained(layout, cost, traffic, targets, number)
+        return points[number].share >= targets.share
+
+    number = max(1, math.ceil(traffic.requests_per_s / guess.requests_per_s))
+    step = max(1, number // 8)
+    for _ in range(_MOST_ATTEMPTS):
+        if is_enough(number):
+            if number == 1 or not is_enough(max(1, number - step)):
+                break
+            number = max(1, number - step)
+        else:
+            number += step
+            step = max(1, min(step * 2, number // 2))
+            if number > 1 and is_enough(number):
+                break
+    else:
+        raise UsageError(
+            f"{layout.model.name} on {layout.hardware.name} meets the targets with no number of replicas: "
+            f"{points[max(points)].share:.0%} of the requests met them with {max(points)} replicas.",
+            hint="Allow more time with --ttft-ms or --itl-ms, or more devices for each replica.",
+        )
+    curve = tuple(points[number] for number in sorted(points))
+    return Plan(layout, guess, curve, number)

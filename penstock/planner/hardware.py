@@ -1,0 +1,100 @@
+"""Lists hardware by its data sheet, and the formats of weights and KV. Prices are examples for `--price`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GB = 1e9
+TB = 1e12
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device. Efficiencies are the shares of the data sheet that the engine reaches; the defaults were fitted on
+    one H200 (docs/planning.md) and are assumptions elsewhere, until `--measure`."""
+
+    name: str
+    memory_bytes: float
+    bytes_per_s: float
+    flops_per_s: float  # bfloat16, dense; float32 where there is no bfloat16
+    fp8_flops_per_s: float | None  # None: no fp8 products
+    link_bytes_per_s: float  # to one other device, one way
+    dollars_per_hour: float
+    memory_efficiency: float = 0.79
+    compute_efficiency: float = 0.72
+    layer_s: float = 1.7e-5  # the least time of a layer's products; twice that with experts
+    step_s: float = 1.8e-4  # launches and gaps that nothing hides
+    sequence_s: float = 1.2e-6  # sampling
+    exchange_s: float = 1.2e-5  # of one all-reduce, without its bytes
+
+
+def _gpu(
+    name: str,
+    memory_gb: float,
+    tb_per_s: float,
+    tflops: float,
+    fp8_tflops: float | None,
+    link_gb_per_s: float,
+    price: float,
+) -> Hardware:
+    return Hardware(
+        name=name,
+        memory_bytes=memory_gb * GB,
+        bytes_per_s=tb_per_s * TB,
+        flops_per_s=tflops * TERA,
+        fp8_flops_per_s=None if fp8_tflops is None else fp8_tflops * TERA,
+        link_bytes_per_s=link_gb_per_s * GB,
+        dollars_per_hour=price,
+    )
+
+
+HARDWARE: Mapping[str, Hardware] = {
+    device.name: device
+    for device in (
+        _gpu("h200", 141, 4.8, 989, 1979, 450, 3.80),
+        _gpu("h100", 80, 3.35, 989, 1979, 450, 2.90),
+        _gpu("a100", 80, 2.04, 312, None, 300, 1.70),
+        _gpu("l40s", 48, 0.864, 362, 733, 25, 1.00),
+        _gpu("l4", 24, 0.30, 121, 242, 25, 0.70),
+        _gpu("rtx-4090", 24, 1.008, 165, 330, 25, 0.40),
+        _gpu("rtx-5090", 32, 1.792, 210, 419, 50, 0.70),
+        _gpu("mi300x", 192, 5.3, 1307, 2615, 64, 3.00),
+        _gpu("b200", 180, 8.0, 2250, 4500, 900, 5.50),
+        Hardware(
+            name="cpu",  # one socket with AMX
+            memory_bytes=256 * GB,
+            bytes_per_s=0.307 * TB,
+            flops_per_s=90 * TERA,
+            fp8_flops_per_s=None,
+            link_bytes_per_s=20 * GB,
+            dollars_per_hour=2.20,
+            compute_efficiency=0.4,
+            step_s=1e-3,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How weights or KV are stored: bytes of one number, scales included, and whether products run in fp8."""
+
+    name: str
+    bytes_per_number: float
+    computes_in_fp8: bool = False
+
+
+WEIGHT_FORMATS: Mapping[str, Format] = {
+    "float32": Format("float32", 4.0),
+    "bfloat16": Format("bfloat16", 2.0),
+    "fp8": Format("fp8", 1.0, computes_in_fp8=True),
+    "int8": Format("int8", 1.03),
+    "int4": Format("int4", 0.56),  # a 16-bit scale and an offset for every 64 weights
+}
+KV_FORMATS: Mapping[str, Format] = {
+    "bfloat16": Format("bfloat16", 2.0),
+    "fp8": Format("fp8", 1.0),
+    "int8": Format("int8", 1.03),
+}

@@ -1,0 +1,241 @@
+"""Describes a model by its sizes alone: parameters, bytes of KV, operations per token. Read from a `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.errors import UsageError
+
+_LARGEST_SIZE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder. Counts of parameters leave out norms and biases, which weigh less than 0.1 %."""
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    kv_numbers: int  # of one token in one layer
+    head_size: int  # numbers that a query head multiplies with each key and each value, on average
+    vocab_size: int
+    tied: bool  # the output head is the embedding
+    attention_parameters: int  # of one layer
+    mlp_parameters: int  # of one layer without experts
+    num_dense_layers: int  # layers without experts
+    expert_parameters: int = 0  # of one expert
+    shared_parameters: int = 0  # of the experts for every token, in one layer
+    num_experts: int = 0
+    experts_per_token: int = 0
+    window: int | None = None
+    num_window_layers: int = 0
+    max_positions: int = 1 << 17
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def num_parameters(self) -> int:
+        return (
+            self.embedding_parameters * (1 if self.tied else 2)
+            + self._dense_parameters
+            + self.num_expert_layers * self.num_experts * self.expert_parameters
+        )
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """Parameters that one token is multiplied with: looking up an embedding multiplies nothing."""
+        return self.read_parameters(1)
+
+    def read_parameters(self, num_tokens: int) -> int:
+        """Parameters that a step of so many tokens reads. Each token chooses its experts by itself, so a few tokens
+        leave most experts alone and many tokens read all of them."""
+        if not self.num_experts:
+            return self.embedding_parameters + self._dense_parameters
+        missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        experts = self.num_experts * (1 - missed) if num_tokens > 1 else self.experts_per_token
+        return round(
+            self.embedding_parameters
+            + self._dense_parameters
+            + self.num_expert_layers * experts * self.expert_parameters
+        )
+
+    @property
+    def _dense_parameters(self) -> int:
+        return (
+            self.num_layers * self.attention_parameters
+            + self.num_dense_layers * self.mlp_parameters
+            + self.num_expert_layers * (self.shared_parameters + self.hidden_size * self.num_experts)
+        )
+
+    def kv_bytes(self, num_tokens: int, bytes_per_number: float) -> float:
+        """The KV cache of one context, if layers with a window keep no more than their window."""
+        seen = min(num_tokens, self.window or num_tokens)
+        whole = (self.num_layers - self.num_window_layers) * num_tokens
+        return (whole + self.num_window_layers * seen) * self.kv_numbers * bytes_per_number
+
+
+def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """Read the sizes from a Hugging Face `config.json`, of a text model or of the text part of another."""
+    inner = config.get("text_config")
+    reader = _Reader(name, inner if isinstance(inner, Mapping) else config)
+    hidden, layers = reader.size("hidden_size", "n_embd"), reader.size("num_hidden_layers", "n_layer")
+    heads = reader.size("num_attention_heads", "n_head")
+    kv_heads = reader.size("num_key_value_heads", default=heads)
+    head_dim = reader.size("head_dim", default=max(1, hidden // heads))
+    attention, kv_numbers, head_size = _attention(reader, hidden, heads, kv_heads, head_dim)
+    intermediate = reader.size("intermediate_size", "n_inner", default=4 * hidden)
+    count = reader.size("num_experts", "num_local_experts", "n_routed_experts", default=0)
+    dense_layers = layers if not count else min(layers, reader.size("first_k_dense_replace", default=0))
+    expert = reader.size("moe_intermediate_size", default=intermediate)
+    shared = reader.size("shared_expert_intermediate_size", default=0)
+    shared = shared or reader.size("n_shared_experts", default=0) * expert
+    window, window_layers = _windows(reader, layers)
+    return ModelShape(
+        name=name,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        kv_numbers=kv_numbers,
+        head_size=head_size,
+        vocab_size=reader.size("vocab_size"),
+        tied=bool(reader.values.get("tie_word_embeddings", False)),
+        attention_parameters=attention,
+        mlp_parameters=3 * hidden * intermediate,
+        num_dense_layers=dense_layers,
+        expert_parameters=3 * hidden * expert if count else 0,
+        shared_parameters=3 * hidden * shared,
+        num_experts=count,
+        experts_per_token=reader.size("num_experts_per_tok", "top_k_experts", default=1) if count else 0,
+        window=window,
+        num_window_layers=window_layers,
+        max_positions=reader.size("max_position_embeddings", "n_positions", default=1 << 17),
+    )
+
+
+def _attention(
+    reader: _Reader, hidden: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[int, int, int]:
+    """Return the parameters of a layer's attention, the numbers of KV for each token, and the head size."""
+    latent = reader.size("kv_lora_rank", default=0)
+    if not latent:
+        size = head_dim * (heads + kv_heads)
+        return 2 * hidden * size, 2 * kv_heads * head_dim, head_dim
+    rope, plain = reader.size("qk_rope_head_dim"), reader.size("qk_nope_head_dim")
+    value, query = reader.size("v_head_dim"), reader.size("q_lora_rank", default=0)
+    queries = heads * (rope + plain)
+    parameters = (hidden + queries) * query if query else hidden * queries
+    parameters += hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
+    return parameters, latent + rope, latent + rope // 2
+
+
+def _windows(reader: _Reader, num_layers: int) -> tuple[int | None, int]:
+    if not reader.values.get("sliding_window") or reader.values.get("use_sliding_window") is False:
+        return None, 0
+    window, kinds = reader.size("sliding_window"), reader.values.get("layer_types")
+    if isinstance(kinds, list):
+        return window, sum(kind == "sliding_attention" for kind in kinds)
+    period = reader.size("sliding_window_pattern", "_sliding_window_pattern", default=0)
+    return window, num_layers - num_layers // period if period else num_layers
+
+
+class _Reader:
+    def __init__(self, name: str, values: Mapping[str, Any]) -> None:
+        self.name = name
+        self.values = values
+
+    def size(self, *keys: str, default: int | None = None) -> int:
+        """Read the first of these sizes that the file has."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_SIZE:
+                raise UsageError(
+                    f"The settings of {self.name} have {key} = {value!r:.40}, which is not a size."
+                )
+            return value
+        if default is None:
+            raise UsageError(
+                f"The settings of {self.name} have no {keys[0]}.",
+                hint="Give the folder or the config.json of a decoder, or a known name.",
+            )
+        return default
+
+
+def _dense(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+def _mixture(base: dict[str, Any], count: int, per_token: int, inner: int) -> dict[str, Any]:
+    return {
+        **base,
+        "num_experts": count,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": inner,
+    }
+
+
+_HEAD_128 = {"head_dim": 128}
+_TIED = {"tie_word_embeddings": True}
+# What the published config.json of each model says.
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "smollm2-135m": _dense(576, 1536, 30, 9, 3, 49152) | _TIED | {"max_position_embeddings": 8192},
+    "qwen3-0.6b": _dense(1024, 3072, 28, 16, 8, 151936) | _HEAD_128 | _TIED,
+    "qwen2.5-7b": _dense(3584, 18944, 28, 28, 4, 152064),
+    "mistral-7b": _dense(4096, 14336, 32, 32, 8, 32768),
+    "llama-2-7b": _dense(4096, 11008, 32, 32, 32, 32000) | {"max_position_embeddings": 4096},
+    "llama-3.1-8b": _dense(4096, 14336, 32, 32, 8, 128256),
+    "qwen3-8b": _dense(4096, 12288, 36, 32, 8, 151936) | _HEAD_128,
+    "gemma-3-12b": _dense(3840, 15360, 48, 16, 8, 262208)
+    | {"head_dim": 256, "sliding_window": 1024, "sliding_window_pattern": 6}
+    | _TIED,
+    "phi-4": _dense(5120, 17920, 40, 40, 10, 100352) | {"max_position_embeddings": 16384},
+    "gpt-oss-20b": _mixture(_dense(2880, 2880, 24, 64, 8, 201088), 32, 4, 2880)
+    | {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
+    "gemma-3-27b": _dense(5376, 21504, 62, 32, 16, 262208)
+    | {"head_dim": 128, "sliding_window": 1024, "sliding_window_pattern": 6}
+    | _TIED,
+    "qwen3-32b": _dense(5120, 25600, 64, 64, 8, 151936) | _HEAD_128,
+    "qwen3-30b-a3b": _mixture(_dense(2048, 6144, 48, 32, 4, 151936) | _HEAD_128, 128, 8, 768),
+    "mixtral-8x7b": _mixture(_dense(4096, 14336, 32, 32, 8, 32000), 8, 2, 14336),
+    "llama-2-70b": _dense(8192, 28672, 80, 64, 8, 32000) | {"max_position_embeddings": 4096},
+    "llama-3.1-70b": _dense(8192, 28672, 80, 64, 8, 128256),
+    "qwen2.5-72b": _dense(8192, 29568, 80, 64, 8, 152064),
+    "gpt-oss-120b": _mixture(_dense(2880, 2880, 36, 64, 8, 201088), 128, 4, 2880)
+    | {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
+    "qwen3-235b-a22b": _mixture(_dense(4096, 12288, 94, 64, 4, 151936) | _HEAD_128, 128, 8, 1536),
+    "llama-3.1-405b": _dense(16384, 53248, 126, 128, 8, 128256),
+    "deepseek-v3": _mixture(_dense(7168, 18432, 61, 128, 128, 129280), 256, 8, 2048)
+    | {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+}
+
+
+def known_shape(name: str) -> ModelShape | None:
+    config = KNOWN_MODELS.get(name.lower())
+    return None if config is None else shape_from_config(name.lower(), config)

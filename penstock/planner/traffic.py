@@ -1,0 +1,153 @@
+"""Reads the traffic to plan for: lengths as text, or a trace of requests in a published format.
+
+Known traces: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure's LLM traces), and JSON lines
+with `timestamp` in milliseconds, `input_length`, `output_length` and, if known, `hash_ids` of prefix blocks
+(Mooncake's).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from random import Random
+
+from penstock.core.errors import UsageError
+from penstock.planner.capacity import Traffic
+from penstock.simulator import Fixed, Uniform
+from penstock.simulator.workload import Lengths
+
+_MOST_TOKENS = 1 << 22
+_MOST_REQUESTS = 5_000_000
+_DAMAGED_SHARE = 0.05  # of a trace's lines that may be left out
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Lengths that were seen, each as likely as any other."""
+
+    tokens: tuple[int, ...]
+
+    def draw(self, rng: Random) -> int:
+        return rng.choice(self.tokens)
+
+
+def parse_lengths(text: str, option: str) -> tuple[Lengths, float]:
+    """Read `512` or `100:1024`; return the lengths and their mean."""
+    low, _, high = text.partition(":")
+    try:
+        first, last = int(low), int(high or low)
+    except ValueError:
+        first = last = 0
+    if not 1 <= first <= last <= _MOST_TOKENS:
+        raise UsageError(
+            f"{option} {text} is neither a number of tokens nor a range.", hint="Write 512 or 100:1024."
+        )
+    return (Fixed(first) if first == last else Uniform(first, last)), (first + last) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    time_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    lines: Sequence[TraceLine]
+    num_damaged: int
+
+    def traffic(self, requests_per_s: float | None = None) -> Traffic:
+        """Return traffic with the trace's lengths, and with its mean rate unless another is given."""
+        prompts = tuple(line.prompt_tokens for line in self.lines)
+        outputs = tuple(line.output_tokens for line in self.lines)
+        duration_s = self.lines[-1].time_s - self.lines[0].time_s
+        return Traffic(
+            requests_per_s=requests_per_s or max(1, len(self.lines) - 1) / max(1.0, duration_s),
+            prompt_tokens=Drawn(prompts),
+            output_tokens=Drawn(outputs),
+            mean_prompt=sum(prompts) / len(prompts),
+            mean_output=sum(outputs) / len(outputs),
+            prefix_share=self._prefix_share(),
+        )
+
+    def _prefix_share(self) -> float:
+        """The share of prefix blocks that an earlier request had, with a cache that forgets nothing."""
+        seen: set[int] = set()
+        known = total = 0
+        for line in self.lines:
+            total += len(line.blocks)
+            known += sum(block in seen for block in line.blocks)
+            seen.update(line.blocks)
+        return min(0.95, known / total) if total else 0.0
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace, in the order of time. A few damaged lines are left out and counted; more are an error."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.read(1)
+            file.seek(0)
+            parsed = list(_json_lines(file) if first == "{" else _csv_lines(file, path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.") from error
+    lines = sorted((line for line in parsed if line is not None), key=lambda line: line.time_s)
+    num_damaged = len(parsed) - len(lines)
+    if not lines or num_damaged > _DAMAGED_SHARE * len(parsed):
+        raise UsageError(
+            f"{num_damaged} of the {len(parsed)} lines of {path} are no requests.",
+            hint="Give a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens, or JSON lines with timestamp, "
+            "input_length and output_length.",
+        )
+    return Trace(lines, num_damaged)
+
+
+def _json_lines(file: Iterator[str]) -> Iterator[TraceLine | None]:
+    for number, text in enumerate(file):
+        if number >= _MOST_REQUESTS:
+            return
+        if not text.strip():
+            continue
+        try:
+            entry = json.loads(text)
+            blocks = tuple(int(block) for block in entry.get("hash_ids", ()))
+            yield _line(
+                float(entry["timestamp"]) / 1e3,
+                int(entry["input_length"]),
+                int(entry["output_length"]),
+                blocks,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            yield None
+
+
+def _csv_lines(file: Iterator[str], path: Path) -> Iterator[TraceLine | None]:
+    reader = csv.DictReader(file)
+    if not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(reader.fieldnames or ()):
+        raise UsageError(
+            f"{path} has no columns TIMESTAMP, ContextTokens and GeneratedTokens.",
+            hint="Other formats: JSON lines with timestamp, input_length and output_length.",
+        )
+    for number, row in enumerate(reader):
+        if number >= _MOST_REQUESTS:
+            return
+        try:
+            # Seven digits of a second are more than Python reads.
+            stamp = row["TIMESTAMP"].strip()[:26]
+            time_s = datetime.fromisoformat(
+                stamp.rstrip("0").rstrip(".") if "." in stamp else stamp
+            ).timestamp()
+            yield _line(time_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
+        except (ValueError, TypeError, AttributeError):
+            yield None
+
+
+def _line(time_s: float, prompt: int, output: int, blocks: tuple[int, ...]) -> TraceLine | None:
+    if not (1 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS and time_s == time_s):
+        return None
+    return TraceLine(time_s, prompt, max(1, output), blocks)
