@@ -102,6 +102,7 @@ class ArchitectureConfig:
     windows: tuple[int | None, ...]  # one per layer; None sees the whole context
     attention_scale: float
     attention_softcap: float | None = None
+    query_growth: float | None = None  # of queries, with the logarithm of their position
     qkv_limit: float | None = None  # of queries, keys and values, before they are rotated
     logit_softcap: float | None = None
     qkv_bias: bool = False

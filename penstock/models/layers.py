@@ -73,6 +73,22 @@ class ChangedAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledQueries:
+    """Attention whose queries are multiplied by a factor of their position: float32 [max positions]."""
+
+    inner: Attention
+    factors: Tensor
+
+    def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
+        layer = self.inner.layer
+        qkv = ops.linear(x, self.inner.qkv)
+        qkv[:, : layer.num_heads * layer.head_dim].mul_(
+            self.factors[batch.positions].to(x.dtype).unsqueeze(1)
+        )
+        return ops.add_up(ops.linear(ops.attend(qkv, layer, cache, batch), self.inner.output))
+
+
+@dataclass(frozen=True, slots=True)
 class WideNorms:
     """RMS norms over all query heads together and over all key heads together, of which a rank may have some.
 

@@ -6,6 +6,7 @@ Tensors are read and packed one layer at a time, so that memory peaks near the p
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
     if not asked and fields.has("model_type"):
         asked = [fields.text("model_type")]
     for architecture in FAMILIES:
-        if any(name in architecture.huggingface_names for name in asked):
+        if any(_with_head(name) in architecture.huggingface_names for name in asked):
             return architecture
     if not asked:
         raise ModelLoadError(f"{fields.where} names neither architectures nor a model_type.")
@@ -91,8 +92,16 @@ def architecture_for_gguf(file: GGUFFile) -> type[Decoder]:
     )
 
 
+def _with_head(name: str) -> str:
+    """Return the class with an output head for a class without one, which checkpoints for embeddings name."""
+    return f"{name.removesuffix('Model')}ForCausalLM" if _is_headless(name) else name
+
+
+def _is_headless(name: str) -> bool:
+    return name.endswith("Model") and not name.endswith("LMHeadModel")
+
+
 def _known_families() -> str:
-    """Return the families' names for `model_type`, without mixtures of families that are listed."""
     return ", ".join(sorted({architecture.name for architecture in FAMILIES}))
 
 
@@ -128,6 +137,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         fields = _read_config(path / "config.json")
         architecture = architecture_for_huggingface(fields)
         config = architecture.config_from_huggingface(fields)
+        named = fields.raw("architectures")
+        if isinstance(named, list) and named and _is_headless(str(named[0])):
+            # The embedding stands in for the head, which embeddings do not need.
+            config = dataclasses.replace(config, tie_embeddings=True)
         return Checkpoint(path, architecture, config, None, stored_quantization(fields))
     file = _open_gguf(path)
     architecture = architecture_for_gguf(file)

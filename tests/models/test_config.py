@@ -146,6 +146,11 @@ def test_what_cannot_be_read_is_named(changes: dict[str, Any], message: str) -> 
         read(**changes)
 
 
+def test_attention_in_both_directions_is_not_ignored() -> None:
+    with pytest.raises(ModelLoadError, match="in both directions"):
+        read(architectures=["Gemma3ForCausalLM"], sliding_window=8, use_bidirectional_attention=True)
+
+
 def test_an_unknown_architecture_names_the_flag_that_may_help() -> None:
     with pytest.raises(ModelLoadError) as caught:
         read(architectures=["MambaForCausalLM"])

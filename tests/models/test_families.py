@@ -135,3 +135,14 @@ def test_matrices_in_another_form_cannot_be_written_quantized(tmp_path: Path) ->
     save_tiny("phi3", tmp_path)
     with pytest.raises(ModelLoadError, match="a model of kind phi3, whose matrices"):
         require_writable(open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_a_checkpoint_without_a_head(name: str, tmp_path: Path) -> None:
+    reference, ops = save_tiny(name, tmp_path / "whole"), TorchOps()
+    reference.model.model.save_pretrained(tmp_path / "bare")
+    made = PagedRunner(load_model(tmp_path / "bare", ops), ops).prompt_logits(PROMPTS[0])
+    with torch.inference_mode():
+        hidden = reference.model.model(torch.tensor([PROMPTS[0]])).last_hidden_state[0]
+        expected = hidden @ reference.model.model.embed_tokens.weight.T
+    torch.testing.assert_close(made, expected, **TOLERANCE)

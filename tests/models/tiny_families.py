@@ -42,6 +42,15 @@ LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
     "partial_rotary_factor": 0.75,
 }
+GROWING_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "llama_4_scaling_beta": 0.4,
+}
 FOUR = {"num_hidden_layers": 4}
 NO_HEAD_DIM = {"head_dim": None}
 
@@ -52,6 +61,8 @@ TINY: dict[str, Tiny] = {
     "seed_oss": Tiny("seed_oss", {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
     "ernie4_5": Tiny("ernie4_5", {"use_bias": True}),
     "helium": Tiny("helium"),
+    "ministral": Tiny("ministral", {**FOUR, "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND}),
+    "ministral3": Tiny("ministral3", {"rope_parameters": GROWING_ROPE}),
     "gemma": Tiny("gemma"),
     "gemma2": Tiny("gemma2", {**FOUR, "sliding_window": 8, "query_pre_attn_scalar": 16,
                               "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from penstock.models.decoder import Decoder
-from penstock.models.families import cohere, gemma, glm, gpt, granite, llama, olmo, phi, qwen, relu2, stablelm
+from penstock.models.families import (
+    cohere,
+    gemma,
+    glm,
+    gpt,
+    granite,
+    llama,
+    ministral,
+    olmo,
+    phi,
+    qwen,
+    relu2,
+    stablelm,
+)
 
 FAMILIES: tuple[type[Decoder], ...] = (
     llama.Llama,
     llama.Mistral,
     llama.Mixtral,
+    ministral.Ministral3,
     llama.SmolLM3,
     llama.SeedOss,
     llama.Ernie45,

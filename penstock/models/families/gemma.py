@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
 from penstock.models.decoder import Decoder, PreNormDecoder
@@ -180,6 +181,10 @@ class Gemma3(Gemma2):
         given = {key: value for key, value in (text or fields.values).items() if value is not None}
         outer = {key: fields.raw(key) for key in ("eos_token_id", "dtype", "torch_dtype") if fields.has(key)}
         fields = Fields({**_DEFAULTS, **given, **outer}, fields.where)
+        if fields.raw("use_bidirectional_attention") not in (None, False):
+            raise ModelLoadError(
+                f"{fields.where} asks for attention in both directions, which a model that writes text does not have."
+            )
         rope, local_rope, plain = ropes_by_layer_kind(fields, _WHOLE_THETA, _LOCAL_THETA)
         config = common_huggingface_config(plain, cls.name)
         return dataclasses.replace(

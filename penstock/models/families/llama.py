@@ -20,7 +20,7 @@ from penstock.models.layout import Layout, rotated_rows
 
 class Llama(PreNormDecoder):
     name = "llama"
-    huggingface_names = ("LlamaForCausalLM", "llama")
+    huggingface_names: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "llama")
     gguf_names: ClassVar[tuple[str, ...]] = ("llama",)
 
     @classmethod
@@ -47,7 +47,12 @@ class Mistral(Llama):
     """GGUF files call these models "llama" too, and never had their windows."""
 
     name = "mistral"
-    huggingface_names = ("MistralForCausalLM", "mistral")
+    huggingface_names: ClassVar[tuple[str, ...]] = (
+        "MistralForCausalLM",
+        "mistral",
+        "MinistralForCausalLM",
+        "ministral",
+    )
     gguf_names = ()
 
     @classmethod
@@ -57,7 +62,9 @@ class Mistral(Llama):
         if not fields.has("sliding_window"):
             return config
         window = fields.integer("sliding_window")
-        return dataclasses.replace(config, windows=(window,) * config.num_layers)
+        listed = layer_windows(fields, config.num_layers, window)
+        windows = (window,) * config.num_layers if listed is None else listed
+        return dataclasses.replace(config, windows=windows)
 
 
 class Mixtral(Mistral):

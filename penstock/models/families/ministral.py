@@ -1,0 +1,63 @@
+"""Ministral 3: Mistral with queries that grow with their position."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.decoder import Decoder
+from penstock.models.families.llama import Mistral
+from penstock.models.gguf_config import common_gguf_config
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.huggingface_config import rope_parameters
+from penstock.models.layers import Block, LayerLoader, ScaledQueries
+
+_DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+class Ministral3(Decoder):
+    name = "ministral3"
+    huggingface_names = ("Ministral3ForCausalLM", "ministral3")
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        rope = {**_DEFAULT_ROPE, **rope_parameters(fields)}
+        fields = Fields({**fields.values, "rope_parameters": rope}, fields.where)
+        growth = Fields(rope, fields.where).optional_number("llama_4_scaling_beta")
+        config = Mistral.config_from_huggingface(fields)
+        return dataclasses.replace(config, architecture=cls.name, query_growth=growth)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return common_gguf_config(file, cls.name)
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        return Block(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=ScaledQueries(load.attention(), self._query_factors(load)),
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load.gated_mlp(),
+        )
+
+    def _query_factors(self, load: LayerLoader) -> Tensor:
+        scaling, growth = self.config.rope.scaling, self.config.query_growth or 0.0
+        step = self.max_model_len if scaling is None else scaling.original_max_positions or self.max_model_len
+        steps = torch.arange(self.max_model_len, device=load.weights.ops.device) // step
+        return 1.0 + growth * torch.log1p(steps.float())
+
+    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
+        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
