@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.generation import DEFAULT_TEMPLATE, folder_templates, gguf_templates, makers_defaults
+from penstock.models.gguf_choice import split_parts
 from penstock.models.gguf_file import GGUFFile
 
 _MAX_HEADER_BYTES = 128 << 20
@@ -64,7 +65,7 @@ def _facts_of_gguf(path: Path) -> ModelFacts:
     return ModelFacts(
         path=str(path),
         format="gguf",
-        num_bytes=path.stat().st_size,
+        num_bytes=sum(part.stat().st_size for part in split_parts(path)),
         architecture=_text(architecture),
         num_parameters=sizes.total(),
         quantization=", ".join(_common(sizes)) or None,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ModelLoadError
+from penstock.models.gguf_choice import split_parts
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -55,7 +56,20 @@ FORMATS = {
     12: BlockFormat("Q4_K", 256, 144),
     13: BlockFormat("Q5_K", 256, 176),
     14: BlockFormat("Q6_K", 256, 210),
+    16: BlockFormat("IQ2_XXS", 256, 66),
+    17: BlockFormat("IQ2_XS", 256, 74),
+    18: BlockFormat("IQ3_XXS", 256, 98),
+    19: BlockFormat("IQ1_S", 256, 50),
+    20: BlockFormat("IQ4_NL", 32, 18),
+    21: BlockFormat("IQ3_S", 256, 110),
+    22: BlockFormat("IQ2_S", 256, 82),
+    23: BlockFormat("IQ4_XS", 256, 136),
+    29: BlockFormat("IQ1_M", 256, 56),
     30: BlockFormat("BF16", 1, 2),
+    34: BlockFormat("TQ1_0", 256, 54),
+    35: BlockFormat("TQ2_0", 256, 66),
+    39: BlockFormat("MXFP4", 32, 17),
+    40: BlockFormat("NVFP4", 64, 36),
 }
 
 
@@ -66,13 +80,63 @@ class TensorInfo:
     format: BlockFormat
     offset: int  # bytes from the start of the file
     num_bytes: int
+    part: int = 0  # of a split model, the file that holds the tensor
 
 
 class GGUFFile:
-    """An open GGUF file. `buffer` stays mapped for as long as this object or a view into it lives."""
+    """An open GGUF file, or all files of a split model, of which any part may be named. `buffers` stay mapped for as
+    long as this object or a view into them lives."""
 
     def __init__(self, path: Path) -> None:
+        paths = split_parts(path)
+        missing = [each.name for each in paths if not each.exists()]
+        if missing and len(paths) > 1:
+            raise ModelLoadError(
+                f"{path.name} is one of {len(paths)} parts of a split model, and {missing[0]} is missing.",
+                hint="Fetch the missing parts to the same folder.",
+            )
+        self.path = paths[0]
+        first, *others = (_OneFile(each, number) for number, each in enumerate(paths))
+        self.metadata = first.metadata
+        self.buffers = [first.buffer]
+        self.tensors = first.tensors
+        self._check_part(first, 0, len(paths))
+        for number, other in enumerate(others, 1):
+            self._check_part(other, number, len(paths))
+            twice = self.tensors.keys() & other.tensors.keys()
+            if twice:
+                raise ModelLoadError(f"{other.path.name} has the tensor {min(twice)!r} of another part.")
+            self.tensors |= other.tensors
+            self.buffers.append(other.buffer)
+        announced = self.metadata.get("split.tensors.count", len(self.tensors))
+        if announced != len(self.tensors):
+            raise ModelLoadError(
+                f"The parts of {self.path.name} hold {len(self.tensors)} of {announced} tensors.",
+                hint="Fetch the parts again.",
+            )
+
+    def _check_part(self, part: _OneFile, number: int, count: int) -> None:
+        stated = part.metadata.get("split.count", 1), part.metadata.get("split.no", 0)
+        if stated == (count, number) or (count == 1 and stated[0] in (0, 1)):
+            return
+        raise ModelLoadError(
+            f"{part.path.name} is one of {stated[0]} parts of a split model, number {int(stated[1]) + 1}, "
+            "and its name says otherwise.",
+            hint="Parts are named NAME-00001-of-00003.gguf, and so on.",
+        )
+
+    @property
+    def architecture(self) -> str:
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise ModelLoadError(f"{self.path.name} does not say its general.architecture.")
+        return name
+
+
+class _OneFile:
+    def __init__(self, path: Path, part: int) -> None:
         self.path = path
+        self._part = part
         self.buffer = _map(path)
         reader = _Reader(self.buffer, path.name)
         num_tensors, num_entries = _read_header(reader)
@@ -83,13 +147,6 @@ class GGUFFile:
                 raise reader.damaged(f"has the metadata key {key!r} twice")
             self.metadata[key] = reader.value(reader.u32())
         self.tensors = self._read_tensors(reader, num_tensors)
-
-    @property
-    def architecture(self) -> str:
-        name = self.metadata.get("general.architecture")
-        if not isinstance(name, str):
-            raise ModelLoadError(f"{self.path.name} does not say its general.architecture.")
-        return name
 
     def _read_tensors(self, reader: _Reader, num_tensors: int) -> dict[str, TensorInfo]:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -112,7 +169,7 @@ class GGUFFile:
                 )
             if name in tensors:
                 raise reader.damaged(f"has the tensor {name!r} twice")
-            tensors[name] = TensorInfo(name, shape, format, start, num_bytes)
+            tensors[name] = TensorInfo(name, shape, format, start, num_bytes, self._part)
         return tensors
 
 

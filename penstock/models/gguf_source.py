@@ -22,12 +22,11 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
+from penstock.models import gguf_codebooks as codebooks
+from penstock.models.gguf_codebooks import Bytes, Floats, half
 from penstock.models.gguf_file import BlockFormat, GGUFFile, TensorInfo
 from penstock.models.layout import Layout, StoredRows
 from penstock.models.weights import Part, take_columns
-
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
 
 # Elements decoded at a time: temporaries then stay in the cache, and small beside the result.
 _SLICE_ELEMENTS = 1 << 18
@@ -71,11 +70,6 @@ def decode_matrix(raw: Bytes, format: BlockFormat) -> GroupQuantWeight:
     )
 
 
-def _half(blocks: Bytes, start: int) -> Floats:
-    """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
-    return blocks[:, start : start + 2].view(np.float16).astype(np.float32)
-
-
 def _unpack_nibbles(packed: Bytes, codes: Bytes) -> None:
     """[n, w] → [n, 2w]: all low halves, then all high halves."""
     width = packed.shape[1]
@@ -105,39 +99,39 @@ def _or_fifth_bits(packed: Bytes, codes: Bytes) -> None:
 
 def _q4_0(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
     _unpack_nibbles(blocks[:, 2:], codes)
-    scales[:] = _half(blocks, 0)
+    scales[:] = half(blocks, 0)
     offsets[:] = scales * -8
 
 
 def _q4_1(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
     _unpack_nibbles(blocks[:, 4:], codes)
-    scales[:] = _half(blocks, 0)
-    offsets[:] = _half(blocks, 2)
+    scales[:] = half(blocks, 0)
+    offsets[:] = half(blocks, 2)
 
 
 def _q5_0(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
     _unpack_nibbles(blocks[:, 6:], codes)
     _or_fifth_bits(blocks[:, 2:6], codes)
     codes -= 16
-    scales[:] = _half(blocks, 0)
+    scales[:] = half(blocks, 0)
 
 
 def _q5_1(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
     _unpack_nibbles(blocks[:, 8:], codes)
     _or_fifth_bits(blocks[:, 4:8], codes)
-    scales[:] = _half(blocks, 0)
-    offsets[:] = _half(blocks, 2)
+    scales[:] = half(blocks, 0)
+    offsets[:] = half(blocks, 2)
 
 
 def _q8_0(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
     codes[:] = blocks[:, 2:]
-    scales[:] = _half(blocks, 0)
+    scales[:] = half(blocks, 0)
 
 
 def _q2_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
     _unpack_crumbs(blocks[:, 16:80], codes)
-    np.multiply(blocks[:, :16] & 0xF, _half(blocks, 80), out=scales)
-    np.multiply(blocks[:, :16] >> 4, -_half(blocks, 82), out=offsets)
+    np.multiply(blocks[:, :16] & 0xF, half(blocks, 80), out=scales)
+    np.multiply(blocks[:, :16] >> 4, -half(blocks, 82), out=offsets)
 
 
 def _q3_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
@@ -146,14 +140,14 @@ def _q3_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
     six_bits = np.empty((len(blocks), 16), dtype=np.uint8)
     _unpack_nibbles(blocks[:, 96:104], six_bits)
     six_bits |= (((blocks[:, None, 104:108] >> _PAIR_SHIFTS[:, None]) & 3) << 4).reshape(-1, 16)
-    np.multiply(six_bits.view(np.int8) - 32, _half(blocks, 108), out=scales)
+    np.multiply(six_bits.view(np.int8) - 32, half(blocks, 108), out=scales)
     offsets[:] = scales * -4
 
 
 def _k_scales(blocks: Bytes, scales: Floats, offsets: Floats) -> None:
     """Two float16 and twelve bytes: eight 6-bit scales and eight 6-bit minimums."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    factor, minimum_factor = _half(blocks, 0), -_half(blocks, 2)
+    factor, minimum_factor = half(blocks, 0), -half(blocks, 2)
     np.multiply(first & 0x3F, factor, out=scales[:, :4])
     np.multiply((third & 0xF) | (first >> 6 << 4), factor, out=scales[:, 4:])
     np.multiply(second & 0x3F, minimum_factor, out=offsets[:, :4])
@@ -185,7 +179,7 @@ def _q6_k(blocks: Bytes, codes: Bytes, scales: Floats, offsets: Floats) -> None:
     by_half[:, :, 0] |= halves & 0xF
     by_half[:, :, 1] |= halves >> 4
     codes -= 32
-    np.multiply(blocks[:, 192:208].view(np.int8), _half(blocks, 208), out=scales)
+    np.multiply(blocks[:, 192:208].view(np.int8), half(blocks, 208), out=scales)
 
 
 DECODERS = {
@@ -199,6 +193,19 @@ DECODERS = {
     "Q4_K": BlockDecoder(_q4_k, 32, 4, True),
     "Q5_K": BlockDecoder(_q5_k, 32, 8, True),
     "Q6_K": BlockDecoder(_q6_k, 16, 8, False),
+    "IQ1_S": BlockDecoder(codebooks.iq1_s, 32, 8, False),
+    "IQ1_M": BlockDecoder(codebooks.iq1_m, 16, 8, False),
+    "IQ2_XXS": BlockDecoder(codebooks.iq2_xxs, 32, 8, False),
+    "IQ2_XS": BlockDecoder(codebooks.iq2_xs, 16, 8, False),
+    "IQ2_S": BlockDecoder(codebooks.iq2_s, 16, 8, False),
+    "IQ3_XXS": BlockDecoder(codebooks.iq3_xxs, 32, 8, False),
+    "IQ3_S": BlockDecoder(codebooks.iq3_s, 32, 8, False),
+    "IQ4_NL": BlockDecoder(codebooks.iq4_nl, 32, 8, False),
+    "IQ4_XS": BlockDecoder(codebooks.iq4_xs, 32, 8, False),
+    "TQ1_0": BlockDecoder(codebooks.tq1_0, 256, 4, True),
+    "TQ2_0": BlockDecoder(codebooks.tq2_0, 256, 4, True),
+    "MXFP4": BlockDecoder(codebooks.mxfp4, 32, 8, False),
+    "NVFP4": BlockDecoder(codebooks.nvfp4, 16, 8, False),
 }
 
 
@@ -242,7 +249,7 @@ def gguf_layout(
 class GGUFSource:
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
-        self._bytes = np.frombuffer(file.buffer, dtype=np.uint8)
+        self._parts = [np.frombuffer(buffer, dtype=np.uint8) for buffer in file.buffers]
         self.bytes_read = 0
 
     def names(self) -> frozenset[str]:
@@ -286,5 +293,7 @@ class GGUFSource:
 
     def _raw_rows(self, tensor: TensorInfo, rows: range) -> NDArray[np.uint8]:
         """Return uint8 [rows, bytes of a row], a view into the file. A vector's elements count as its rows."""
-        raw = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].reshape(tensor.shape[0], -1)
+        raw = self._parts[tensor.part][tensor.offset : tensor.offset + tensor.num_bytes].reshape(
+            tensor.shape[0], -1
+        )
         return raw[rows.start : rows.stop]

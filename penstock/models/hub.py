@@ -12,15 +12,16 @@ import difflib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal
 
 from penstock.core.errors import ModelLoadError, UsageError
@@ -33,9 +34,12 @@ from penstock.models.catalog import (
     WheelPart,
     WheelSource,
 )
+from penstock.models.gguf_choice import choose_gguf, split_parts
 
 _COPY_BYTES = 1 << 20
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.gguf", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,21 +224,28 @@ class ModelHub:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _download_from_hub(self, repository: str) -> Path:
+    def _download_from_hub(self, name: str) -> Path:
+        """Download a repository; of one with GGUF files only, one model. `name` may end with the type of the file:
+        `org/name:Q8_0`."""
+        repository, _, wanted = name.partition(":")
         try:
-            from huggingface_hub import snapshot_download
+            from huggingface_hub import HfApi, snapshot_download
         except ImportError as error:
             raise ModelLoadError(
                 f"'{repository}' looks like a Hugging Face id, and huggingface_hub is not installed.",
                 hint=f"Run `{install_command('hub')}`, or give a folder or a .gguf file.",
             ) from error
         try:
+            listed = HfApi(token=self._hub_token).list_repo_files(repository)
+            gguf = _hub_gguf(listed, repository, wanted or None)
             folder = snapshot_download(
                 repository,
                 cache_dir=self._hub_dir,
                 token=self._hub_token,
-                allow_patterns=_HUB_FILES,
+                allow_patterns=[*_HUB_FILES, *([] if gguf is None else map(str, split_parts(gguf)))],
             )
+        except ModelLoadError:
+            raise
         except Exception as error:  # the library lets errors of several HTTP clients through
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             raise ModelLoadError(
@@ -242,7 +253,7 @@ class ModelHub:
                 hint="Check the id, the network, and HF_TOKEN for a gated model. "
                 f"Names that need no hub: {', '.join(self.catalog)}.",
             ) from error
-        return Path(folder)
+        return Path(folder) if gguf is None else Path(folder, gguf)
 
     def _unknown(self, name_or_path: str) -> ModelLoadError:
         names = ", ".join(self.catalog)
@@ -270,9 +281,21 @@ def _cached_model(name: str, path: Path, folder: Path, license: str | None = Non
 def _latest_snapshot(folder: Path) -> Path | None:
     """Return the model in a folder of the hub's cache; None for a download that never ended."""
     snapshots = [each for each in folder.glob("snapshots/*") if each.is_dir()]
-    usable = [each for each in snapshots if (each / "config.json").exists() or [*each.glob("*.gguf")]]
+    usable = [each for each in snapshots if (each / "config.json").exists() or [*each.rglob("*.gguf")]]
     latest = max(usable, key=lambda each: each.stat().st_mtime, default=None)
     return None if latest is None else _checked_local_path(latest)
+
+
+def _hub_gguf(listed: Sequence[str], repository: str, wanted: str | None) -> PurePosixPath | None:
+    """Return the GGUF file to download; None for a repository with safetensors."""
+    files = [PurePosixPath(each) for each in listed if each.endswith(".gguf")]
+    if wanted is None and any(each.endswith(".safetensors") for each in listed):
+        return None
+    if not files and wanted is None:
+        return None
+    chosen = choose_gguf(files, repository, wanted)
+    logger.warning("%s has %d .gguf files: taking %s", repository, len(files), chosen)
+    return chosen
 
 
 class _JoinedFile:
@@ -348,8 +371,10 @@ def _disk_error(model: CatalogModel, cache_dir: Path, error: OSError) -> UsageEr
 
 def _checked_local_path(path: Path) -> Path:
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            path = _only_gguf_file(path)
+        # Repositories of GGUF files may bring the original's config.json along.
+        has_weights = any(path.glob("*.safetensors")) or not any(path.rglob("*.gguf"))
+        if not (path / "config.json").is_file() or not has_weights:
+            path = _gguf_in(path)
     elif path.suffix != ".gguf":
         raise ModelLoadError(
             f"{path} is neither a folder nor a .gguf file.",
@@ -358,20 +383,18 @@ def _checked_local_path(path: Path) -> Path:
     return path.resolve()
 
 
-def _only_gguf_file(folder: Path) -> Path:
-    """Return the model of a folder without config.json, if the folder has exactly one .gguf file."""
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    if files:
+def _gguf_in(folder: Path) -> Path:
+    """Return the model of a folder with GGUF files."""
+    files = sorted(folder.rglob("*.gguf"))
+    if not files:
         raise ModelLoadError(
-            f"The folder {folder} has {len(files)} .gguf files.",
-            hint=f"Name one of them, such as {files[0]}.",
+            f"The folder {folder} has neither a config.json nor a .gguf file, so it is not a model folder.",
+            hint="Give the folder that holds config.json and the .safetensors files, or a .gguf file.",
         )
-    raise ModelLoadError(
-        f"The folder {folder} has neither a config.json nor a .gguf file, so it is not a model folder.",
-        hint="Give the folder that holds config.json and the .safetensors files, or a .gguf file.",
-    )
+    chosen = choose_gguf(files, f"The folder {folder}")
+    if len(files) > 1:
+        logger.warning("%s has %d .gguf files: taking %s", folder, len(files), chosen.relative_to(folder))
+    return chosen
 
 
 def _looks_like_hub_id(text: str) -> bool:

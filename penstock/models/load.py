@@ -23,6 +23,7 @@ from penstock.models import bert
 from penstock.models.config import ArchitectureConfig, Fields, read_settings
 from penstock.models.decoder import Decoder
 from penstock.models.families import FAMILIES
+from penstock.models.gguf_choice import split_parts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
@@ -45,7 +46,9 @@ def weights_identity(path: Path) -> str:
     """A digest over the names, sizes, headers and samples of the weight files. Reading all of the weights would take
     as long as loading them; training changes nearly all of them, so that samples tell two versions apart. Copies of
     the same files on other machines have the same identity."""
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    files = [*split_parts(path)]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
     digest = hashlib.blake2b(digest_size=16)
     for weights in files:
         size = weights.stat().st_size
@@ -142,7 +145,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             # The embedding stands in for the head, which embeddings do not need.
             config = dataclasses.replace(config, tie_embeddings=True)
         return Checkpoint(path, architecture, config, None, stored_quantization(fields))
-    file = _open_gguf(path)
+    file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
     return Checkpoint(path, architecture, architecture.config_from_gguf(file), file)
 
@@ -233,7 +236,7 @@ def load_tokenizer(path: Path) -> TokenizerFiles | None:
     """Load the tokenizer; None for a folder without one, such as a folder of random weights."""
     if path.is_dir():
         return tokenizer_from_folder(path)
-    return tokenizer_from_gguf(_open_gguf(path))
+    return tokenizer_from_gguf(GGUFFile(path))
 
 
 def _num_positions(config: ArchitectureConfig, max_model_len: int | None) -> int:
@@ -249,17 +252,6 @@ def _num_positions(config: ArchitectureConfig, max_model_len: int | None) -> int
             hint="Shorten the context with --max-model-len.",
         )
     return num_positions
-
-
-def _open_gguf(path: Path) -> GGUFFile:
-    file = GGUFFile(path)
-    parts = file.metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise ModelLoadError(
-            f"{path.name} is one of {parts} parts of a split model.",
-            hint="Join the parts into one file first.",
-        )
-    return file
 
 
 def _read_config(path: Path) -> Fields:

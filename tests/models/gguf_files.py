@@ -79,12 +79,14 @@ def write_vocabulary(path: Path, vocabulary: Vocabulary) -> Path:
     return _finish(writer, path)
 
 
-def write_model(path: Path, reference: Reference, kind: GGMLQuantizationType) -> dict[str, np.ndarray]:
+def write_model(
+    path: Path, reference: Reference, kind: GGMLQuantizationType, max_tensors: int = 0
+) -> dict[str, np.ndarray]:
     """Convert a checkpoint the way llama.cpp's converter does. Returns the values that were stored, by Hugging Face
     name, so that a test can put them back into the reference."""
     config = reference.model.config
     architecture = ARCHITECTURES[config.model_type]
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=max_tensors)
     _write_settings(writer, config)
     Vocabulary().write(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)

@@ -19,7 +19,7 @@ def random_blocks(format: BlockFormat, rows: int, columns: int, seed: int) -> np
     raw = raw.astype(np.uint8)
     high_bytes_of_factors = {
         "Q2_K": (81, 83), "Q3_K": (109,), "Q6_K": (209,), "Q4_1": (1, 3), "Q5_1": (1, 3),
-        "Q4_K": (1, 3), "Q5_K": (1, 3),
+        "Q4_K": (1, 3), "Q5_K": (1, 3), "TQ1_0": (53,), "TQ2_0": (65,), "IQ1_M": (55,), "MXFP4": (0,),
     }.get(format.name, (1,))  # fmt: skip
     for index in high_bytes_of_factors:
         raw[:, :, index] &= 0xBF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
-from penstock.models.load import load_model, open_checkpoint
+from penstock.models.load import load_model, load_tokenizer, open_checkpoint, weights_identity
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.gguf_files import write_model
@@ -39,6 +40,28 @@ def test_same_logits_as_the_checkpoint_it_came_from(name: str, kind: str, tmp_pa
     prompt = random_prompt(40, seed=7)
     logits = PagedRunner(load_model(path, ops), ops).prompt_logits(prompt)
     torch.testing.assert_close(logits, rounded.logits(prompt), **TOLERANCE)
+
+
+def test_a_split_model_needs_all_its_parts(tmp_path: Path, ops: Ops) -> None:
+    reference = make_reference("llama", tmp_path / "folder")
+    write_model(tmp_path / "one.gguf", reference, GGMLQuantizationType.Q8_0)
+    write_model(tmp_path / "split.gguf", reference, GGMLQuantizationType.Q8_0, max_tensors=8)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) == 3
+    prompt = random_prompt(20, seed=7)
+    whole, split = (
+        PagedRunner(load_model(path, ops), ops).prompt_logits(prompt)
+        for path in (tmp_path / "one.gguf", parts[1])
+    )
+    assert torch.equal(whole, split)
+    assert load_tokenizer(parts[2]) is not None
+    assert weights_identity(parts[0]) != weights_identity(tmp_path / "one.gguf")
+    parts[1].rename(tmp_path / "kept")
+    with pytest.raises(ModelLoadError, match=r"split-00002-of-00003\.gguf is missing"):
+        load_model(parts[0], ops)
+    shutil.copy(parts[2], parts[1])
+    with pytest.raises(ModelLoadError, match="number 3, and its name says otherwise"):
+        load_model(parts[0], ops)
 
 
 def test_settings_from_both_formats_agree(tmp_path: Path) -> None:

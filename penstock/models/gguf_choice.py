@@ -1,0 +1,65 @@
+"""Reads the names of GGUF files: the parts of a split model, and the file to take of several. Opens nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import TypeVar
+
+from penstock.core.errors import ModelLoadError
+
+AnyPath = TypeVar("AnyPath", bound=PurePath)
+
+_PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+_TYPE = re.compile(
+    r"(?<![A-Za-z0-9])((?:I?Q|TQ)\d+(?:_[A-Z0-9]+)*|B?F16|F32|MXFP4(?:_MOE)?)(?![A-Za-z0-9])", re.IGNORECASE
+)
+# Good answers for their size come first.
+_PREFERRED = (
+    "Q4_K_M", "Q4_K_XL", "Q4_K_S", "Q4_K_L", "Q4_K", "IQ4_XS", "IQ4_NL", "MXFP4", "Q4_1", "Q4_0", "Q5_K_M", "Q5_K_S",
+    "Q5_1", "Q5_0", "Q6_K", "Q8_0", "Q3_K_L", "Q3_K_M", "IQ3_M", "IQ3_S", "Q3_K_S", "IQ3_XXS", "Q2_K", "IQ2_M",
+    "BF16", "F16", "F32",
+)  # fmt: skip
+_BESIDE_NAME = re.compile(r"-\d{5}-of-\d{5}|UD|[-._]")  # of a part, of a way to choose types
+# Files beside a model that are no models: of images, of importance, of drafts.
+_BESIDE = ("mmproj", "imatrix", "mtp-")
+
+
+def split_parts(path: AnyPath) -> tuple[AnyPath, ...]:
+    """Return all parts of the model that a file belongs to, by its name; the file alone if it is no part."""
+    match = _PART.match(path.name)
+    if match is None:
+        return (path,)
+    stem, count = match["stem"], int(match["count"])
+    return tuple(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+
+
+def choose_gguf(files: Iterable[AnyPath], where: str, wanted: str | None = None) -> AnyPath:
+    """Return the file to load of several versions of one model, of a split model the first part. `wanted` is a type,
+    such as Q8_0. Raises ModelLoadError if the names do not tell which one."""
+    firsts = sorted({split_parts(file)[0] for file in files if not file.name.lower().startswith(_BESIDE)})
+    if wanted is not None:
+        matching = [file for file in firsts if _type_of(file) == wanted.upper()]
+        if not matching:
+            known = ", ".join(sorted({_type_of(file) or file.name for file in firsts}))
+            raise ModelLoadError(
+                f"{where} has no .gguf file of the type {wanted}; there are {known or 'none'}."
+            )
+        firsts = matching
+    if len(firsts) == 1:
+        return firsts[0]
+    if not firsts:
+        raise ModelLoadError(f"{where} has no .gguf file.")
+    versions = {_BESIDE_NAME.sub("", _TYPE.sub("", file.name)) for file in firsts}
+    ranked = [file for name in _PREFERRED for file in firsts if _type_of(file) == name]
+    if len(versions) > 1 or not ranked:
+        raise ModelLoadError(
+            f"{where} has {len(firsts)} .gguf files.", hint=f"Name one of them, such as {firsts[0]}."
+        )
+    return ranked[0]
+
+
+def _type_of(file: PurePath) -> str | None:
+    found = _TYPE.findall(file.name)
+    return found[-1].upper() if found else None

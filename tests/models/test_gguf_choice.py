@@ -1,0 +1,104 @@
+"""Of several GGUF files one is taken, in folders and in repositories of the hub."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import ModelLoadError
+from penstock.models.gguf_choice import choose_gguf, split_parts
+from penstock.models.hub import ModelHub
+
+FILES = [
+    "m-F16.gguf",
+    "m-Q8_0.gguf",
+    "m-Q4_K_M-00001-of-00002.gguf",
+    "m-Q4_K_M-00002-of-00002.gguf",
+    "mmproj-m-f16.gguf",
+]
+
+
+def paths(*names: str) -> list[PurePosixPath]:
+    return [PurePosixPath(name) for name in names]
+
+
+def test_parts_by_name() -> None:
+    parts = split_parts(PurePosixPath("a/m-00002-of-00003.gguf"))
+    assert [part.name for part in parts] == [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    assert split_parts(PurePosixPath("m.gguf")) == (PurePosixPath("m.gguf"),)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "chosen"),
+    [
+        (FILES, None, "m-Q4_K_M-00001-of-00002.gguf"),
+        (FILES, "q8_0", "m-Q8_0.gguf"),
+        (["m.gguf", "mmproj-m.gguf"], None, "m.gguf"),
+        (["m.IQ2_XXS.gguf", "m.Q6_K.gguf"], None, "m.Q6_K.gguf"),
+        (["Q8_0/m-Q8_0.gguf", "m-UD-Q4_K_XL.gguf"], "Q8_0", "Q8_0/m-Q8_0.gguf"),
+    ],
+)
+def test_the_choice(names: list[str], wanted: str | None, chosen: str) -> None:
+    assert choose_gguf(paths(*names), "here", wanted) == PurePosixPath(chosen)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "sentence"),
+    [
+        (["a.gguf", "b.gguf"], None, "2 .gguf files"),
+        (["one-Q4_0.gguf", "two-Q4_0.gguf"], None, "2 .gguf files"),
+        (FILES, "Q2_K", "no .gguf file of the type Q2_K; there are F16, Q4_K_M, Q8_0"),
+        ([], None, "no .gguf file"),
+    ],
+)
+def test_names_that_do_not_tell(names: list[str], wanted: str | None, sentence: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        choose_gguf(paths(*names), "here", wanted)
+    assert sentence in caught.value.message
+
+
+class FakeHub:
+    """Stands for huggingface_hub: writes the files that are asked for."""
+
+    def __init__(self, folder: Path, listed: list[str]) -> None:
+        self.folder, self.listed, self.patterns = folder, listed, list[str]()
+        self.module = SimpleNamespace(HfApi=lambda **_: self, snapshot_download=self.download)
+
+    def list_repo_files(self, repository: str) -> list[str]:
+        return self.listed
+
+    def download(self, repository: str, *, allow_patterns: list[str], **_: Any) -> str:
+        self.patterns = allow_patterns
+        return str(self.folder)
+
+
+def test_a_repository_of_gguf_files_is_not_downloaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = FakeHub(tmp_path, [*FILES, "README.md", "config.json"])
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake.module)
+    hub = ModelHub(tmp_path / "cache")
+    with caplog.at_level(logging.WARNING):
+        assert hub.resolve("some/model") == tmp_path / FILES[2]
+    assert "taking m-Q4_K_M-00001-of-00002.gguf" in caplog.text
+    assert [name for name in fake.patterns if name.endswith(".gguf")] == FILES[2:4]
+    assert hub.resolve("some/model:Q8_0") == tmp_path / "m-Q8_0.gguf"
+    with pytest.raises(ModelLoadError, match=r"no \.gguf file of the type Q5_K"):
+        hub.resolve("some/model:Q5_K")
+    fake.listed.append("model.safetensors")
+    assert hub.resolve("some/model") == tmp_path
+    assert not any(name.endswith(".gguf") for name in fake.patterns)
+
+
+def test_a_folder_with_several_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in (*FILES, "config.json"):
+        (tmp_path / name).touch()
+    hub = ModelHub(tmp_path / "cache")
+    with caplog.at_level(logging.WARNING):
+        assert hub.resolve(str(tmp_path)) == tmp_path / FILES[2]
+    assert "has 5 .gguf files: taking m-Q4_K_M-00001-of-00002.gguf" in caplog.text
