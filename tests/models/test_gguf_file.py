@@ -191,5 +191,5 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         + struct.pack("<I", 8)
         + string("mamba")
     )
-    with pytest.raises(ModelLoadError, match=r"'mamba' of a\.gguf is not known; known are llama, .*gemma3"):
+    with pytest.raises(ModelLoadError, match=r"'mamba' of a\.gguf is not known; known are .*gemma3.*llama"):
         open_checkpoint(path)
