@@ -30,6 +30,7 @@ MODULES = {
     "usage": "usage",
     "bench": "bench",
     "plan": "plan",
+    "simulate": "simulate",
     "doctor": "doctor",
     "version": "app",
 }

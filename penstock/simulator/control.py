@@ -99,7 +99,7 @@ class FleetControl:
             if fault.until_s is not None:
                 full_speed = SlowDown(fault.until_s, fault.replica, 1.0)
                 events.at(fault.until_s, Rank.FAULT, partial(self._strike, full_speed))
-        elif isinstance(fault, Kill) and member.id in self._fleet.members:
+        elif isinstance(fault, Kill) and member.is_alive and member.id in self._fleet.members:
             member.is_alive = False
             events.at(now + fault.noticed_after_s, Rank.FAULT, partial(self._notice, fault, member))
 

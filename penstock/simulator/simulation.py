@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
@@ -21,7 +21,7 @@ from penstock.simulator.cost import LLAMA_8B_ON_H200, StepCost
 from penstock.simulator.driver import Driver
 from penstock.simulator.fleet import SimulatedFleet, SimulatedReplica
 from penstock.simulator.report import Outcome, ReplicaReport, Report, Tally
-from penstock.simulator.workload import END_TOKEN_ID, Fault, Workload, generate
+from penstock.simulator.workload import END_TOKEN_ID, Arrival, Fault, Workload, generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,7 @@ class ReplicaConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     workload: Workload
+    arrivals: tuple[Arrival, ...] | None = None  # requests that were recorded, instead of the workload's
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)
     num_replicas: int = 1
     num_gateways: int = 1  # each with a dispatcher of its own; they tell each other nothing
@@ -104,7 +105,10 @@ def simulate(
     autoscaler = None if config.autoscaler is None else Autoscaler(config.autoscaler)
     control = FleetControl(driver, tally, config.times, autoscaler, Random(rng.random()))
     control.begin(config.faults)
-    driver.run(generate(config.workload, Random(config.seed), block_size=block_size))
+    arrivals: Iterator[Arrival] = generate(config.workload, Random(config.seed), block_size=block_size)
+    if config.arrivals is not None:
+        arrivals = iter(config.arrivals)
+    driver.run(arrivals)
     for member in fleet.members.values():
         if member.is_alive:
             member.replica.cache.check_integrity([])

@@ -1,0 +1,226 @@
+"""`penstock simulate`: the platform in virtual time, and a search for faults that break its promises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from penstock.cli.commands import PenstockCommand
+from penstock.cli.console import json_option, print_json, stderr_console, stdout_console
+from penstock.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.simulator import Report, SimulationConfig
+    from penstock.simulator.search import FaultCase
+
+_LONG_RUN_S = 60.0
+_PROGRESS_S = 2.0
+
+
+@click.command(cls=PenstockCommand, short_help="Run a fleet in virtual time; search for harmful faults.")
+@click.argument("scenarios", nargs=-1, type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option("--replicas", type=click.IntRange(min=1), help="Replicas, instead of the scenario's.")
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), help="Requests per second, instead of the scenario's."
+)
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(min=1), help="Requests, instead of the scenario's."
+)
+@click.option("--seed", type=int, help="Seed, instead of the scenario's; with --fault-search the first one.")
+@click.option("--fault-search", "num_cases", type=click.IntRange(min=1), metavar="N",
+              help="Run N random fleets with random faults, and check every request.")  # fmt: skip
+@click.option("--fault-case", "case_file", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+              help="Run the case in this file, which --fault-search wrote.")  # fmt: skip
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Draw times to the first token and between tokens; needs the extra `plot`.")  # fmt: skip
+@json_option
+def simulate(
+    scenarios: tuple[Path, ...],
+    replicas: int | None,
+    rate: float | None,
+    num_requests: int | None,
+    seed: int | None,
+    num_cases: int | None,
+    case_file: Path | None,
+    plot_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the fleets of SCENARIOS (TOML files) in virtual time, with the scheduler and the dispatcher that serve.
+
+    Two scenarios are compared side by side. Without one, Llama 3.1 8B runs on one H200 under a default load. See
+    docs/simulator.md for the keys of a scenario.
+
+    \b
+      penstock simulate fleet.toml
+      penstock simulate fleet.toml --replicas 8 --plot fleet.png
+      penstock simulate one.toml other.toml
+      penstock simulate --fault-search 1000
+    """
+    from penstock.planner.scenario import Scenario, read_scenario, simulation_of
+
+    if num_cases is not None or case_file is not None:
+        _search(num_cases, case_file, seed or 0, num_requests)
+        return
+    if plot_file:
+        from penstock.bench.summary import require_matplotlib
+
+        require_matplotlib()
+    configs = {str(path): read_scenario(path) for path in scenarios} or {"default": simulation_of(Scenario())}
+    reports: dict[str, Report] = {}
+    times: dict[str, list[tuple[float, float]]] = {}
+    for name, config in configs.items():
+        changed = _changed(config, replicas, rate, num_requests, seed)
+        reports[name], times[name] = _run(name, changed)
+    if plot_file:
+        _plot(plot_file, times)
+    if as_json:
+        print_json({name: asdict(report) for name, report in reports.items()})
+    elif len(reports) == 1:
+        click.echo(str(next(iter(reports.values()))))
+    else:
+        _compare(reports)
+
+
+def _changed(
+    config: SimulationConfig,
+    replicas: int | None,
+    rate: float | None,
+    num_requests: int | None,
+    seed: int | None,
+) -> SimulationConfig:
+    workload = config.workload
+    if (rate or num_requests) and config.arrivals is not None:
+        raise UsageError(
+            "A trace has its own rate and number of requests.", hint="Leave --rate and --requests out."
+        )
+    workload = replace(
+        workload,
+        requests_per_s=rate or workload.requests_per_s,
+        num_requests=num_requests or workload.num_requests,
+    )
+    return replace(
+        config,
+        workload=workload,
+        num_replicas=replicas or config.num_replicas,
+        seed=config.seed if seed is None else seed,
+    )
+
+
+def _run(name: str, config: SimulationConfig) -> tuple[Report, list[tuple[float, float]]]:
+    """Run one scenario. A run that takes long says how far it is, and when it will be done."""
+    from penstock.simulator import simulate as run
+
+    total = config.workload.num_requests if config.arrivals is None else len(config.arrivals)
+    console, began_s = stderr_console(), time.monotonic()
+    shown_s, seen, warned = began_s, list[tuple[float, float]](), False
+
+    def progress(num_ended: int, now: float) -> None:
+        nonlocal shown_s, warned
+        if num_ended % 256 or time.monotonic() - shown_s < _PROGRESS_S:
+            return
+        shown_s = time.monotonic()
+        left_s = (shown_s - began_s) * (total - num_ended) / num_ended
+        if left_s > _LONG_RUN_S and not warned:
+            warned = True
+            console.print(f"{name}: {total:,} requests take about {left_s / 60:.0f} minutes.")
+        console.print(
+            f"{name}: {num_ended:,} of {total:,} requests, {now:,.0f} s of virtual time, {left_s:.0f} s left"
+        )
+
+    def watch(outcome: Any) -> None:
+        moments = outcome.token_times_s
+        if moments:
+            mean_s = (moments[-1] - moments[0]) / max(1, len(moments) - 1)
+            seen.append((moments[0] - outcome.arrival.time_s, mean_s))
+
+    return run(config, progress, watch), seen
+
+
+def _compare(reports: dict[str, Report]) -> None:
+    from rich.table import Table
+
+    table = Table("", *reports, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows: dict[str, Callable[[Report], str]] = {
+        "answered": lambda report: f"{report.num_answered:,} of {report.num_requests:,}",
+        "output tokens/s": lambda report: f"{report.output_tokens_per_s:,.0f}",
+        "TTFT p50, ms": lambda report: f"{report.latency.ttft_s.p50 * 1e3:,.0f}",
+        "TTFT p99, ms": lambda report: f"{report.latency.ttft_s.p99 * 1e3:,.0f}",
+        "between tokens p50, ms": lambda report: f"{report.latency.itl_s.p50 * 1e3:,.1f}",
+        "between tokens p99, ms": lambda report: f"{report.latency.itl_s.p99 * 1e3:,.1f}",
+        "prompt tokens from the cache": lambda report: f"{report.cached_share:.1%}",
+        "preemptions": lambda report: f"{report.num_preemptions:,}",
+        "retries": lambda report: f"{report.num_retries:,}",
+        "replicas busy": lambda report: f"{report.mean_busy_share:.0%}",
+    }
+    for name, figure in rows.items():
+        table.add_row(name, *(figure(report) for report in reports.values()))
+    stdout_console().print(table)
+
+
+def _search(num_cases: int | None, case_file: Path | None, first_seed: int, num_requests: int | None) -> None:
+    from penstock.simulator.search import FaultCase, random_case, violation
+
+    if case_file is not None:
+        try:
+            case = msgspec.json.decode(case_file.read_bytes(), type=FaultCase)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{case_file} holds no case: {error}.") from error
+        _report_case(case, violation(case))
+        return
+    assert num_cases is not None
+    console, shown_s = stderr_console(), time.monotonic()
+    size = num_requests or 100
+    for number in range(num_cases):
+        case = random_case(first_seed + number, size)
+        broken = violation(case)
+        if broken is not None:
+            _found(case, broken)
+        if time.monotonic() - shown_s >= _PROGRESS_S:
+            shown_s = time.monotonic()
+            console.print(f"{number + 1:,} of {num_cases:,} fleets, {(number + 1) * size:,} requests")
+    click.echo(f"{num_cases:,} fleets and {num_cases * size:,} requests: no promise was broken.")
+
+
+def _found(case: FaultCase, broken: str) -> None:
+    """Make a failing case smaller, write it down, and end with an error."""
+    from penstock.simulator.search import shrink, violation
+
+    stderr_console().print(f"Seed {case.seed} broke a promise ({broken}); making the case smaller.")
+    smallest = shrink(case, lambda each: violation(each) is not None)
+    path = Path(f"fault-case-{case.seed}.json")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(smallest)))
+    raise UsageError(
+        f"Seed {case.seed}: {violation(smallest)}, with {smallest.num_requests} requests, {smallest.num_replicas} "
+        f"replicas and {smallest.num_faults} faults.",
+        hint=f"Run it again: penstock simulate --fault-case {path}",
+    )
+
+
+def _report_case(case: FaultCase, broken: str | None) -> None:
+    if broken is not None:
+        raise UsageError(f"{broken}, with {case.num_requests} requests and {case.num_faults} faults.")
+    click.echo(f"{case.num_requests} requests and {case.num_faults} faults: no promise was broken.")
+
+
+def _plot(path: Path, times: dict[str, list[tuple[float, float]]]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for index, (axes, title) in enumerate(zip(
+        figure.subplots(1, 2), ("time to the first token, s", "mean time between tokens, s"), strict=True
+    )):  # fmt: skip
+        for name, pairs in times.items():
+            values = sorted(pair[index] for pair in pairs)
+            shares = [(place + 1) / len(values) for place in range(len(values))]
+            axes.plot(values, shares, label=Path(name).stem)
+        axes.set(xlabel=title, ylabel="share of requests", ylim=(0, 1))
+        axes.legend()
+    figure.savefig(path)

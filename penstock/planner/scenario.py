@@ -1,0 +1,239 @@
+"""Reads a scenario for the simulator: a TOML file with a model, its hardware, a fleet, traffic and faults."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.control.autoscaler import AutoscalerConfig
+from penstock.core.engine_config import SchedulerConfig
+from penstock.core.errors import UsageError
+from penstock.core.hashing import chain_hashes, root_hash
+from penstock.core.request import Request, SamplingParams, Tier
+from penstock.dispatch import DispatchConfig
+from penstock.planner.hardware import HARDWARE, KV_FORMATS, WEIGHT_FORMATS
+from penstock.planner.roofline import Layout, RooflineCost
+from penstock.planner.shapes import KNOWN_MODELS, known_shape
+from penstock.planner.traffic import TraceLine, parse_lengths, read_trace
+from penstock.simulator import (
+    Kill,
+    LogNormal,
+    LoseKVEvents,
+    ReplicaConfig,
+    SimulationConfig,
+    SlowDown,
+    Tenant,
+    Workload,
+)
+from penstock.simulator.workload import Arrival, Fault, Lengths
+
+_BLOCK_TOKENS = 16
+_TRACE_BLOCK_TOKENS = 512  # of the prefix blocks in Mooncake's traces
+_LOG_NORMAL = re.compile(r"lognormal\((\d+), *(\d+(?:\.\d+)?), *(\d+)\)")
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelSection(_Section, frozen=True, kw_only=True):
+    name: str = "llama-3.1-8b"
+    hardware: str = "h200"
+    format: str = "bfloat16"
+    kv_format: str = "bfloat16"
+    tensor_parallel: int = 1
+    draft_acceptance: float | None = None
+
+
+class TenantSection(_Section, frozen=True, kw_only=True):
+    name: str
+    weight: float = 1.0
+    tier: Tier = Tier.DEFAULT
+
+
+class TrafficSection(_Section, frozen=True, kw_only=True):
+    requests: int = 1000
+    rate: float = 10.0
+    input: int | str = "lognormal(300, 1.0, 8000)"  # tokens
+    output: int | str = "lognormal(150, 0.8, 1000)"
+    prefix: int | str | None = None  # tokens that requests of one tenant share
+    prefixes_per_tenant: int = 1
+    zipf_exponent: float = 0.0
+    session_share: float = 0.0
+    burst_share: float = 0.0
+    timeout_s: float | None = None
+    mean_patience_s: float | None = None
+    tenants: tuple[TenantSection, ...] = (TenantSection(name="default"),)
+    trace: str | None = None  # a file with requests; its times and lengths take the place of the above
+
+
+class FleetSection(_Section, frozen=True, kw_only=True):
+    replicas: int = 1
+    gateways: int = 1
+    autoscaler: AutoscalerConfig | None = None
+
+
+class FaultSection(_Section, frozen=True, kw_only=True):
+    kind: Literal["kill", "slow", "lose-kv-events"]
+    at_s: float
+    until_s: float | None = None
+    replica: int = 0
+    factor: float = 4.0  # of slow
+    share: float = 0.5  # of lose-kv-events
+    restarts_after_s: float | None = 10.0  # of kill
+
+
+class Scenario(_Section, frozen=True, kw_only=True):
+    model: ModelSection = ModelSection()
+    traffic: TrafficSection = TrafficSection()
+    fleet: FleetSection = FleetSection()
+    dispatch: DispatchConfig = DispatchConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    faults: tuple[FaultSection, ...] = ()
+    seed: int = 0
+
+
+def read_scenario(path: Path) -> SimulationConfig:
+    """Read a scenario and describe its simulation. A wrong value is a UsageError that names it."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as TOML: {error}.") from error
+    return simulation_of(scenario_of(values, str(path)), path.parent)
+
+
+def scenario_of(values: dict[str, Any], where: str) -> Scenario:
+    try:
+        return msgspec.convert(values, Scenario)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"{where} is no scenario: {error}.", hint="docs/simulator.md lists its keys."
+        ) from error
+
+
+def simulation_of(scenario: Scenario, folder: Path = Path()) -> SimulationConfig:
+    """Describe the simulation of a scenario. Relative paths are looked for in `folder`."""
+    fleet, traffic = scenario.fleet, scenario.traffic
+    if not 1 <= fleet.replicas <= 100_000 or not 1 <= fleet.gateways <= 1000 or traffic.requests < 1:
+        raise UsageError("A scenario has at least one replica, one gateway and one request.")
+    if not 0 < traffic.rate <= 1e9:
+        raise UsageError(f"The rate {traffic.rate} is not a positive number of requests per second.")
+    layout = _layout(scenario.model)
+    if layout.kv_tokens < _BLOCK_TOKENS:
+        raise UsageError(
+            f"{layout.model.name} leaves no memory for KV on {layout.tensor_parallel} × {layout.hardware.name}.",
+            hint="Raise model.tensor_parallel, or choose a smaller format.",
+        )
+    return SimulationConfig(
+        workload=_workload(traffic),
+        arrivals=None if traffic.trace is None else _arrivals(read_trace(folder / traffic.trace).lines),
+        replica=ReplicaConfig(
+            num_blocks=layout.kv_tokens // _BLOCK_TOKENS,
+            max_model_len=layout.model.max_positions,
+            cost=RooflineCost(layout),
+            scheduler=scenario.scheduler,
+            draft_acceptance=scenario.model.draft_acceptance,
+        ),
+        num_replicas=fleet.replicas,
+        num_gateways=fleet.gateways,
+        dispatch=scenario.dispatch,
+        autoscaler=fleet.autoscaler,
+        faults=tuple(_fault(fault, fleet.replicas) for fault in scenario.faults),
+        seed=scenario.seed,
+    )
+
+
+def _layout(model: ModelSection) -> Layout:
+    shape = known_shape(model.name)
+    for name, known in (
+        (model.name.lower(), KNOWN_MODELS),
+        (model.hardware, HARDWARE),
+        (model.format, WEIGHT_FORMATS),
+        (model.kv_format, KV_FORMATS),
+    ):
+        if name not in known:
+            raise UsageError(f"{name} is not known.", hint=f"Known are {', '.join(known)}.")
+    assert shape is not None
+    if not 1 <= model.tensor_parallel <= 64:
+        raise UsageError(f"tensor_parallel = {model.tensor_parallel} is not from 1 to 64.")
+    return Layout(
+        shape,
+        HARDWARE[model.hardware],
+        WEIGHT_FORMATS[model.format],
+        KV_FORMATS[model.kv_format],
+        model.tensor_parallel,
+    )
+
+
+def _workload(traffic: TrafficSection) -> Workload:
+    return Workload(
+        num_requests=traffic.requests,
+        requests_per_s=traffic.rate,
+        prompt_tokens=_lengths(traffic.input, "traffic.input"),
+        output_tokens=_lengths(traffic.output, "traffic.output"),
+        tenants=tuple(Tenant(each.name, each.weight, each.tier) for each in traffic.tenants),
+        prefix_tokens=None if traffic.prefix is None else _lengths(traffic.prefix, "traffic.prefix"),
+        prefixes_per_tenant=traffic.prefixes_per_tenant,
+        zipf_exponent=traffic.zipf_exponent,
+        session_share=traffic.session_share,
+        burst_share=traffic.burst_share,
+        timeout_s=traffic.timeout_s,
+        mean_patience_s=traffic.mean_patience_s,
+    )
+
+
+def _lengths(value: int | str, key: str) -> Lengths:
+    found = _LOG_NORMAL.fullmatch(str(value))
+    if found is None:
+        return parse_lengths(str(value), key)[0]
+    median, sigma, maximum = found.groups()
+    return LogNormal(int(median), float(sigma), int(maximum))
+
+
+def _fault(fault: FaultSection, num_replicas: int) -> Fault:
+    if not 0 <= fault.replica < num_replicas or not fault.at_s >= 0:
+        raise UsageError(f"The fault at {fault.at_s} s names replica {fault.replica} of {num_replicas}.")
+    if fault.kind == "kill":
+        return Kill(fault.at_s, fault.replica, restarts_after_s=fault.restarts_after_s)
+    if fault.kind == "slow":
+        return SlowDown(fault.at_s, fault.replica, max(1.0, fault.factor), fault.until_s)
+    until_s = fault.until_s if fault.until_s is not None else fault.at_s + 10.0
+    return LoseKVEvents(fault.at_s, until_s, min(1.0, max(0.0, fault.share)))
+
+
+def _arrivals(lines: Sequence[TraceLine]) -> tuple[Arrival, ...]:
+    """Make the requests of a trace. Prompts with equal block ids begin alike; all others have nothing in common."""
+    first_s, root = lines[0].time_s, root_hash("trace")
+    next_token = 1 + _TRACE_BLOCK_TOKENS * (
+        1 + max((block for line in lines for block in line.blocks), default=0)
+    )
+    made = []
+    for number, line in enumerate(lines):
+        tokens = [
+            1 + block * _TRACE_BLOCK_TOKENS + place
+            for block in line.blocks
+            for place in range(_TRACE_BLOCK_TOKENS)
+        ][: line.prompt_tokens]
+        missing = line.prompt_tokens - len(tokens)
+        tokens += range(next_token, next_token + missing)
+        next_token += missing
+        hashes = chain_hashes(root, tokens, _BLOCK_TOKENS)
+        made.append(
+            Arrival(
+                line.time_s - first_s,
+                Request(
+                    id=f"r{number}",
+                    prompt_token_ids=tuple(tokens),
+                    sampling=SamplingParams(max_tokens=line.output_tokens),
+                    tenant="trace",
+                ),
+                line.output_tokens,
+                block_hashes=tuple(hashes)[: (line.prompt_tokens - 1) // _BLOCK_TOKENS],
+            )
+        )
+    return tuple(made)

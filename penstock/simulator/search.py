@@ -1,0 +1,198 @@
+"""Searches for faults that break a promise: random fleets under random faults, checked request by request.
+
+A case follows from its seed alone. A case that breaks a promise is made smaller, as long as the promise stays broken:
+fewer faults, fewer requests, fewer replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from random import Random
+
+import msgspec
+
+from penstock.core.engine_config import SchedulerConfig
+from penstock.core.request import FinishReason, Tier
+from penstock.simulator.control import ControlTimes
+from penstock.simulator.cost import LLAMA_8B_ON_H200
+from penstock.simulator.report import Outcome
+from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
+from penstock.simulator.workload import Fault, Kill, LogNormal, LoseKVEvents, SlowDown, Tenant, Workload
+
+_MOST_SHRINKS = 200
+
+
+class FaultCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One fleet, its traffic and its faults."""
+
+    seed: int
+    num_requests: int
+    requests_per_s: float
+    num_replicas: int
+    num_gateways: int
+    num_blocks: int
+    max_num_seqs: int
+    message_delay_s: float
+    draft_acceptance: float | None
+    timeout_s: float | None
+    mean_patience_s: float | None
+    session_share: float
+    kills: tuple[tuple[float, int, float | None], ...]  # time, replica, seconds until a restart
+    slow: tuple[
+        tuple[float, int, float, float], ...
+    ]  # time, replica, factor, end; a large factor is a freeze
+    lost: tuple[tuple[float, float, float], ...]  # time, end, share of KV events
+
+    @property
+    def num_faults(self) -> int:
+        return len(self.kills) + len(self.slow) + len(self.lost)
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        return (
+            *(Kill(at_s, replica, restarts_after_s=after_s) for at_s, replica, after_s in self.kills),
+            *(SlowDown(at_s, replica, factor, end_s) for at_s, replica, factor, end_s in self.slow),
+            *(LoseKVEvents(at_s, end_s, share) for at_s, end_s, share in self.lost),
+        )
+
+
+def random_case(seed: int, num_requests: int) -> FaultCase:
+    rng = Random(seed)
+    num_replicas = rng.randint(1, 5)
+    rate = rng.choice((5.0, 20.0, 80.0)) * num_replicas
+    duration_s = num_requests / rate
+
+    def moment() -> float:
+        return rng.uniform(0.0, 1.2 * duration_s)
+
+    def replica() -> int:
+        return rng.randrange(num_replicas)
+
+    def slow_down() -> tuple[float, int, float, float]:
+        at_s = moment()
+        return at_s, replica(), rng.choice((2.0, 8.0, 300.0)), at_s + rng.uniform(0.1, duration_s)
+
+    def loss() -> tuple[float, float, float]:
+        at_s = moment()
+        return at_s, at_s + rng.uniform(0.1, duration_s), rng.random()
+
+    return FaultCase(
+        seed=seed,
+        num_requests=num_requests,
+        requests_per_s=rate,
+        num_replicas=num_replicas,
+        num_gateways=rng.choice((1, 1, 3)),
+        num_blocks=rng.choice((96, 400, 4000)),
+        max_num_seqs=rng.choice((4, 32, 256)),
+        message_delay_s=rng.choice((0.0, 0.02, 0.5)),
+        draft_acceptance=rng.choice((None, 0.3, 0.9)),
+        timeout_s=rng.choice((None, None, 2.0)),
+        mean_patience_s=rng.choice((None, None, 3.0)),
+        session_share=rng.choice((0.0, 0.5)),
+        kills=tuple(
+            (moment(), replica(), rng.choice((None, 0.5, 5.0))) for _ in range(rng.choice((0, 1, 4)))
+        ),
+        slow=tuple(slow_down() for _ in range(rng.choice((0, 1, 3)))),
+        lost=tuple(loss() for _ in range(rng.choice((0, 1)))),
+    )
+
+
+def violation(case: FaultCase) -> str | None:
+    """Run a case; return the promise that was broken, in words, or None."""
+    ended: dict[str, Outcome] = {}
+    wrong: list[str] = []
+
+    def check(outcome: Outcome) -> None:
+        request_id = outcome.arrival.request.id
+        if request_id in ended:
+            wrong.append(f"{request_id} ended twice")
+        ended[request_id] = outcome
+        if (problem := _problem(outcome)) is not None:
+            wrong.append(f"{request_id} {problem}")
+
+    try:
+        report = simulate(_simulation(case), on_outcome=check)
+    except Exception as error:  # whatever a broken promise raises is what the search looks for
+        return f"{type(error).__name__}: {error}"
+    if not wrong and report.num_requests != case.num_requests:
+        wrong.append(f"{case.num_requests - report.num_requests} requests never ended")
+    return wrong[0] if wrong else None
+
+
+def _problem(outcome: Outcome) -> str | None:
+    arrival, tokens = outcome.arrival, outcome.token_ids
+    if any(token != arrival.output_token(index) for index, token in enumerate(tokens)):
+        return "got a wrong, lost or repeated token"
+    if (outcome.rejection is None) == (outcome.finish_reason is None):
+        return "ended both in an answer and in an error, or in neither"
+    if outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        expected = min(arrival.num_output_tokens, arrival.request.sampling.max_tokens)
+        if len(tokens) != expected:
+            return f"was answered with {len(tokens)} of {expected} tokens"
+    times = [arrival.time_s, *outcome.token_times_s]
+    if any(later < earlier for earlier, later in pairwise(times)):
+        return "got tokens before their time"
+    return None
+
+
+def _simulation(case: FaultCase) -> SimulationConfig:
+    return SimulationConfig(
+        workload=Workload(
+            num_requests=case.num_requests,
+            requests_per_s=case.requests_per_s,
+            prompt_tokens=LogNormal(median=60, sigma=1.0, maximum=900),
+            output_tokens=LogNormal(median=20, sigma=0.8, maximum=200),
+            tenants=(Tenant("a", 3.0), Tenant("b"), Tenant("c", tier=Tier.BATCH)),
+            prefix_tokens=LogNormal(median=100, sigma=0.5, maximum=300),
+            prefixes_per_tenant=3,
+            session_share=case.session_share,
+            mean_think_s=0.5,
+            max_prompt_tokens=900,
+            timeout_s=case.timeout_s,
+            mean_patience_s=case.mean_patience_s,
+        ),
+        replica=ReplicaConfig(
+            num_blocks=case.num_blocks,
+            max_model_len=1400,
+            cost=LLAMA_8B_ON_H200,
+            scheduler=SchedulerConfig(max_num_seqs=case.max_num_seqs, max_num_batched_tokens=512),
+            draft_acceptance=case.draft_acceptance,
+        ),
+        num_replicas=case.num_replicas,
+        num_gateways=case.num_gateways,
+        faults=case.faults,
+        times=ControlTimes(message_delay_s=case.message_delay_s, start_s=1.0),
+        seed=case.seed,
+    )
+
+
+def shrink(case: FaultCase, breaks: Callable[[FaultCase], bool]) -> FaultCase:
+    """Return the smallest case found that still breaks a promise."""
+    for _ in range(_MOST_SHRINKS):
+        for smaller in _smaller(case):
+            if breaks(smaller):
+                case = smaller
+                break
+        else:
+            return case
+    return case
+
+
+def _smaller(case: FaultCase) -> Iterator[FaultCase]:
+    replace = msgspec.structs.replace
+    if case.num_requests > 1:
+        yield replace(case, num_requests=case.num_requests // 2)
+        yield replace(case, num_requests=case.num_requests - 1)
+    for name in ("kills", "slow", "lost"):
+        faults = getattr(case, name)
+        for index in range(len(faults)):
+            yield replace(case, **{name: faults[:index] + faults[index + 1 :]})
+    named = [kill[1] for kill in case.kills] + [slow[1] for slow in case.slow]
+    if case.num_replicas > max([0, *named]) + 1:
+        yield replace(case, num_replicas=case.num_replicas - 1)
+    simple = {"num_gateways": 1, "session_share": 0.0, "timeout_s": None, "mean_patience_s": None,
+              "draft_acceptance": None, "message_delay_s": 0.0}  # fmt: skip
+    for name, value in simple.items():
+        if getattr(case, name) != value:
+            yield replace(case, **{name: value})

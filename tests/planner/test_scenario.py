@@ -1,0 +1,143 @@
+"""Scenarios, the command that runs them, and the search for faults."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.app import penstock
+from penstock.core.errors import UsageError
+from penstock.planner.scenario import read_scenario, scenario_of, simulation_of
+from penstock.simulator import Kill, simulate
+from penstock.simulator.report import Outcome
+from penstock.simulator.search import random_case, shrink, violation
+
+DOCS = Path(__file__).parents[2] / "docs" / "simulator.md"
+SMALL = '[traffic]\nrequests = 40\nrate = 20\ninput = 100\noutput = "5:20"\n'
+MOONCAKE = """{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
+{"timestamp": 500, "input_length": 600, "output_length": 6, "hash_ids": [1, 3]}
+"""
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(penstock, ["simulate", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_scenario_of_the_documentation(tmp_path: Path) -> None:
+    [text] = re.findall(r"```toml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (tmp_path / "fleet.toml").write_text(text)
+    config = read_scenario(tmp_path / "fleet.toml")
+    assert (config.num_replicas, config.num_gateways, config.seed) == (4, 2, 1)
+    assert config.faults == (Kill(30.0, 1),)
+    assert [tenant.name for tenant in config.workload.tenants] == ["chat", "nightly"]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"x": 1}, "unknown field `x`"),
+        ({"model": {"name": "gpt-9"}}, "gpt-9 is not known"),
+        ({"model": {"hardware": "abacus"}}, "abacus is not known"),
+        ({"model": {"name": "llama-3.1-405b"}}, "leaves no memory for KV"),
+        ({"fleet": {"replicas": 0}}, "at least one replica"),
+        ({"traffic": {"rate": 0.0}}, "is not a positive number"),
+        ({"traffic": {"input": "many"}}, "neither a number of tokens nor a range"),
+        ({"faults": [{"kind": "kill", "at_s": 1.0, "replica": 9}]}, "names replica 9 of 1"),
+        ({"faults": [{"kind": "flood", "at_s": 1.0}]}, "Invalid enum value 'flood'"),
+    ],
+)
+def test_bad_scenarios(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        simulation_of(scenario_of(values, "fleet.toml"))
+
+
+def test_a_trace_is_replayed_with_its_prefixes(tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text(MOONCAKE)
+    (tmp_path / "fleet.toml").write_text('[traffic]\ntrace = "requests.jsonl"\n')
+    ended: list[Outcome] = []
+    report = simulate(read_scenario(tmp_path / "fleet.toml"), on_outcome=ended.append)
+    assert [len(outcome.token_ids) for outcome in ended] == [5, 6]
+    assert [outcome.arrival.time_s for outcome in ended] == [0.0, 0.5]
+    assert report.cached_tokens == 512  # the block that both begin with
+
+
+def test_the_command(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.toml", tmp_path / "other.toml"
+    one.write_text(SMALL)
+    other.write_text(SMALL + "[fleet]\nreplicas = 2\n")
+    code, output, _ = run(str(one), "--requests", "20")
+    assert code == 0
+    assert "20 requests" in output
+    code, output, _ = run(str(one), str(other), "--json")
+    assert code == 0
+    reports = json.loads(output)
+    assert len(reports[str(other)]["replicas"]) == 2
+    code, output, _ = run(str(one), str(other))
+    assert code == 0
+    assert "TTFT p99, ms" in output
+
+
+def test_search_finds_nothing_where_nothing_is_wrong() -> None:
+    code, output, _ = run("--fault-search", "4", "--requests", "30", "--seed", "7")
+    assert code == 0
+    assert "4 fleets and 120 requests: no promise was broken." in output
+
+
+def test_search_finds_and_shrinks_a_repeated_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet that sends a token again after a failure."""
+    note = Outcome.note
+
+    def repeats(self: Outcome, event: Any, now: float) -> None:
+        if self.num_failures and event.token_ids and not self.token_ids[2:]:
+            self.token_ids.append(event.token_ids[0])
+            self.token_times_s.append(now)
+        note(self, event, now)
+
+    monkeypatch.setattr(Outcome, "note", repeats)
+    monkeypatch.chdir(tmp_path)
+    failing = next(case for seed in range(60) if violation(case := random_case(seed, 30)))
+    code, _, errors = run("--fault-search", "1", "--requests", "30", "--seed", str(failing.seed))
+    assert code != 0
+    assert "token" in errors
+    [written] = tmp_path.glob("fault-case-*.json")
+    smallest = msgspec.json.decode(written.read_bytes(), type=type(failing))
+    assert smallest.num_faults <= 2
+    assert smallest.num_requests <= failing.num_requests
+    assert run("--fault-case", str(written))[0] != 0
+    monkeypatch.undo()
+    assert run("--fault-case", str(written))[0] == 0
+
+
+def test_shrinking_ends_at_the_smallest_case() -> None:
+    case = next(case for seed in range(100) if len((case := random_case(seed, 64)).kills) >= 2)
+    smallest = shrink(case, lambda each: len(each.kills) >= 1 and each.num_requests >= 3)
+    assert (smallest.num_requests, len(smallest.kills), smallest.num_faults) == (3, 1, 1)
+
+
+def test_a_replica_may_be_killed_twice_before_anybody_notices() -> None:
+    config = simulation_of(
+        scenario_of(
+            {
+                "traffic": {"requests": 30, "rate": 20.0, "input": 50, "output": 10},
+                "fleet": {"replicas": 2},
+                "faults": [{"kind": "kill", "at_s": at_s, "replica": 0} for at_s in (0.5, 0.6)],
+            },
+            "here",
+        )
+    )
+    assert simulate(config).num_answered == 30
+
+
+def test_a_file_that_is_no_case(tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    path.write_text("{}")
+    code, _, errors = run("--fault-case", str(path))
+    assert code != 0
+    assert "holds no case" in errors
