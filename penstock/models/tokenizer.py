@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields, read_settings
 from penstock.models.generation import DEFAULT_TEMPLATE, folder_templates
+from penstock.models.tokenizer_files import converted_tokenizer
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -36,22 +37,21 @@ class TokenizerFiles:
 def tokenizer_from_folder(folder: Path) -> TokenizerFiles | None:
     """Read the tokenizer of a folder; None when the folder has no tokenizer at all."""
     path = folder / "tokenizer.json"
-    if not path.exists():
-        others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).exists()]
-        if others:
-            raise ModelLoadError(
-                f"{folder} has its tokenizer in {others[0]} and not in tokenizer.json.",
-                hint="Load the tokenizer with transformers and save it again; that writes tokenizer.json.",
-            )
-        return None
-    tokenizer_json = path.read_bytes()
+    defaults: Mapping[str, Any] = {}
+    if path.exists():
+        tokenizer_json = path.read_bytes()
+    else:
+        converted = converted_tokenizer(folder, read_settings(folder / "tokenizer_config.json") or {})
+        if converted is None:
+            return None
+        tokenizer_json, defaults = converted.tokenizer_json, converted.defaults
     try:
         tokenizer = Tokenizer.from_buffer(tokenizer_json)
     except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
         raise ModelLoadError(
             f"{path} is not a valid tokenizer: {error}.", hint="Fetch the file again."
         ) from error
-    settings = read_settings(folder / "tokenizer_config.json") or {}
+    settings = {**defaults, **(read_settings(folder / "tokenizer_config.json") or {})}
     config = read_settings(folder / "config.json") or {}
     special_tokens = _special_tokens(settings, read_settings(folder / "special_tokens_map.json") or {})
     bos_token_id = _bos_token_id(tokenizer, special_tokens, config)

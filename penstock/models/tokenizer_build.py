@@ -1,0 +1,285 @@
+"""Builds Hugging Face `tokenizers` files from vocabularies: byte-level BPE with merges or ranks, and SentencePiece's
+pieces with scores. Imports no torch, and opens no file."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.errors import ModelLoadError
+
+# Kinds of tokens, as SentencePiece and GGUF number them.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "▁"  # SentencePiece's space
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """The rule that cuts text before merging: a pattern, or GPT-2's own, perhaps after isolating digits."""
+
+    pattern: str | None = None
+    isolate_digits: bool = False
+    normalize: bool = False  # Unicode NFC
+    whole_words: bool = False  # a piece that is in the vocabulary is not built by merges
+    adds_bos: bool = False  # unless the metadata says otherwise
+
+
+def _words_then(digits: str, *, words: str = r"\p{L}+", after_symbols: str = r"[\r\n]*") -> str:
+    """Return a pattern of the family that began with GPT-4: contractions, words, digits, symbols, line ends,
+    spaces."""
+    contractions = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    return "|".join(
+        [
+            contractions,
+            rf"[^\r\n\p{{L}}\p{{N}}]?{words}",
+            digits,
+            rf" ?[^\s\p{{L}}\p{{N}}]+{after_symbols}",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    )
+
+
+def _cased_words(digits: str, *, contractions: bool = False) -> str:
+    """Return a pattern of the family of o200k: words end where lower case meets upper case."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    end = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" if contractions else ""
+    return "|".join(
+        [
+            rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{end}",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{end}",
+            digits,
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    )
+
+
+_LLAMA3 = SplitRule(pattern=_words_then(r"\p{N}{1,3}"), whole_words=True, adds_bos=True)
+_QWEN2 = SplitRule(pattern=_words_then(r"\p{N}"), normalize=True)
+_NUMBERS_OF_THREE = SplitRule(pattern=_words_then(r"\p{N}{1,3}"))
+_GPT2 = SplitRule()
+_DIGITS_THEN_GPT2 = SplitRule(isolate_digits=True)
+SPLIT_RULES: Mapping[str, SplitRule] = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "smollm": _DIGITS_THEN_GPT2,
+    "starcoder": _DIGITS_THEN_GPT2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "phi-2": _GPT2,
+    "olmo": _GPT2,
+    "mpt": _GPT2,
+    "refact": _DIGITS_THEN_GPT2,
+    "command-r": _DIGITS_THEN_GPT2,
+    "codeshell": _DIGITS_THEN_GPT2,
+    "exaone": _DIGITS_THEN_GPT2,
+    "minerva-7b": _DIGITS_THEN_GPT2,
+    "dbrx": _NUMBERS_OF_THREE,
+    "smaug-bpe": _NUMBERS_OF_THREE,
+    "chatglm-bpe": _NUMBERS_OF_THREE,
+    "glm4": _NUMBERS_OF_THREE,
+    "tekken": SplitRule(pattern=_cased_words(r"\p{N}"), whole_words=True, adds_bos=True),
+    "gpt-4o": SplitRule(pattern=_cased_words(r"\p{N}{1,3}", contractions=True)),
+    "llama4": SplitRule(pattern=_cased_words(r"\p{N}{1,3}", contractions=True), adds_bos=True),
+}
+
+
+def byte_level(tokens: Sequence[str], merges: Sequence[str], rule: SplitRule, where: str) -> Json:
+    """Build a byte-level BPE. A merge is two tokens with a space between them."""
+    vocabulary = _vocabulary(tokens)
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise ModelLoadError(f"{where} merges {merge!r}, which is not in its vocabulary.")
+        pairs.append((left, right))
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    steps: list[Json] = [by_bytes]
+    if rule.isolate_digits:
+        steps.insert(0, {"type": "Digits", "individual_digits": True})
+    if rule.pattern is not None:
+        split = {"type": "Split", "pattern": {"Regex": rule.pattern}, "behavior": "Isolated", "invert": False}
+        steps = [split, {**by_bytes, "use_regex": False}]
+    return {
+        "version": "1.0",
+        "normalizer": {"type": "NFC"} if rule.normalize else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": by_bytes,
+        "model": _bpe(vocabulary, pairs, ignore_merges=rule.whole_words),
+    }
+
+
+def sentencepiece(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], *, prefixes_space: bool
+) -> Json:
+    """Build the BPE of SentencePiece pieces, whose scores rank the merges."""
+    vocabulary = _vocabulary(tokens)
+    normalizers: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    decoders: list[Json] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefixes_space:
+        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = next((token for token, type_ in zip(tokens, types, strict=True) if type_ == UNKNOWN), None)
+    merges = _merges_from_scores(tokens, types, scores, vocabulary)
+    return {
+        "version": "1.0",
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown),
+    }
+
+
+def _merges_from_scores(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], vocabulary: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Return SentencePiece's scores as merges. SentencePiece joins the neighbours whose union scores best: the merges
+    are all ways to cut a piece into two pieces, the best pieces first."""
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token, type_, score in zip(tokens, types, scores, strict=True):
+        if type_ not in (NORMAL, USER_DEFINED):
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append((-score, vocabulary[left], vocabulary[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: list[tuple[str, str]], **settings: Any) -> Json:
+    common = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    return {**common, **settings, "vocab": vocabulary, "merges": merges}
+
+
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
+    vocabulary: dict[str, int] = {}
+    for token_id, token in enumerate(tokens):
+        vocabulary.setdefault(token, token_id)
+    return vocabulary
+
+
+def _added(token_id: int, token: str, *, is_special: bool = True) -> Json:
+    return {
+        "id": token_id,
+        "content": token,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": is_special,
+    }
+
+
+def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[Json]:
+    return [
+        _added(token_id, token, is_special=type_ != USER_DEFINED)
+        for token_id, (token, type_) in enumerate(zip(tokens, types, strict=True))
+        if type_ in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePieceSettings:
+    """How SentencePiece prepares text."""
+
+    characters: bytes = b""  # its compiled table of characters that stand for others
+    prefixes_space: bool = True
+    removes_extra_spaces: bool = True
+
+
+def unigram(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], settings: SentencePieceSettings
+) -> Json:
+    """Build SentencePiece's unigram model, which takes the most probable pieces."""
+    normalizers: list[Json] = []
+    if settings.characters:
+        charsmap = base64.b64encode(settings.characters).decode()
+        normalizers.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if settings.removes_extra_spaces:
+        normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    scheme = "always" if settings.prefixes_space else "never"
+    metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": True}
+    unknown = next((index for index, type_ in enumerate(types) if type_ == UNKNOWN), None)
+    return {
+        "version": "1.0",
+        "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
+        "pre_tokenizer": metaspace,
+        "decoder": metaspace,
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": list(zip(tokens, scores, strict=True)),
+            "byte_fallback": BYTE in types,
+        },
+    }
+
+
+def _byte_letters() -> list[str]:
+    """Return the letters that stand for bytes in byte-level vocabularies."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in printable}
+    others = [byte for byte in range(256) if byte not in letters]
+    return [letters[byte] if byte in letters else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+_LETTERS = _byte_letters()
+
+
+def ranked_bytes(
+    ranks: Mapping[bytes, int], specials: Mapping[str, int], rule: SplitRule, where: str, first_id: int = 0
+) -> Json:
+    """Build a byte-level BPE from ranked byte sequences, as tiktoken stores them: the pair whose union has the lowest
+    rank is merged first. The token of rank 0 gets `first_id`."""
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(
+        bytes([byte]) not in ranks for byte in range(256)
+    ):
+        raise ModelLoadError(f"{where} does not rank all bytes and their unions from 0 on.")
+    letters = {token: "".join(_LETTERS[byte] for byte in token) for token in ranks}
+    in_order = sorted(ranks, key=ranks.__getitem__)
+    merges = []
+    for token in in_order:
+        parts = _parts_below(token, ranks[token], ranks)
+        if len(parts) == 2:  # a longer rest means a token that no merges lead to
+            merges.append(f"{letters[parts[0]]} {letters[parts[1]]}")
+    built = byte_level([letters[token] for token in in_order], merges, rule, where)
+    # Added tokens keep their ids only if the vocabulary has them.
+    built["model"]["vocab"] = {**specials, **{letters[token]: first_id + ranks[token] for token in in_order}}
+    built["added_tokens"] = [_added(token_id, token) for token, token_id in specials.items()]
+    return built
+
+
+def _parts_below(token: bytes, rank: int, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """Cut a token into the parts that merges of lower ranks leave."""
+    parts = [token[index : index + 1] for index in range(len(token))]
+    while len(parts) > 2:
+        unions = [(ranks.get(parts[at] + parts[at + 1], rank), at) for at in range(len(parts) - 1)]
+        lowest, at = min(unions)
+        if lowest >= rank:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
