@@ -121,6 +121,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ]
         | None
     ) = None
+    image_cache_memory: Annotated[
+        str,
+        Meta(
+            description="Memory of the device for encoded images, which prompts with the same image share. For a "
+            "vision-language model only."
+        ),
+    ] = "256MiB"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

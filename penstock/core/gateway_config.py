@@ -78,6 +78,23 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         Meta(description="Bytes of stored responses that a workspace may keep; the oldest go first.", ge=1),
     ] = 1 << 30
+    max_images: Annotated[
+        int, Meta(description="Images that one request may have; 0 refuses all images.", ge=0)
+    ] = 16
+    max_image_bytes: Annotated[int, Meta(description="Largest file of an image.", ge=1)] = 20 << 20
+    max_image_pixels: Annotated[
+        int, Meta(description="Most pixels of an image; the image is refused before it is decoded.", ge=1)
+    ] = 40_000_000
+    allowed_image_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Host that images may be fetched from by URL, such as images.example or *.example.com; can "
+            "be repeated. A private address must be named itself, such as 10.1.2.3 or 10.1.0.0/16. Default: none."
+        ),
+    ] = ()
+    image_fetch_timeout_s: Annotated[
+        float, Meta(description="Longest time for fetching an image by URL.", gt=0)
+    ] = 10.0
     names: NamesConfig = NamesConfig()
 
 

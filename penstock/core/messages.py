@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from penstock.core.image_layout import VisionCard
 from penstock.core.kv_transfer import KVSource
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Pooling, Request, SamplingDefaults
@@ -100,6 +101,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # for requests that do not say
     implementation: str = "native"  # whose code runs the model: native or transformers
     weights_id: str = ""  # differs between weights of the same shape, so that caches keep them apart
+    vision: VisionCard | None = None  # how prompts have images in them; None for a model of texts only
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -167,6 +169,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_nan_logits: int = 0  # requests ended because the model produced no numbers for them
     num_out_of_memory: int = 0  # requests ended because a step had no memory for them
     drafters: tuple[DrafterStats, ...] = ()  # in the order in which they first drafted
+    num_images: int = 0  # in requests that began to run
+    num_images_encoded: int = 0
+    image_encoder_s: float = 0.0  # seconds spent on encoding images
+    image_cache_queries: int = 0  # images whose encoder output a prompt needed
+    image_cache_hits: int = 0  # of them, images that were encoded already
+    image_cache_tokens: int = 0  # whose encoder output is kept now
 
     @property
     def num_drafts(self) -> int:

@@ -96,16 +96,32 @@ class StateSlots(msgspec.Struct, frozen=True):
 KVCopy: TypeAlias = BlockCopy | HalfCopy | StateCopy
 
 
+class Encoding(msgspec.Struct, frozen=True, array_like=True):
+    """Encode tiles `[first_tile, first_tile + num_tiles)` of an image of a request. The result is kept by the digest
+    of the image, and serves all requests with the same image until a plan drops it."""
+
+    request_id: str
+    image: int  # index in Request.images
+    first_tile: int
+    num_tiles: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass. `released` names requests that ended or were preempted since the previous plan: the
     executor drops their rows before it looks at `chunks` (a resumed request may appear in both). `copies` are made
     one after the other, in this order, after all earlier steps and before `chunks` are computed: a block or slot may
-    appear several times. Slots of states follow the same rule."""
+    appear several times. Slots of states follow the same rule.
+
+
+    First of all the executor forgets the results of `dropped_images`, then it computes `encodings`, whose results the
+    chunks may need. A plan may have encodings and no chunks."""
 
     step_id: int
     chunks: tuple[Chunk, ...]
     released: tuple[str, ...] = ()
     copies: tuple[KVCopy, ...] = ()
+    encodings: tuple[Encoding, ...] = ()
+    dropped_images: tuple[bytes, ...] = ()  # digests
 
     @property
     def num_tokens(self) -> int:
@@ -178,6 +194,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     sampled: tuple[SampledToken, ...]
     elapsed_s: float
     scored: tuple[ScoredChunk, ...] = ()
+    encoder_s: float = 0.0  # of the elapsed time: for encoding images
 
 
 class CacheUse(msgspec.Struct, frozen=True, array_like=True):

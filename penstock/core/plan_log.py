@@ -36,6 +36,7 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag
     tile_tokens: int = 1
     halves_blocks: bool = False
     states: StateSlots | None = None  # of a model whose layers have a fixed state
+    image_cache_tokens: int = 0
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):
@@ -101,10 +102,12 @@ LogRecord: TypeAlias = LogHeader | SchedulerCall
 
 
 def encode_record(record: LogRecord) -> bytes:
-    """Return the line of a record, with its newline, without log-probabilities and contents of embeddings: no plan
-    depends on them."""
+    """Return the line of a record, with its newline, without log-probabilities and the contents of embeddings and
+    images: no plan depends on them."""
     if isinstance(record, CommitCall):
         record = CommitCall(record.now, _without_numbers(record.result))
+    elif isinstance(record, AddCall | BeginImportCall | BeginExportCall) and record.request is not None:
+        record = msgspec.structs.replace(record, request=record.request.without_image_data())
     return log_line(record)
 
 

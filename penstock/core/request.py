@@ -107,6 +107,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer must not contain
 
 
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An image in a prompt: the prompt tokens `[start, start + num_tokens)` stand for the image.
+
+    `digest` identifies the contents of the file. The encoder computes an image in `num_tiles` parts of `tile_patches`
+    patches each; the scheduler may spread the parts over several steps. Steps without the image's tokens need no
+    `data`, so logs leave the bytes out."""
+
+    start: int
+    num_tokens: int
+    digest: bytes
+    num_tiles: int = 1
+    tile_patches: int = 1
+    grid: tuple[int, int] = (0, 0)  # rows and columns of image tokens, where positions depend on them
+    is_whole: bool = False  # the image's tokens see each other, so that one step must compute all of them
+    data: bytes = b""  # the file, as the client sent it
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate; with `pooling`, a prompt to embed. `tenant` salts the prefix cache and carries
     fairness between users.
@@ -129,6 +150,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str = ""  # the name that the client asked for; empty where there is only one
     adapter: Adapter | None = None  # LoRA weights that are added to the model's own for this request
     output_token_ids: tuple[int, ...] = ()
+    images: tuple[ImageInput, ...] = ()  # in ascending order of start, without overlap
     prediction: tuple[int, ...] = ()  # the answer that the client expects; only drafters read it
     region: str = ""  # the preferred region; only the router reads this field and the next
     affinity_key: str = (
@@ -142,3 +164,24 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.adapter is not None:
             return f"{self.tenant}\0{self.cache_salt}\0{self.adapter.digest}"
         return f"{self.tenant}\0{self.cache_salt}" if self.cache_salt else self.tenant
+
+    @property
+    def key_token_ids(self) -> tuple[int, ...]:
+        """Return the prompt as block hashes see it: the tokens of an image are replaced by numbers that stand for the
+        image's contents. Two prompts whose images differ have no block with such a token in common. The numbers are
+        negative, so that no token of a text equals one of them."""
+        if not self.images:
+            return self.prompt_token_ids
+        keys = list(self.prompt_token_ids)
+        for image in self.images:
+            base = -1 - (int.from_bytes(image.digest, "little") << 32)
+            end = min(image.end, len(keys))
+            keys[image.start : end] = [base - offset for offset in range(end - image.start)]
+        return tuple(keys)
+
+    def without_image_data(self) -> Request:
+        """Return the same request without the bytes of its images, for logs."""
+        if not self.images:
+            return self
+        images = tuple(msgspec.structs.replace(image, data=b"") for image in self.images)
+        return msgspec.structs.replace(self, images=images)

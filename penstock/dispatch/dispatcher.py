@@ -274,7 +274,7 @@ class Dispatcher:
         if not self.table.offers_choice(model):
             return ()
         block_size = self.table.status.models.get(model, _DEFAULT_BLOCK_SIZE)
-        tokens = request.prompt_token_ids + request.output_token_ids
+        tokens = request.key_token_ids + request.output_token_ids
         return hash_tokens(request.prefix_salt, tokens[: _MAX_HASHED_TOKENS + 1], block_size)
 
     def _revision_for(self, request: Request) -> str | None:

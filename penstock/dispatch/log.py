@@ -108,7 +108,9 @@ class RecordingDispatcher(Dispatcher):
         timeout_s: float | None = None,
         block_hashes: Sequence[bytes] | None = None,
     ) -> Sequence[Action]:
-        call = AddCall(request, timeout_s, None if block_hashes is None else tuple(block_hashes))
+        call = AddCall(
+            request.without_image_data(), timeout_s, None if block_hashes is None else tuple(block_hashes)
+        )
         return self._log(call, super().add(request, now, timeout_s=timeout_s, block_hashes=block_hashes), now)
 
     def abort(self, request_id: str, now: float) -> Sequence[Action]:

@@ -27,6 +27,7 @@ from penstock.core.plan import Chunk
 from penstock.core.request import Adapter, Request
 from penstock.engine.batch import Staging
 from penstock.engine.collaborator import Arrival, Collaborator
+from penstock.engine.images import PlacedImages
 from penstock.kernels.adapted import AdaptedOps, AdaptedRows, PackedDelta
 from penstock.kernels.interface import AttentionBatch, DenseWeight, KVStore, Ops
 from penstock.models.lora import LoRAWeights, adaptable_products, read_lora
@@ -113,9 +114,10 @@ class LoRAModel:
         kv: KVStore,
         adapters: Sequence[str | None],
         query_starts: NDArray[np.int32],
+        placed: PlacedImages | None = None,
     ) -> Tensor:
         """Like `Model.forward`. `adapters` has a digest, or None, for each request of the step, whose rows begin at
-        `query_starts`."""
+        `query_starts`. `placed` replaces the embeddings of image tokens."""
         rows_of: dict[str, list[NDArray[np.int64]]] = {}
         for index, digest in enumerate(adapters):
             if digest is not None:
@@ -127,6 +129,8 @@ class LoRAModel:
                 for digest, rows in rows_of.items()
             ]
         )
+        if placed is not None:
+            return placed.forward(self._adapted_model, token_ids, batch, kv)
         return self._adapted_model.forward(token_ids, batch, kv)
 
 

@@ -118,6 +118,9 @@ class Samples:
         return np.array(kept, dtype=np.int64)
 
 
+NO_SAMPLES = Samples([], np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 @dataclass(frozen=True, slots=True)
 class HostStep:
     """One step in host memory, of C chunks. Chunks with a single token come first, as in the plan.
@@ -139,6 +142,8 @@ class HostStep:
     max_query_len: int
     max_context_len: int
     num_decodes: int
+    looks_ahead: bool = False  # some contexts end behind their last query
+    spare_places: Int64Array | None = None  # [N, 3], what spare rows of the rope table mix, for image tokens
 
 
 class BatchRows:
@@ -303,6 +308,7 @@ class BatchRows:
             context_lens=context_lens,
             block_tables=block_tables,
             num_requests=len(step.rows),
+            halves_blocks=not step.looks_ahead,
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
             num_decodes=step.num_decodes,

@@ -17,7 +17,13 @@ from penstock.core.engine_config import EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
-from penstock.engine.collaborator import Collaborator, StepWatch, refuse_adapters, refuse_grammars
+from penstock.engine.collaborator import (
+    Collaborator,
+    StepWatch,
+    refuse_adapters,
+    refuse_grammars,
+    refuse_images,
+)
 from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.head_start import keep_bytecode, open_gpu_ahead, read_compiler_ahead
@@ -117,6 +123,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         block_copy_s=loaded.block_copy_s,
         tile_tokens=loaded.tile_tokens,
+        image_cache_tokens=loaded.image_cache_tokens,
     )
     recorder = None
     if config.record_plans is not None:
@@ -133,6 +140,7 @@ def build_engine(
             tile_tokens=loaded.tile_tokens,
             halves_blocks=loaded.halves_blocks,
             states=loaded.states,
+            image_cache_tokens=loaded.image_cache_tokens,
         )
         recorder = PlanRecorder(Path(config.record_plans), header)
     ready = EngineReady(
@@ -164,7 +172,8 @@ def _collaborators(
     watch = [StepWatch(ranks.check)] if ranks is not None else []
     adapters = loaded.adapters if loaded.adapters is not None else refuse_adapters()
     grammars = loaded.grammars if loaded.grammars is not None else refuse_grammars()
-    return [*watch, adapters, grammars, *([recorder] if recorder is not None else [])]
+    images = loaded.images if loaded.images is not None else refuse_images()
+    return [*watch, images, adapters, grammars, *([recorder] if recorder is not None else [])]
 
 
 def _load_echo(config: EngineConfig, clock: Clock) -> Loaded:

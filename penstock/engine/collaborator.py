@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.engine.grammar_masks import CompiledGrammar
 
 NO_ADAPTERS = "This engine cannot apply LoRA adapters."
+NO_IMAGES = "This engine's model takes text only, and the request has an image."
 NO_GRAMMARS = "This engine cannot constrain answers: it has no tokenizer that grammars could be matched with."
 
 
@@ -127,3 +128,7 @@ def refuse_adapters() -> Refusal:
 
 def refuse_grammars() -> Refusal:
     return Refusal(NO_GRAMMARS, lambda request: request.sampling.grammar is not None)
+
+
+def refuse_images() -> Refusal:
+    return Refusal(NO_IMAGES, lambda request: bool(request.images))

@@ -18,7 +18,7 @@ import torch
 from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
-from penstock.core.figures import format_bytes
+from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.messages import ModelCard
 from penstock.core.plan import StateSlots
 from penstock.engine.adapters import AdapterQueue, LoRAModel
@@ -41,17 +41,20 @@ from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compiler
 from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
+from penstock.engine.images import ImageEncoder, ImageQueue
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.sampler import Sampler
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, Ops
 from penstock.kernels.states import StateStore, state_bytes
+from penstock.models.decoder import Decoder as NativeDecoder
 from penstock.models.generation import sampling_defaults
-from penstock.models.load import load_model, load_tokenizer, weights_identity
+from penstock.models.load import load_model, load_tokenizer, load_vision_part, weights_identity
 from penstock.models.model import Model, state_layers
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.tokenizer import numbered_tokenizer_json
+from penstock.models.vision import VisionModel
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +113,7 @@ def load_decoder(
         seed=config.model.seed,
         max_model_len=config.model.max_model_len,
         shard=setup.shard,
+        spare_rope_rows=config.scheduler.max_num_batched_tokens,
         on_progress=on_progress,
     )
     leave_cores_to(whole_ops)
@@ -120,6 +124,11 @@ def load_decoder(
         _check_states(config)
     is_first = setup.shard.tensor_rank == 0 and setup.shard.is_first_stage  # this rank plans, and drafts
     drafter = load_drafter(config, model_path, loaded, whole_ops) if is_first and not has_states else None
+    vision = None
+    if setup.shard.num_stages == 1 and isinstance(
+        loaded, NativeDecoder
+    ):  # the stages of a pipeline pass tokens on
+        vision = load_vision_part(model_path, whole_ops, load_format=config.model.load_format)
     with ThreadPoolExecutor(1) as helper:
         description = helper.submit(_describe, config, model_path, model, ops)
         if is_cuda and setup.is_alone:  # ranks would have to run every step together
@@ -130,7 +139,9 @@ def load_decoder(
         memory = _allocate(config, model, ops, num_blocks, setup)
         card, compiler = description.result()
     kv = memory.kv
-    card = msgspec.structs.replace(card, max_model_len=max_model_len)
+    card = msgspec.structs.replace(
+        card, max_model_len=max_model_len, vision=vision.card if vision is not None else None
+    )
     max_rows = sizes.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)
     states = _allocate_states(sizes.states, model, ops)
@@ -160,6 +171,9 @@ def load_decoder(
         drafters.append(GrammarDrafter(masks))
     if drafter is not None:
         drafters.append(drafter.build(num_blocks, rows, clock, card.vocab_size))
+    images = (
+        ImageEncoder(vision, staging, loaded.config, loaded.max_model_len) if vision is not None else None
+    )
     executor = ModelExecutor(
         model,
         ops,
@@ -173,6 +187,7 @@ def load_decoder(
         masks=masks,
         lora=lora,
         states=drafter.states if drafter else None,
+        images=images,
     )
     setup.connect(executor, rows, compiler)
     return Loaded(
@@ -182,15 +197,25 @@ def load_decoder(
         num_host_blocks=memory.num_host_blocks,
         block_copy_s=copy_s,
         tile_tokens=GPU_TILE_TOKENS if is_cuda else 1,
-        halves_blocks=isinstance(kv, HalvesBlocks),
+        # Attention that looks ahead reads the end of a context from another token than the last.
+        halves_blocks=isinstance(kv, HalvesBlocks) and not (vision and vision.sees_both_ways),
         default_steps_in_flight=2 if is_cuda else 1,
         grammars=GrammarQueue(compiler) if compiler else None,
         adapters=adapters,
+        images=ImageQueue(images, max_waiting=config.scheduler.max_queue_requests) if images else None,
+        image_cache_tokens=_image_cache_tokens(config, vision),
         shared_kv=shared_kv,
         drafters=tuple(drafters),
         states=sizes.states,
         max_num_seqs=max_rows,
     )
+
+
+def _image_cache_tokens(config: EngineConfig, vision: VisionModel | None) -> int:
+    """Return how many rows of the encoder's output the configured memory holds."""
+    if vision is None:
+        return 0
+    return parse_bytes(config.cache.image_cache_memory) // vision.bytes_per_token
 
 
 def _cache_sizes(config: EngineConfig, model: Model, ops: Ops, drafter: LoadedDrafter | None) -> CacheSizes:

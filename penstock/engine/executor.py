@@ -7,6 +7,7 @@ On a CPU both are synchronous, which changes nothing for the caller. A step that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -20,10 +21,11 @@ from penstock.core.clock import Clock
 from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StateCopy, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel
-from penstock.engine.batch import BatchRows, HostStep, Samples, Staging, halves
+from penstock.engine.batch import NO_SAMPLES, BatchRows, HostStep, Samples, Staging, halves
 from penstock.engine.drafters.model import HiddenStates
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
+from penstock.engine.images import ImageEncoder, PlacedImages
 from penstock.engine.pooling import HiddenPooler, sampled_vector
 from penstock.engine.prompt_scores import PromptScorer, Scores
 from penstock.engine.sampler import Sampler
@@ -49,6 +51,7 @@ class _Submitted:
     masks: StepMasks | None
     hidden: _FromHidden
     timer: StepTimer
+    encoder_timer: StepTimer | None
 
 
 @dataclass(slots=True)
@@ -75,6 +78,7 @@ class ModelExecutor:
         masks: GrammarMasks | None = None,
         lora: LoRAModel | None = None,
         states: HiddenStates | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
         """`states` keeps the hidden states of every step, for heads that draft."""
         self._model = model
@@ -89,6 +93,7 @@ class ModelExecutor:
         self._masks = masks
         self._lora = lora
         self._states = states
+        self._images = images
         self._pooler = HiddenPooler()
         self._scorer = PromptScorer(model, staging, sampler.vocab_size, has_logits=sampler.has_logits)
         self._live: dict[str, _Live] = {}
@@ -98,6 +103,8 @@ class ModelExecutor:
         self._live[request.id] = _Live(request, list(request.output_token_ids))
         self._pooler.begin(request)
         self._scorer.begin(request)
+        if self._images is not None:
+            self._images.begin(request)
         if self._lora is not None:
             self._lora.begin(request)
         if grammar is not None:
@@ -118,6 +125,8 @@ class ModelExecutor:
         self._live.pop(request_id, None)
         self._pooler.end(request_id)
         self._scorer.end(request_id)
+        if self._images is not None:
+            self._images.end(request_id)
         if self._lora is not None:
             self._lora.end(request_id)
         if self._masks is not None:
@@ -129,6 +138,13 @@ class ModelExecutor:
             self._masks.start(plan.chunks)
         self._staging.next_step()
         self._update_rows(plan)
+        encoder_timer = self._encode_images(plan)
+        if not plan.chunks:
+            timer.stop()
+            self._submitted.append(
+                _Submitted(plan, NO_SAMPLES, None, {}, None, _FromHidden(), timer, encoder_timer)
+            )
+            return ()
         step = self._build(plan.chunks)
         samples = step.samples
         token_ids: Tensor | None = None
@@ -154,12 +170,24 @@ class ModelExecutor:
                 self._keep_last_tokens(samples, sampled)
                 token_ids = self._to_host(sampled)
         timer.stop(0.0 if self._graphs is None else self._graphs.take_capture_s())
-        self._submitted.append(_Submitted(plan, samples, token_ids, logprobs, masks, hidden, timer))
+        self._submitted.append(
+            _Submitted(plan, samples, token_ids, logprobs, masks, hidden, timer, encoder_timer)
+        )
         return tuple(failed)
+
+    def _encode_images(self, plan: StepPlan) -> StepTimer | None:
+        if self._images is None or not (plan.encodings or plan.dropped_images):
+            return None
+        timer = self._start_timer()
+        with contextlib.suppress(torch.OutOfMemoryError):  # a chunk that needs the image tries again
+            self._images.run(plan.encodings, plan.dropped_images)
+        timer.stop()
+        return timer
 
     def _build(self, chunks: Sequence[Chunk]) -> HostStep:
         """Lay out chunks for the model. Requests that pool their hidden states do not sample."""
-        return self._rows.build(chunks, self._pooler.request_ids)
+        step = self._rows.build(chunks, self._pooler.request_ids)
+        return step if self._images is None else self._images.arranged(chunks, step)
 
     def _needs_only_argmax(self, samples: Samples) -> bool:
         """Say whether the requests that sample in this step need nothing but the argmax of their logits."""
@@ -188,8 +216,10 @@ class ModelExecutor:
         int64 [S], the argmax of each row. `taken` gets embeddings of prompts that ended, and scores of prompts."""
         adapters = None if self._lora is None else self._lora.adapters_of(chunks)
         pools, scores = self._pooler.any_of(chunks), self._scorer.any_of(chunks)
-        taps = () if self._states is None or adapters is not None else self._states.taps
-        graphs = graphs and adapters is None and not pools and not taps
+        placed = None if self._images is None else self._images.place(chunks, step)
+        has_taps = self._states is not None and adapters is None and placed is None
+        taps = self._states.taps if self._states is not None and has_taps else ()
+        graphs = graphs and adapters is None and not pools and not taps and placed is None
         if graphs and not scores and self._graphs is not None and self._graphs.fits(step):
             logits = self._graphs.logits(step)
             self._keep_states(chunks, step, self._graphs.hidden)
@@ -202,7 +232,7 @@ class ModelExecutor:
         if hidden is None and taps:
             hidden, states = self._tapped(step, taps)
         elif hidden is None:
-            hidden = self._hidden(step, adapters)
+            hidden = self._hidden(step, adapters, placed)
         made = self._head(hidden, step, only_argmax)
         self._keep_states(chunks, step, states if taps else hidden)
         scored = self._scorer.take(hidden, step, chunks) if scores else []
@@ -281,11 +311,15 @@ class ModelExecutor:
             else:
                 self._kv.copy_from_host(copy.host_slot, copy.block_id)
 
-    def _hidden(self, step: HostStep, adapters: Sequence[str | None] | None) -> Tensor:
+    def _hidden(
+        self, step: HostStep, adapters: Sequence[str | None] | None, placed: PlacedImages | None
+    ) -> Tensor:
         rows = self._rows
         token_ids, batch = rows.token_ids(step), rows.attention_batch(step)
         if adapters is not None and self._lora is not None:
-            return self._lora.forward(token_ids, batch, self._kv, adapters, step.chunk_starts)
+            return self._lora.forward(token_ids, batch, self._kv, adapters, step.chunk_starts, placed)
+        if placed is not None:
+            return placed.forward(self._model, token_ids, batch, self._kv)
         return self._model.forward(token_ids, batch, self._kv)
 
     def _tapped(self, step: HostStep, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -316,7 +350,8 @@ class ModelExecutor:
             sampled_vector(request_id, vector) for request_id, vector in step.hidden.embeddings.items()
         )
         scored = tuple(scores.report() for scores in step.hidden.scores)
-        return StepResult(step.plan.step_id, (*sampled, *embedded), elapsed_s, scored)
+        encoder_s = step.encoder_timer.wait() if step.encoder_timer is not None else 0.0
+        return StepResult(step.plan.step_id, (*sampled, *embedded), elapsed_s, scored, encoder_s)
 
     def _start_timer(self) -> StepTimer:
         return CudaTimer() if self._ops.device.type == "cuda" else HostTimer(self._clock)

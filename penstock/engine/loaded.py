@@ -14,6 +14,7 @@ from penstock.engine.loop import Executor
 if TYPE_CHECKING:
     from penstock.engine.adapters import AdapterQueue
     from penstock.engine.grammar import GrammarQueue
+    from penstock.engine.images import ImageQueue
     from penstock.engine.transfer.sharing import SharedKV
     from penstock.models.lora import LoRAWeights
 
@@ -34,6 +35,8 @@ class Loaded:
     default_steps_in_flight: int = 1
     grammars: GrammarQueue | None = None
     adapters: AdapterQueue[LoRAWeights] | None = None
+    images: ImageQueue | None = None
+    image_cache_tokens: int = 0
     shared_kv: SharedKV | None = None
     drafters: tuple[Drafter, ...] = ()  # that come with the model
     states: StateSlots | None = None  # of a model whose layers have a fixed state

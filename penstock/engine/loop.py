@@ -68,6 +68,7 @@ class _Counters:
     plan_s: float = 0.0  # seconds of planning and committing the latest step
     num_nan_logits: int = 0
     num_out_of_memory: int = 0
+    image_encoder_s: float = 0.0
 
 
 class EngineLoop:
@@ -170,6 +171,7 @@ class EngineLoop:
             plan_s=counters.plan_s,
             num_nan_logits=counters.num_nan_logits,
             num_out_of_memory=counters.num_out_of_memory,
+            image_encoder_s=counters.image_encoder_s,
         )
         for collaborator in self._collaborators:
             stats = collaborator.add_stats(stats)
@@ -252,6 +254,7 @@ class EngineLoop:
         counters.step_tokens = plan.num_tokens
         counters.tokens_computed += plan.num_tokens
         counters.step_s = result.elapsed_s
+        counters.image_encoder_s += result.encoder_s
         counters.num_nan_logits += sum(event.error == NOT_A_NUMBER for event in events)
         counters.plan_s = planning_s + self._clock.now() - now
         return events

@@ -18,6 +18,7 @@ from penstock.cluster.replica import EngineClient
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig
+from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Accounts
 from penstock.gateway.answers.generation import Generation
@@ -25,13 +26,14 @@ from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.policies import GuardPolicies
+from penstock.gateway.images import ImageLoader
 from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.metrics.table import MetricsExchange
 from penstock.gateway.models.auto import AutoModel
 from penstock.gateway.models.catalogue import RETRY_AFTER_S, Catalogue
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prepared import PreparedRequest, prepare_for_engine, prepare_for_server
-from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.prompts import GenerationRequest, Prompt
 from penstock.gateway.queue_times import QueueTimes
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.settings.settings import TierSettings, least_urgent
@@ -66,6 +68,7 @@ class Gateway:
         self.metrics.register(self.guards.metrics)
         self.tiers = TierSettings()
         self.prompt_cache = PromptCacheSettings()
+        self.images = ImageLoader(config)
         self.reuse = reuse or AnswerReuse(clock=self.clock)
         self.metrics.register(self.reuse)
         self.max_buffer_bytes = config.max_stream_buffer_bytes
@@ -107,6 +110,13 @@ class Gateway:
     def model(self, name: str | None = None) -> ServedModel:
         """The model that serves requests for `name`; None stands for the first there is."""
         return self.catalogue.find(name)
+
+    async def count_tokens(self, model: ServedModel, prompt: Prompt, principal: Principal) -> int:
+        """Count the tokens of a prompt, images included."""
+        model.check_images([prompt])
+        if model.card.vision is not None:
+            prompt = await self.images.load(prompt, principal.workspace_id)
+        return len(await model.token_ids(prompt))
 
     async def submit(self, request: GenerationRequest) -> AnswerStream:
         """The answer to a client's request. Raises the PenstockError that keeps the request from running."""
@@ -182,8 +192,11 @@ class Gateway:
     async def _prepare(self, work: PreparedRequest) -> None:
         work.time_left_s(self.clock.now())
         if isinstance(work.model, ServedModel):
+            if work.model.card.vision is not None:
+                work.request = await self.images.load_request(work.request)
             await prepare_for_engine(work, work.model, self.prompt_cache)
         else:
+            work.request = await self.images.load_request(work.request, only_files=True)
             prepare_for_server(work, work.model)
         work.time_left_s(self.clock.now())
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.cluster.external.wire import ExternalCall
-from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded
+from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim
 from penstock.gateway.answers.choice import Choice
@@ -23,9 +23,19 @@ from penstock.gateway.external.models import ExternalModel, calls_for
 from penstock.gateway.guards.policy import Case
 from penstock.gateway.models.catalogue import AnsweringModel
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, Prompt, RequestWarning
+from penstock.gateway.prompts import (
+    ChatMessage,
+    ChatPrompt,
+    GenerationRequest,
+    Prompt,
+    RequestWarning,
+    image_parts,
+)
 from penstock.gateway.text.caching import PromptCacheSettings
 
+IMAGES_SKIPPED = RequestWarning(
+    "item_skipped", "Input items of the type 'input_image' were skipped.", "input"
+)
 # What is reserved for an external server's answer when the request names no limit.
 ASSUMED_MAX_TOKENS = 1024
 
@@ -99,6 +109,7 @@ async def prepare_for_engine(
     ]
     # Without a better reason, requests go where the adapter is likely loaded already.
     affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
+    _check_copies(request, work.prompts)
     check_num_prompt_logprobs(request.sampling, [len(prepared.token_ids) for prepared in work.prompts])
     relaxed: tuple[RequestWarning, ...] = ()  # what grammars do not enforce
     prediction = await model.prediction_ids(request.prediction) if request.prediction else ()
@@ -128,6 +139,7 @@ async def prepare_for_engine(
                     affinity_key=affinity_key,
                     cache_salt="\0".join(filter(None, (prepared.cache_salt, request.cache_salt))),
                     cache_breakpoints=prepared.breakpoints,
+                    images=prepared.images,
                     prediction=prediction,
                     min_cacheable_tokens=prompt_cache.min_tokens if prepared.breakpoints else None,
                 )
@@ -143,6 +155,21 @@ async def prepare_for_engine(
     work.warnings = _warnings(request, min([each.sampling.max_tokens for each in work.engine_requests]))
     if relaxed:
         work.warnings += tuple(dict.fromkeys(relaxed))
+    if model.card.vision is None and any(map(image_parts, prompts)):
+        work.warnings += (IMAGES_SKIPPED,)
+
+
+MAX_IMAGE_COPY_BYTES = 256 << 20
+
+
+def _check_copies(request: GenerationRequest, prompts: Sequence[PreparedPrompt]) -> None:
+    """Every answer is a request of its own to an engine, with its own copy of the images."""
+    num_bytes = request.n * sum(len(image.data) for prompt in prompts for image in prompt.images)
+    if request.n > 1 and num_bytes > MAX_IMAGE_COPY_BYTES:
+        raise InvalidRequest(
+            f"{request.n} answers to prompts with images of so many bytes are more than this server takes at once.",
+            param="n",
+        )
 
 
 def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:

@@ -36,6 +36,28 @@ class TextPart(msgspec.Struct, frozen=True):
     cache: CacheMark | None = None
 
 
+class LoadedImage(msgspec.Struct, frozen=True):
+    """An image that can be decoded and is within the limits. The size is that of the upright image."""
+
+    data: bytes
+    digest: bytes
+    width: int
+    height: int
+
+
+class ImagePart(TextPart, frozen=True, kw_only=True):
+    """An image between texts: a `data:` or `http(s):` URL, or an uploaded file. Its text is empty."""
+
+    text: str = ""
+    url: str = ""
+    file_id: str = ""
+    param: str = "messages"  # the place in the client's request, for errors
+    stand_in: str = (
+        ""  # what a model of texts reads in place of the image; empty: such a model refuses the request
+    )
+    loaded: LoadedImage | None = None  # once the gateway has read the image
+
+
 class ToolCall(msgspec.Struct, frozen=True):
     """A call that the model made in an earlier turn."""
 
@@ -95,6 +117,19 @@ def num_characters(prompt: ChatPrompt) -> int:
         else sum(len(part.text) for part in message.content)
         for message in prompt.messages
     )
+
+
+def image_parts(prompt: Prompt) -> list[ImagePart]:
+    """Return the images of a prompt, in order."""
+    if not isinstance(prompt, ChatPrompt):
+        return []
+    return [
+        part
+        for message in prompt.messages
+        if not isinstance(message.content, str)
+        for part in message.content
+        if isinstance(part, ImagePart)
+    ]
 
 
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt

@@ -152,6 +152,7 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     num_decodes: int = 0  # so many of the first requests have exactly one token in this step
+    halves_blocks: bool = True  # the last tokens of a request may begin in the middle of a block
     lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
     states: StateBatch | None = None  # of models whose layers have a fixed state
 

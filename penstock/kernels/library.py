@@ -63,6 +63,7 @@ class AttentionBatchStruct(Structure):
         ("query_starts", c_void_p),
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
+        ("halves_blocks", c_int64),
     )
 
 

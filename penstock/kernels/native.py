@@ -398,6 +398,7 @@ class NativeOps(ComposedOps):
             batch.max_context_len,
             batch.block_tables.stride(0),
             *(tensor.data_ptr() for tensor in tensors),
+            batch.halves_blocks,
         )
         self._batch = batch
 

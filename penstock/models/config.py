@@ -98,6 +98,10 @@ class ArchitectureConfig:
     norm_eps: float
     rope: RopeConfig
     local_rope: RopeConfig | None = None  # of layers with a window, if different
+    rope_axes: tuple[
+        int, ...
+    ] = ()  # of positions in three dimensions: which of them turns each pair of a head
+    spare_rope_rows: int = 0  # behind the positions, for tokens whose angles mix several rows
     unrotated_layers: frozenset[int] = frozenset()  # layers whose attention knows no positions
     windows: tuple[int | None, ...]  # one per layer; None sees the whole context
     attention_scale: float

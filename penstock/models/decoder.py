@@ -154,6 +154,17 @@ class Decoder(ABC):
     def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
         self._run_one_by_one(residual, batch, kv)
 
+    def run_layers_with(
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: Callable[[int], None]
+    ) -> None:
+        """Run the layers, with a call before each of them that may change the residual."""
+        self._run_one_by_one(residual, batch, kv, before_layer)
+
+    def rope_tables(self) -> list[Tensor]:
+        """Return the rope tables of the layers, each once."""
+        tables = {id(layer.attention.layer.rope): layer.attention.layer.rope for layer in self._layers}
+        return list(tables.values())
+
     def normed(self, residual: Tensor) -> Tensor:
         assert self._final_norm is not None, "the last stage norms"
         return self._final_norm(self._ops, residual)

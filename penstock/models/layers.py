@@ -221,7 +221,8 @@ class RopeTables:
             rope = replace(rope, scaling=replace(rope.scaling, short_divisors=short, long_divisors=long))
         device = loader.ops.device
         self._config = config
-        self._whole = rope_table(rope, config.head_dim, num_positions, divisors).to(device)
+        whole = rope_table(rope, config.head_dim, num_positions, divisors)
+        self._whole = torch.nn.functional.pad(whole, (0, 0, 0, config.spare_rope_rows)).to(device)
         self._windowed = self._whole
         if config.local_rope is not None:
             self._windowed = rope_table(config.local_rope, config.head_dim, num_positions).to(device)

@@ -34,6 +34,7 @@ from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
 from penstock.models.transformers_load import TransformersCheckpoint
+from penstock.models.vision import TransformersVision, load_vision, text_fields
 from penstock.models.weights import OnProgress, RandomSource, WeightLoader, WeightSource
 
 SUFFIXES = (".safetensors", ".gguf", ".bin")
@@ -137,13 +138,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise ModelLoadError(f"There is no model at {path}.")
     if path.is_dir():
-        fields = _read_config(path / "config.json")
+        fields = text_fields(path, _read_config(path / "config.json"))
         architecture = architecture_for_huggingface(fields)
         config = architecture.config_from_huggingface(fields)
         named = fields.raw("architectures")
         if isinstance(named, list) and named and _is_headless(str(named[0])):
             # The embedding stands in for the head, which embeddings do not need.
             config = dataclasses.replace(config, tie_embeddings=True)
+        config = dataclasses.replace(config, rope_axes=tuple(fields.raw("rope_axes") or ()))
         return Checkpoint(path, architecture, config, None, stored_quantization(fields))
     file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
@@ -165,7 +167,7 @@ def open_any_checkpoint(
     fields = _read_config(path / "config.json")
     if implementation == "auto":
         try:
-            architecture_for_huggingface(fields)
+            architecture_for_huggingface(text_fields(path, fields))
             return open_checkpoint(path)
         except UnknownArchitecture as unknown:
             return TransformersCheckpoint.instead_of_native(path, fields, unknown, trust_remote_code)
@@ -183,12 +185,16 @@ def load_model(
     seed: int = 0,
     max_model_len: int | None = None,
     shard: Shard = WHOLE,
+    spare_rope_rows: int = 0,
     on_progress: OnProgress | None = None,
 ) -> Model:
     """Load a model. `load_format="random"` needs settings only and fills weights from `seed`. `max_model_len`
-    shortens the context below what the model allows; it cannot lengthen it. Only the part of a `shard` is read."""
+    shortens the context below what the model allows; it cannot lengthen it. Only the part of a `shard` is read.
+    `spare_rope_rows`: the most image tokens of one step, for models with positions in three dimensions."""
     checkpoint = open_any_checkpoint(path, implementation, trust_remote_code=trust_remote_code)
     config = checkpoint.config
+    if config.rope_axes:
+        config = dataclasses.replace(config, spare_rope_rows=spare_rope_rows)
     num_positions = _num_positions(config, max_model_len)
     source = weight_source(checkpoint, load_format, seed, ops.device)
     if isinstance(checkpoint, TransformersCheckpoint):
@@ -230,6 +236,15 @@ def load_encoder(
         else SafetensorsSource(path)
     )
     return bert.BertEncoder(config, WeightLoader(source, ops, on_progress=on_progress))
+
+
+def load_vision_part(path: Path, ops: Ops, *, load_format: LoadFormat = "auto") -> TransformersVision | None:
+    """Load what a vision-language checkpoint needs to see images; None for other checkpoints."""
+    tokenizer = load_tokenizer(path) if (path / "config.json").is_file() else None
+    if tokenizer is None:
+        return None
+    fields = _read_config(path / "config.json")
+    return load_vision(path, fields, tokenizer.tokenizer_json, ops, is_random=load_format == "random")
 
 
 def load_tokenizer(path: Path) -> TokenizerFiles | None:

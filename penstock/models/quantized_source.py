@@ -32,6 +32,11 @@ _INDEX = "model.safetensors.index.json"
 _READABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def _text_name(name: str) -> str:
+    """Return the name of a tensor of a text model as it is in a checkpoint of the text model alone."""
+    return name.replace("model.text_model.", "model.", 1).replace("language_model.", "", 1)
+
+
 class SafetensorsSource:
     """Reads tensors from disk when asked for. A file is opened, and mapped, with its first tensor."""
 
@@ -40,10 +45,7 @@ class SafetensorsSource:
         self.bytes_read = 0
         # Multimodal checkpoints keep their text model one level down; its tensors get the names they would have
         # in a checkpoint of the text model alone.
-        self._stored = {
-            name.replace("language_model.", "", 1): (file, name)
-            for name, file in self._locate(folder).items()
-        }
+        self._stored = {_text_name(name): (file, name) for name, file in self._locate(folder).items()}
         self._folder = folder
 
     def names(self) -> frozenset[str]:

@@ -112,5 +112,5 @@ class BlockExchange:
         self._on_room()
 
     def _hashes(self, request: Request) -> list[BlockHash]:
-        tokens = (*request.prompt_token_ids, *request.output_token_ids)
+        tokens = (*request.key_token_ids, *request.output_token_ids)
         return chain_hashes(root_hash(request.prefix_salt), tokens[:-1], self._cache.block_size)

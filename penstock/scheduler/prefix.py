@@ -178,7 +178,7 @@ class PrefixSharing:
     def _num_shared_blocks(self, leader: Sequence, follower: Sequence, known_to_match: int) -> int:
         """Count the leading blocks that are equal in both prompts. The follower's last token does not count."""
         size = self._block_size
-        ours, theirs = leader.request.prompt_token_ids, follower.request.prompt_token_ids
+        ours, theirs = leader.key_token_ids, follower.key_token_ids
         limit = min(len(ours), len(theirs) - 1) // size
         low, high = known_to_match, limit
         while low < high:  # the longest equal prefix, by bisection; slices compare at C speed

@@ -91,6 +91,7 @@ class RunningSet:
         sequence.table = None
         sequence.num_computed = 0
         sequence.is_prefilling = False
+        sequence.has_row = False
 
     def _state_end(self, sequence: Sequence) -> BlockHash | None:
         """Return the published block at whose end the state of a request is; None if the state is elsewhere."""

@@ -43,6 +43,7 @@ from penstock.scheduler.endings import (
     with_draft_use,
 )
 from penstock.scheduler.exchange import BlockExchange
+from penstock.scheduler.images import ImageEncodings, check_images
 from penstock.scheduler.preemption import Preemption, Swapping
 from penstock.scheduler.prefix import Breakpoints, PrefixSharing
 from penstock.scheduler.queue import WaitingQueue
@@ -79,9 +80,11 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         block_copy_s: float | None = None,
         tile_tokens: int = 1,
+        image_cache_tokens: int = 0,
     ) -> None:
         """`block_copy_s` is the time of a copy of one block to host memory, or back; with None, preempted requests
         compute again. `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them.
+        `image_cache_tokens`: the executor keeps the encoder's output for images of so many tokens together.
 
         A model with states gets no drafts: a state has no place to go back to when a draft is rejected."""
         if cache.states is not None and (
@@ -107,6 +110,7 @@ class Scheduler:
         self._sharing = PrefixSharing(cache)
         self._breakpoints = Breakpoints(cache, config.min_cacheable_tokens)
         self._admission = Admission(cache, self._sharing, headroom)
+        self._images = ImageEncodings(image_cache_tokens)
         self._deadlines = Deadlines(config.queue_timeout_s)
         # For KV transfers between engines: blocks that other engines read or fill.
         self.exchange = BlockExchange(cache, headroom, self._admission.room_changed)
@@ -212,13 +216,18 @@ class Scheduler:
         self._running.decoded(step.load.decode_sequences + step.load.draft_tokens)
         # After a preemption no request is admitted: the victims would come straight back.
         self._add_prefills(step, work.prefills, now, may_admit=not lacks_blocks)
-        if not step.chunks:
+        if not step.chunks and not step.encodings:
             return None
         self._num_steps += 1
         planned_s = None if self._steps else now
         self._steps.append(_StepInFlight(self._num_steps, step.sampling, step.scoring, step.load, planned_s))
         return StepPlan(
-            self._num_steps, tuple(step.chunks), self._running.take_released(), self._cache.take_copies()
+            self._num_steps,
+            tuple(step.chunks),
+            self._running.take_released(),
+            self._cache.take_copies(),
+            tuple(step.encodings),
+            self._images.take_dropped(),
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
@@ -285,6 +294,11 @@ class Scheduler:
             cache_read_tokens=self._breakpoints.read_tokens,
             cache_write_tokens=self._breakpoints.written_tokens,
             drafters=self._speculation.stats(),
+            num_images=self._images.num_images,
+            num_images_encoded=self._images.num_encoded,
+            image_cache_queries=self._images.num_queries,
+            image_cache_hits=self._images.num_hits,
+            image_cache_tokens=self._images.num_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -297,6 +311,7 @@ class Scheduler:
         if request.id in self._sequences or any(event.request_id == request.id for event in self._events):
             raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
         check_request(request, self._max_length, self._max_model_len)
+        check_images(request, self._config.max_num_batched_tokens)
 
     def _end_overdue(self, now: float) -> None:
         for sequence in self._deadlines.overdue(now):
@@ -317,8 +332,7 @@ class Scheduler:
                 return
             if index + 1 < len(prefills) or (may_admit and self._queue.first() is not None):
                 room = share_of_room(room)
-            step.add_prefill(sequence, room, begins=False)
-            self._publish(sequence, now)
+            self._prefill(step, sequence, room, now)
         if may_admit:
             self._admit_waiting(step, now, max_rank=BATCH_RANK)
 
@@ -336,8 +350,17 @@ class Scheduler:
                 self._queue.park(sequence)
                 continue
             self._start(sequence, now)
-            step.add_prefill(sequence, max(1, step.prefill_room(sequence.num_computed)), begins=True)
+            self._prefill(step, sequence, max(1, step.prefill_room(sequence.num_computed)), now)
+
+    def _prefill(self, step: StepBuilder, sequence: Sequence, room: int, now: float) -> None:
+        """Compute up to `room` tokens of a running prefill, or fewer in front of an image that is not encoded yet."""
+        if sequence.request.images:
+            room = self._images.reach(sequence, room, step)
+        if room:
+            step.add_prefill(sequence, room, begins=not sequence.has_row)
             self._publish(sequence, now)
+            if sequence.request.images:
+                self._images.passed(sequence)
 
     def _start(self, sequence: Sequence, now: float) -> None:
         """Run a waiting request, which has its blocks by now."""
@@ -348,6 +371,7 @@ class Scheduler:
         self._cache.record_lookup(sequence.num_known, sequence.num_computed)
         if not sequence.has_started:
             sequence.first_planned_s = now
+            self._images.num_images += len(sequence.request.images)
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
             if sequence.marks is not None:
                 self._breakpoints.start(sequence, now)
@@ -433,6 +457,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Stop a running request, for now or for good."""
         self._running.stop(sequence)
+        self._images.stop(sequence)
         self._admission.room_changed()
         for follower in self._sharing.stop(sequence):
             self._requeue(follower)

@@ -71,9 +71,11 @@ class Sequence:
         "followers",
         "frontier",
         "growth_blocks",
+        "has_row",
         "hashes",
         "is_constrained",
         "is_prefilling",
+        "key_token_ids",
         "leader",
         "length_limit",
         "marks",
@@ -145,11 +147,13 @@ class Sequence:
         self.drafting = Drafting()
 
         self.table: BlockTable | None = None  # set exactly while running
+        self.has_row = False  # running, and a chunk was planned: the executor knows the table
         self.growth_blocks = 0  # predicted, beyond the table, while running; written by Headroom
 
         self.marks: Marks | None = None  # of a request with cache breakpoints; kept by Breakpoints
 
         # Kept by PrefixSharing.
+        self.key_token_ids = request.key_token_ids  # the prompt, as block hashes see it
         self.root_hash = root_hash(request.prefix_salt)
         self.hashes: list[BlockHash] = []  # of leading full blocks, as far as they were needed
         self.num_published = 0  # leading blocks whose hashes were published, while running
@@ -212,10 +216,10 @@ class Sequence:
     def _tokens(self, start: int, stop: int) -> TokenIds[int]:
         num_prompt = self.num_prompt
         if stop <= num_prompt:
-            return self.request.prompt_token_ids[start:stop]
+            return self.key_token_ids[start:stop]
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
-        return (*self.request.prompt_token_ids[start:], *self.output_token_ids[: stop - num_prompt])
+        return (*self.key_token_ids[start:], *self.output_token_ids[: stop - num_prompt])
 
 
 def seniority(sequence: Sequence) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from penstock.core.plan import Chunk
+from penstock.core.plan import Chunk, Encoding
 from penstock.scheduler.sequence import Sequence
 
 _FORGETTING = 0.98  # of each weight, per step that tells something about it: old steps fade
@@ -29,7 +29,7 @@ _USUAL_ERROR_DECAY = 0.9
 _NO_LIMIT_TOKENS = 1 << 30
 
 # Seconds per unit before any observation: between a CPU and a fast GPU. The spread covers both.
-_PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8)
+_PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8, 2e-5)
 _PRIOR_SPREAD = 30.0
 
 
@@ -42,6 +42,7 @@ class StepLoad:
     decode_context_tokens: int = 0  # KV entries that decodes read
     prefill_pairs: int = 0  # of query and key, in the attention of prefills
     draft_tokens: int = 0  # of decodes, beside one token for each
+    encoder_patches: int = 0  # of images
 
     @property
     def decode_rows(self) -> int:
@@ -63,13 +64,14 @@ class StepTimePredictor:
 
     def predict(self, load: StepLoad) -> float:
         """Predict the seconds that a step takes."""
-        base, per_prefill, per_row, per_context, per_pair = self._weights
+        base, per_prefill, per_row, per_context, per_pair, per_patch = self._weights
         return (
             base
             + per_prefill * load.prefill_tokens
             + per_row * load.decode_rows
             + per_context * load.decode_context_tokens
             + per_pair * load.prefill_pairs
+            + per_patch * load.encoder_patches
         )
 
     @property
@@ -89,6 +91,14 @@ class StepTimePredictor:
         # The positive root of per_pair / 2 · n² + per_token · n = room_s, in the form that survives per_pair = 0.
         return int(2.0 * room_s / (per_token + sqrt(per_token * per_token + 2.0 * per_pair * room_s)))
 
+    def tiles_within(self, target_s: float, load: StepLoad, tile_patches: int) -> int:
+        """Return how many tiles of an image can be encoded on top of `load` in a step of `target_s`."""
+        tile_s = self._weights[5] * tile_patches
+        room_s = target_s - self.predict(load)
+        if room_s <= 0.0:
+            return 0
+        return int(room_s / tile_s) if tile_s > 0.0 else _NO_LIMIT_TOKENS
+
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         if elapsed_s <= 0.0:
             return
@@ -101,6 +111,7 @@ class StepTimePredictor:
             load.decode_rows * scale,
             load.decode_context_tokens * scale,
             load.prefill_pairs * scale,
+            load.encoder_patches * scale,
         )
         weights, variances = self._weights, self._variances
         spread = [variance * feature for variance, feature in zip(variances, features, strict=True)]
@@ -121,6 +132,7 @@ class StepTimePredictor:
 
 
 MIN_PREFILL_TOKENS = 16
+IDLE_ENCODER_S = 0.5  # for images in a step without decodes: new requests and cancellations wait for its end
 WORTHWHILE_TILES = 4  # with fewer tiles, leaving tokens out to fill the last tile costs more than it saves
 
 
@@ -131,6 +143,7 @@ class StepBuilder:
         "_target_s",
         "_tile_tokens",
         "chunks",
+        "encodings",
         "load",
         "num_tokens_left",
         "sampling",
@@ -151,6 +164,7 @@ class StepBuilder:
         self._tile_tokens = tile_tokens
         self.num_tokens_left = num_tokens
         self.chunks: list[Chunk] = []
+        self.encodings: list[Encoding] = []
         self.sampling: dict[str, Sequence] = {}
         self.scoring: dict[str, Sequence] = {}  # requests with chunks whose prompt tokens are scored
         self.load = StepLoad()
@@ -221,6 +235,20 @@ class StepBuilder:
             return num_tokens
         return max(tiles * self._tile_tokens - filled, 0)
 
+    def encoder_room(self, tile_patches: int) -> int:
+        """Return how many tiles of an image this step can still encode. The first tile of a step always fits."""
+        target_s = IDLE_ENCODER_S
+        if self.load.decode_sequences:
+            if self._target_s is None:
+                return _NO_LIMIT_TOKENS
+            target_s = self._target_s
+        num_tiles = self._predictor.tiles_within(target_s, self.load, tile_patches)
+        return num_tiles if self.load.encoder_patches else max(1, num_tiles)
+
+    def add_encoding(self, encoding: Encoding, tile_patches: int) -> None:
+        self.encodings.append(encoding)
+        self.load.encoder_patches += encoding.num_tiles * tile_patches
+
     def add_prefill(self, sequence: Sequence, num_tokens: int, *, begins: bool) -> None:
         """Add up to `num_tokens` of the known tokens that are not computed."""
         start = sequence.num_computed
@@ -248,6 +276,7 @@ class StepBuilder:
                 state_slot=sequence.blocks.state_slot if begins else None,
             )
         )
+        sequence.has_row = True
         sequence.num_computed = start + num_tokens
         sequence.is_prefilling = not samples
         if samples:

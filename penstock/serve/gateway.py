@@ -112,6 +112,7 @@ async def open_gateway(
         # Stored responses alone are no reason to create a database file: without one they stay in memory.
         is_shared = database.exists or num_processes > 1
         work = StoredWork(database, data_dir(config.store))
+        gateway.images.files = work.files
         http, websocket, connections = bounded_protocols(config.server)
         gateway.metrics.register(connections)
         gateway.metrics.register(PoolMetrics(control))

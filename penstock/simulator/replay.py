@@ -73,6 +73,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         eos_token_ids=frozenset(header.eos_token_ids),
         block_copy_s=header.block_copy_s,
         tile_tokens=header.tile_tokens,
+        image_cache_tokens=header.image_cache_tokens,
     )
 
 

@@ -291,7 +291,7 @@ def test_a_client_that_leaves_cancels_its_request(serve: Serve) -> None:
     ("path", "body", "says"),
     [
         ("chat", {"messages": [{"role": "pirate", "content": ""}]}, "messages[0].role"),
-        ("chat", {"messages": [{**USER, "images": ["aGk="]}]}, "Images are not supported"),
+        ("chat", {"messages": [{**USER, "images": ["aGk="]}]}, "takes text only"),
         ("chat", {"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}, "Only an assistant"),
         ("chat", {"messages": [USER], "think": "perhaps"}, "think is 'perhaps'"),
         ("chat", {"messages": [USER], "format": "yaml"}, "format is 'yaml'"),
@@ -306,7 +306,7 @@ def test_a_client_that_leaves_cancels_its_request(serve: Serve) -> None:
         ("chat", {"messages": "hello"}, "messages"),
         ("chat", {"messages": [USER], "logprobs": True, "top_logprobs": 99}, "logprobs"),
         ("generate", {"prompt": "x", "suffix": "y"}, "no tokens to fill in the middle"),
-        ("generate", {"prompt": "x", "images": ["aGk="]}, "Images are not supported"),
+        ("generate", {"prompt": "x", "images": ["aGk="]}, "takes text only"),
         ("generate", {"prompt": "x", "template": "{{ .Prompt }}"}, "template is not supported"),
         ("generate", {"prompt": "x", "context": [1]}, "/api/chat"),
         ("generate", {"prompt": "x", "raw": True, "system": "s"}, "raw"),

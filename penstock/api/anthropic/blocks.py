@@ -11,11 +11,12 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.prompts import CacheMark, ChatMessage, TextPart, ToolCall
+from penstock.gateway.prompts import CacheMark, ChatMessage, ImagePart, TextPart, ToolCall
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 _TEXT_ONLY = (
-    "Only text, plain-text documents, search results, tool_use, tool_result and thinking are supported."
+    "Only text, images, plain-text documents, search results, tool_use, tool_result and thinking are "
+    "supported."
 )
 
 
@@ -50,8 +51,17 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     cache_control: CacheControl | None = None
 
 
+class ImageSource(msgspec.Struct):
+    type: str
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+    file_id: str = ""
+
+
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
-    pass
+    source: ImageSource
+    cache_control: CacheControl | None = None
 
 
 class DocumentSource(msgspec.Struct):
@@ -178,6 +188,8 @@ class _TurnReader:
                 parts.append(_text_part(block, f"{self._place}.{place}"))
             elif isinstance(block, DocumentBlock | SearchResultBlock):
                 parts.append(TextPart(self._text_of(block, place), mark_of(block.cache_control)))
+            elif isinstance(block, ImageBlock) and role == "user":
+                parts.append(self._image(block, place))
             elif isinstance(block, ToolResultBlock) and role == "user":
                 if parts:
                     self._refuse(place, "tool_result blocks must come before text in a message.")
@@ -216,19 +228,37 @@ class _TurnReader:
 
     def _tool_result(self, block: ToolResultBlock, place: str) -> ChatMessage:
         texts: list[str] = []
+        images: list[TextPart] = []
         if isinstance(block.content, str):
             texts.append(block.content)
         for index, part in enumerate(block.content if isinstance(block.content, list) else ()):
-            texts.append(self._text_of(part, f"{place}.content.{index}"))
+            if isinstance(part, ImageBlock):
+                images.append(self._image(part, f"{place}.content.{index}"))
+            else:
+                texts.append(self._text_of(part, f"{place}.content.{index}"))
         text = "\n".join(texts)
         if block.is_error:  # templates have no other way to tell the model
             text = f"Error: {text}" if text else "Error"
-        return ChatMessage("tool", text, tool_call_id=block.tool_use_id, cache=mark_of(block.cache_control))
+        content = (*([TextPart(text)] if text else ()), *images) if images else text
+        return ChatMessage(
+            "tool", content, tool_call_id=block.tool_use_id, cache=mark_of(block.cache_control)
+        )
 
-    def _text_of(self, block: TextBlock | ImageBlock | DocumentBlock | SearchResultBlock, place: str) -> str:
+    def _image(self, block: ImageBlock, place: str) -> ImagePart:
+        source, mark = block.source, mark_of(block.cache_control)
+        param = f"{self._place}.{place}"
+        if source.type == "base64" and source.data:
+            return ImagePart(url=f"data:{source.media_type};base64,{source.data}", param=param, cache=mark)
+        if source.type == "url" and source.url:
+            return ImagePart(url=source.url, param=param, cache=mark)
+        if source.type != "file" or not source.file_id:
+            self._refuse(f"{place}.source", "must be of the type base64, url or file, and hold the image.")
+        return ImagePart(file_id=source.file_id, param=param, cache=mark)
+
+    def _text_of(self, block: TextBlock | DocumentBlock | SearchResultBlock, place: str) -> str:
         if isinstance(block, TextBlock):
             return block.text
-        text = None if isinstance(block, ImageBlock) else block.text()
+        text = block.text()
         if text is None:
             self._refuse_media(block, place)
         return text
@@ -277,7 +307,8 @@ def _text_part(block: TextBlock, place: str) -> TextPart:
 def _content(parts: Sequence[TextPart]) -> str | tuple[TextPart, ...]:
     if not parts:
         return ""
-    return parts[0].text if len(parts) == 1 and parts[0].cache is None else tuple(parts)
+    is_plain = len(parts) == 1 and parts[0].cache is None and not isinstance(parts[0], ImagePart)
+    return parts[0].text if is_plain else tuple(parts)
 
 
 def _can_join(earlier: ChatMessage, later: ChatMessage) -> bool:

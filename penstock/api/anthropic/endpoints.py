@@ -67,8 +67,8 @@ class AnthropicEndpoints:
         principal = principal_of(request)
         model = self._gateway.catalogue.permitted(principal, wire.model)
         async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
-            token_ids = await model.token_ids(wire.prompt())
-        return json_response(TokenCount(len(token_ids)))
+            count = await self._gateway.count_tokens(model, wire.prompt(), principal)
+        return json_response(TokenCount(count))
 
 
 def check_version(request: Request) -> None:

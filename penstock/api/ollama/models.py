@@ -197,7 +197,8 @@ def _capabilities(model: AnsweringModel) -> list[str]:
     if model.card.is_encoder:
         return ["embedding"]
     tools = ["tools"] if model.dialect.tool_format is not None else []
-    return ["completion", *tools, *(["thinking"] if model.dialect.reasons else [])]
+    sees = ["vision"] if model.card.vision is not None else []
+    return ["completion", *sees, *tools, *(["thinking"] if model.dialect.reasons else [])]
 
 
 def _size(num_parameters: int) -> str:

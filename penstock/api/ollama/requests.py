@@ -19,9 +19,11 @@ from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
     GenerationRequest,
+    ImagePart,
     Prompt,
     RequestWarning,
     SamplingOptions,
+    TextPart,
     TextPrompt,
     ToolCall,
 )
@@ -182,7 +184,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: list[CalledTool] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -206,7 +208,7 @@ class GenerateRequest(AnswerFields, kw_only=True):
 
     prompt: str | None = None
     suffix: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     system: str | None = None
     template: str | None = None
     context: list[int] | None = None
@@ -224,10 +226,12 @@ class GenerateRequest(AnswerFields, kw_only=True):
         if self.suffix:
             return self.generation_request(TextPrompt(self.prompt, self.suffix))
         system = (ChatMessage("system", self.system),) if self.system else ()
-        return self.generation_request(self.chat_prompt((*system, ChatMessage("user", self.prompt))))
+        prompt = _with_images(self.prompt, self.images, "images")
+        return self.generation_request(self.chat_prompt((*system, ChatMessage("user", prompt))))
 
     def _refuse_unsupported(self) -> None:
-        _refuse_images(self.images, "images")
+        if self.images and (self.raw or self.suffix):
+            raise InvalidRequest("Images have no place in a raw prompt or beside a suffix.", param="images")
         if self.suffix and (self.raw or self.system):
             raise InvalidRequest("suffix has no place beside raw or system.", param="suffix")
         if self.template:
@@ -280,7 +284,6 @@ def _chat_messages(messages: list[OllamaMessage]) -> tuple[ChatMessage, ...]:
                 f"{param}.role is {message.role[:40]!r}, which is none of {', '.join(ROLES)}.",
                 param=f"{param}.role",
             )
-        _refuse_images(message.images, f"{param}.images")
         if message.tool_calls and message.role != "assistant":
             raise InvalidRequest("Only an assistant calls tools.", param=f"{param}.tool_calls")
         calls = tuple(
@@ -295,7 +298,7 @@ def _chat_messages(messages: list[OllamaMessage]) -> tuple[ChatMessage, ...]:
         turns.append(
             ChatMessage(
                 message.role,
-                message.content or "",
+                _with_images(message.content or "", message.images, f"{param}.images"),
                 message.tool_name,
                 calls,
                 _answered_call(message, unanswered) if message.role == "tool" else None,
@@ -317,9 +320,14 @@ def _answered_call(result: OllamaMessage, unanswered: list[ToolCall]) -> str:
     return call.id
 
 
-def _refuse_images(images: list[Any] | None, param: str) -> None:
-    if images:
-        raise InvalidRequest("Images are not supported: the models served here take text only.", param=param)
+def _with_images(text: str, images: list[str] | None, param: str) -> str | tuple[TextPart, ...]:
+    """Return the content of a turn. Images are base64 texts, and stand before the text."""
+    if not images:
+        return text
+    return (
+        *(ImagePart(url=f"data:image/*;base64,{image}", param=param) for image in images),
+        TextPart(text),
+    )
 
 
 def _whole(value: Number | None, name: str) -> int | None:

@@ -8,17 +8,24 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.prompts import ChatMessage, TextPart, Tool, ToolCall, ToolChoice
+from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, ToolCall, ToolChoice
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_ROLES_WITH_IMAGES = frozenset({"user", "tool", "function"})
 # Templates know one name for each of these roles.
 _NEWEST_ROLES = {"developer": "system", "function": "tool"}
 
 
-class MessagePart(msgspec.Struct):
+class ImageURL(msgspec.Struct):
+    url: str
+    detail: str | None = None  # accepted; the model's own processor decides
+
+
+class MessagePart(msgspec.Struct, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageURL | str | None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -76,12 +83,23 @@ class Message(msgspec.Struct):
 
     def _content(self, param: str) -> str | tuple[TextPart, ...]:
         if isinstance(self.content, list):
-            return tuple(TextPart(_text_of(part, param)) for part in self.content)
+            return tuple(self._part(part, param) for part in self.content)
         if self.content is not None:
             return self.content
         if self.role == "assistant" and (self.tool_calls or self.function_call or self.refusal is not None):
             return self.refusal or ""
         raise InvalidRequest(f"{param}.content is missing.", param=f"{param}.content")
+
+    def _part(self, part: MessagePart, param: str) -> TextPart:
+        if part.type != "image_url" or part.image_url is None:
+            return TextPart(_text_of(part, param))
+        if self.role not in _ROLES_WITH_IMAGES:
+            raise InvalidRequest(
+                f"{param}.content has an image; only messages of users and tools may have images.",
+                param=f"{param}.content",
+            )
+        url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+        return ImagePart(url=url, param=f"{param}.content")
 
 
 def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
@@ -94,7 +112,7 @@ def _text_of(part: MessagePart, param: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in ("text", "refusal") or text is None:
         raise InvalidRequest(
-            f"{param}.content has a part of type {part.type!r}; this model takes text parts only.",
+            f"{param}.content has a part of type {part.type!r}; text and image_url parts are supported.",
             param=f"{param}.content",
         )
     return text

@@ -266,9 +266,8 @@ class ResponsesEndpoints:
             own_items = await history.own_items(wire.input, request_id_of(request))
             earlier = await history.earlier_items(wire.previous_response_id, wire.conversation_id)
             items = [*earlier, *own_items]
-            return json_response(
-                InputTokens(len(await model.token_ids(wire.chat_prompt(items, Toolbox(wire.tools)))))
-            )
+            prompt = wire.chat_prompt(items, Toolbox(wire.tools))
+            return json_response(InputTokens(await gateway.count_tokens(model, prompt, principal)))
 
     async def compact(self, request: Request) -> ASGIApp:
         """Answer with a shorter form of a long conversation: the user's messages, and one compaction item with the

@@ -17,7 +17,7 @@ import msgspec
 from penstock.api.openai.answers import ChatLogprob
 from penstock.api.openai.responses_tools import CLIENT_TOOLS, CallKind, flat_name
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.prompts import ChatMessage, RequestWarning, TextPart, ToolCall
+from penstock.gateway.prompts import ChatMessage, ImagePart, RequestWarning, TextPart, ToolCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -64,6 +64,9 @@ class ContentPart(msgspec.Struct, omit_defaults=True):
     stdout: str | None = None
     stderr: str | None = None
     outcome: dict[str, Any] | None = None
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None  # accepted; the model's own processor decides
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
@@ -284,7 +287,7 @@ class _Chat:
                 output = (
                     item.status or "" if item.output is None and kind.startswith("apply") else item.output
                 )
-                result = _texts(output, f"{param}.output", self.skipped)
+                result = _parts(output, f"{param}.output", is_output=True)
                 self.messages.append(ChatMessage("tool", result, tool_call_id=call_id))
             case "compaction" | "compaction_summary":
                 self.end_turn()
@@ -312,15 +315,17 @@ class _Chat:
                 f"{param}.role is {item.role!r}, which is none of {', '.join(sorted(_ROLES))}.",
                 param=f"{param}.role",
             )
-        texts = _texts(item.content, f"{param}.content")
+        parts = _parts(item.content, f"{param}.content")
+        if item.role != "user" and any(isinstance(part, ImagePart) for part in parts):
+            raise InvalidRequest("Only users' messages may have images.", param=f"{param}.content")
         if item.role == "assistant":
             if self._calls:
                 self.end_turn()
-            self._said += texts
+            self._said += parts
             return
         self.end_turn()
         role = "system" if item.role == "developer" else item.role
-        self.messages.append(ChatMessage(role, texts))
+        self.messages.append(ChatMessage(role, parts))
 
 
 def _call(item: InputItem, arguments: str, param: str) -> ToolCall:
@@ -329,26 +334,33 @@ def _call(item: InputItem, arguments: str, param: str) -> ToolCall:
     return ToolCall(item.call_id, flat_name(item.namespace, item.name), arguments)
 
 
-def _texts(
-    content: str | list[ContentPart] | None, param: str, skipped: set[str] | None = None
+def _parts(
+    content: str | list[ContentPart] | None, param: str, *, is_output: bool = False
 ) -> tuple[TextPart, ...]:
-    """`skipped` is for the output of tools, whose images are left out and noted there."""
+    """`is_output`: the content is the output of a tool, whose images a model of texts may do without."""
     if content is None:
         raise InvalidRequest(f"{param} is missing.", param=param)
     if isinstance(content, str):
         return (TextPart(content),)
-    return tuple(TextPart(_text_of(part, param, skipped)) for part in content)
+    return tuple(_part(part, param, is_output=is_output) for part in content)
 
 
-def _text_of(part: ContentPart, param: str, skipped: set[str] | None) -> str:
-    if skipped is not None and part.type == "input_image":
-        skipped.add(part.type)
-        return _NO_IMAGE
-    if skipped is not None and part.stdout is not None:
-        return msgspec.json.encode(part).decode()
+def _part(part: ContentPart, param: str, *, is_output: bool) -> TextPart:
+    if part.type == "input_image":
+        if not part.image_url and not part.file_id:
+            raise InvalidRequest(f"{param} has an image with neither image_url nor file_id.", param=param)
+        return ImagePart(
+            url=part.image_url or "",
+            file_id="" if part.image_url else part.file_id or "",
+            param=param,
+            stand_in=_NO_IMAGE if is_output else "",
+        )
+    if is_output and part.stdout is not None:
+        return TextPart(msgspec.json.encode(part).decode())
     text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
     if text is None:
         raise InvalidRequest(
-            f"{param} has a part of type {part.type!r}; this model takes text parts only.", param=param
+            f"{param} has a part of type {part.type!r}; text and input_image parts are supported.",
+            param=param,
         )
-    return text
+    return TextPart(text)

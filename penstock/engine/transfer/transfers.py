@@ -56,6 +56,11 @@ class _Running:
     num_begun_blocks: int
 
 
+def _past_images(request: Request, num_tokens: int) -> int:
+    """Return the length of a prefix of at least `num_tokens` that does not end within an image."""
+    return max([num_tokens, *(image.end for image in request.images if image.start < num_tokens)])
+
+
 class KVExports:
     def __init__(self, port: KVPort, exchange: RecordedExchange, block_size: int, calls: LoopCalls) -> None:
         self._port = port
@@ -187,9 +192,11 @@ class KVExports:
         computed."""
         wanted = news.request
         known = (*wanted.prompt_token_ids, *wanted.output_token_ids)
+        num_tokens = _past_images(wanted, news.num_blocks * self._block_size + 1)
         return Request(
             id=f"prefill {self._num_asked} for another engine",
-            prompt_token_ids=known[: news.num_blocks * self._block_size + 1],
+            prompt_token_ids=known[:num_tokens],
+            images=tuple(image for image in wanted.images if image.start < num_tokens),
             sampling=SamplingParams(max_tokens=1, temperature=0.0),
             tenant=wanted.tenant,
             tier=wanted.tier,

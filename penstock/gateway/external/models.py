@@ -30,8 +30,10 @@ from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
     GenerationRequest,
+    ImagePart,
     Prompt,
     SamplingOptions,
+    TextPart,
     TextPrompt,
     Tool,
     ToolCall,
@@ -246,10 +248,17 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     return fields
 
 
-def _content(message: ChatMessage) -> str:
-    """The content as one text, because not every server takes parts."""
+def _content(message: ChatMessage) -> str | list[dict[str, Any]]:
+    """The content as one text, because not every server takes parts; as parts if there are images."""
     if isinstance(message.content, str):
         return message.content
+    if any(isinstance(part, ImagePart) for part in message.content):
+        return [
+            {"type": "image_url", "image_url": {"url": part.url}}
+            if isinstance(part, ImagePart)
+            else {"type": "text", "text": part.text}
+            for part in message.content
+        ]
     return "\n".join(part.text for part in message.content)
 
 
@@ -351,5 +360,13 @@ def _texts_of(messages: Sequence[ChatMessage]) -> list[str]:
     texts = []
     for message in messages:
         calls = [f"{call.name} {call.arguments}" for call in message.tool_calls]
-        texts.append("\n".join([message.role, _content(message), *calls]))
+        parts = [message.content] if isinstance(message.content, str) else map(_told, message.content)
+        texts.append("\n".join([message.role, *parts, *calls]))
     return texts
+
+
+def _told(part: TextPart) -> str:
+    """Return the text of a part; for an image, a text that stands for it."""
+    if not isinstance(part, ImagePart):
+        return part.text
+    return f"<image {hashlib.blake2b(part.url.encode(), digest_size=16).hexdigest()}>"

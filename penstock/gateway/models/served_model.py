@@ -20,8 +20,9 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.grammar_text import token_ids_by_number
 from penstock.core.messages import EngineReady, ModelCard
-from penstock.core.request import Adapter, CacheBreakpoint, Grammar, SamplingParams
+from penstock.core.request import Adapter, CacheBreakpoint, Grammar, ImageInput, SamplingParams
 from penstock.gateway.checks import check_request, check_token_ids, too_long
+from penstock.gateway.images import check_images
 from penstock.gateway.prompts import (
     ChatPrompt,
     GenerationRequest,
@@ -29,10 +30,12 @@ from penstock.gateway.prompts import (
     RequestWarning,
     SamplingOptions,
     TextPrompt,
+    image_parts,
     num_characters,
 )
-from penstock.gateway.text.caching import Piece, breakpoints_at, locate, marked_pieces, tools_salt
+from penstock.gateway.text.caching import KeptText, Piece, breakpoints_at, locate, marked_pieces, tools_salt
 from penstock.gateway.text.grammars import GrammarChecker
+from penstock.gateway.text.image_places import ImagePlaces, moved_positions, with_images_in_user_turns
 from penstock.gateway.text.infill import infill_ids, laid_out
 from penstock.gateway.text.template import ChatTemplate, RenderedChat
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
@@ -49,6 +52,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     form: AnswerForm | None = None
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     cache_salt: str = ""
+    images: tuple[ImageInput, ...] = ()
 
 
 class Dialect:
@@ -105,6 +109,7 @@ class ServedModel:
         self.dialect = Dialect(engine.model, self.tokenizer, config)
         self.template = ChatTemplate(engine.model, self.dialect.tool_format)
         self._infill = infill_ids(self.tokenizer.token_id)
+        self._config = config
         self._grammars = GrammarChecker()
         self._special_token_ids = token_ids_by_number(engine.model.tokenizer_json)
 
@@ -149,6 +154,7 @@ class ServedModel:
                 hint="Ask /v1/embeddings.",
             )
         check_request(request, self.card.vocab_size)
+        self.check_images(request.prompts)
         for prompt in request.prompts:
             if not isinstance(prompt, ChatPrompt):
                 if isinstance(prompt, TextPrompt) and prompt.suffix is not None and self._infill is None:
@@ -162,6 +168,9 @@ class ServedModel:
                     self._check_length(content, "prompt", num_answer=answer)
             elif not request.drops_oldest_turns and request.truncates_to is None:
                 self._check_num_characters(num_characters(prompt), "messages")
+
+    def check_images(self, prompts: Sequence[Prompt]) -> None:
+        check_images(prompts, self.card.name, self._config, sees=self.card.vision is not None)
 
     def _check_length(self, text: str | Sequence[int], param: str, num_answer: int) -> None:
         if isinstance(text, str):
@@ -190,6 +199,11 @@ class ServedModel:
         prepared = await self._prepare(prompt, grammar, is_bounded=truncates_to is None)
         if truncates_to is None or len(prepared.token_ids) <= truncates_to:
             return prepared
+        if prepared.images:
+            raise InvalidRequest(
+                "A prompt with images cannot be cut to truncate_prompt_tokens.",
+                param="truncate_prompt_tokens",
+            )
         return PreparedPrompt(prepared.token_ids[-truncates_to:], prepared.form)
 
     async def _encode_text(self, prompt: TextPrompt) -> tuple[int, ...]:
@@ -209,10 +223,12 @@ class ServedModel:
             return PreparedPrompt(self.known(await self._encode_text(prompt), "prompt"))
         if isinstance(prompt, ChatPrompt):
             prompt = self.dialect.without_thinking_where_held(prompt, grammar)
-            rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
+            prompt, rendered, places = await self._rendered(prompt)
             if is_bounded:
                 self._check_num_characters(len(rendered.text), "messages")
             form = self.dialect.answer_form(prompt, rendered, grammar)
+            if places is not None:
+                return await self._with_images(prompt, rendered, places, form)
             pieces = marked_pieces(prompt)
             if pieces:
                 token_ids, breakpoints = await self._with_breakpoints(prompt, pieces, rendered)
@@ -227,19 +243,58 @@ class ServedModel:
         check_token_ids(prompt.token_ids, self.card.vocab_size, param="prompt")
         return PreparedPrompt(prompt.token_ids)
 
+    async def _rendered(self, prompt: ChatPrompt) -> tuple[ChatPrompt, RenderedChat, ImagePlaces | None]:
+        """Render a chat. Images of tools' results move behind them where the template has no other place for them."""
+        rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
+        parts = image_parts(prompt)
+        if not parts or self.card.vision is None:
+            return prompt, rendered, None
+        places = ImagePlaces(self.card.vision, parts)
+        try:
+            places.check(rendered)
+        except InvalidRequest:
+            prompt = with_images_in_user_turns(prompt)
+            rendered = self.dialect.close_thinking(prompt, await self.template.render_later(prompt))
+            places = ImagePlaces(self.card.vision, image_parts(prompt))
+            places.check(rendered)
+        return prompt, rendered, places
+
+    async def _with_images(
+        self, prompt: ChatPrompt, rendered: RenderedChat, places: ImagePlaces, form: AnswerForm | None
+    ) -> PreparedPrompt:
+        expanded = places.expanded(rendered)
+        pieces = marked_pieces(prompt)
+        kept = await self._kept(prompt, pieces, rendered) if pieces else []
+        ends = sorted({end for prefix in kept for end in (prefix.end, *prefix.earlier)})
+        token_ids, positions = await self.tokenizer.encode_marked(
+            expanded.text, expanded.plain_ranges, [places.moved(end) for end in ends]
+        )
+        token_ids, images, counts = places.with_runs(self.known(token_ids, "messages"))
+        before = {end: positions[places.moved(end)] for end in ends}
+        breakpoints = breakpoints_at(kept, moved_positions(before, counts))
+        salt = tools_salt(prompt) if pieces else ""
+        return PreparedPrompt(token_ids, form, breakpoints, salt, images)
+
     async def _with_breakpoints(
         self, prompt: ChatPrompt, pieces: Sequence[Piece], rendered: RenderedChat
     ) -> tuple[tuple[int, ...], tuple[CacheBreakpoint, ...]]:
+        kept = await self._kept(prompt, pieces, rendered)
+        ends = sorted({end for prefix in kept for end in (prefix.end, *prefix.earlier)})
+        token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
+        return token_ids, breakpoints_at(kept, positions)
+
+    async def _kept(
+        self, prompt: ChatPrompt, pieces: Sequence[Piece], rendered: RenderedChat
+    ) -> list[KeptText]:
+        """Return the prefixes of a rendered chat that its marks ask to keep."""
+
         def render(variant: ChatPrompt) -> str:
             return self.dialect.close_thinking(variant, self.template.render(variant)).text
 
         if len(rendered.text) <= DIRECT_ENCODE_CHARS:
-            kept = locate(prompt, pieces, rendered.text, render)
-        else:  # which renders the chat a few times more
-            kept = await asyncio.to_thread(locate, prompt, pieces, rendered.text, render)
-        ends = sorted({end for prefix in kept for end in (prefix.end, *prefix.earlier)})
-        token_ids, positions = await self.tokenizer.encode_marked(rendered.text, rendered.plain_ranges, ends)
-        return token_ids, breakpoints_at(kept, positions)
+            return locate(prompt, pieces, rendered.text, render)
+        # Off the event loop, because this renders the chat a few times more.
+        return await asyncio.to_thread(locate, prompt, pieces, rendered.text, render)
 
     async def prediction_ids(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a predicted answer, cut to what the context could hold. Special tokens spelled out in

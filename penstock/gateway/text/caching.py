@@ -25,7 +25,7 @@ from msgspec import Meta
 from penstock.core.errors import InvalidRequest
 from penstock.core.plan import CacheUse
 from penstock.core.request import CacheBreakpoint
-from penstock.gateway.prompts import CacheMark, ChatMessage, ChatPrompt, TextPart
+from penstock.gateway.prompts import CacheMark, ChatMessage, ChatPrompt, ImagePart, TextPart
 
 MAX_MARKS = 4
 MAX_PIECES_BACK = 20  # how far before a mark an entry may end that is reused for it
@@ -52,7 +52,7 @@ class PromptCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 class Piece(msgspec.Struct, frozen=True):
     """One piece of content, in the order tools, system, messages."""
 
-    kind: Literal["tool", "text", "call"]
+    kind: Literal["tool", "text", "image", "call"]
     index: int  # of the tool, or of the message
     part: int = 0  # of the message: which text or which call
     mark: CacheMark | None = None
@@ -152,7 +152,10 @@ def _has_marks(prompt: ChatPrompt) -> bool:
 
 def _pieces_of(index: int, message: ChatMessage) -> list[Piece]:
     """A mark on the whole turn is one on its last piece."""
-    pieces = [Piece("text", index, part, text.cache) for part, text in enumerate(_texts(message))]
+    pieces = [
+        Piece("image" if isinstance(text, ImagePart) else "text", index, part, text.cache)
+        for part, text in enumerate(_texts(message))
+    ]
     pieces += [Piece("call", index, part, call.cache) for part, call in enumerate(message.tool_calls)]
     if message.cache is not None and pieces and pieces[-1].mark is None:
         pieces[-1] = msgspec.structs.replace(pieces[-1], mark=message.cache)
@@ -248,7 +251,7 @@ def _with_texts(prompt: ChatPrompt, change: Callable[[int, int, str], str]) -> C
             content: str | tuple[TextPart, ...] = change(index, 0, message.content) if message.content else ""
         else:
             content = tuple(
-                TextPart(change(index, part, text.text), text.cache)
+                msgspec.structs.replace(text, text=change(index, part, text.text))
                 for part, text in enumerate(message.content)
             )
         messages.append(msgspec.structs.replace(message, content=content))
@@ -284,7 +287,7 @@ def _with_tools_changed(prompt: ChatPrompt, indices: Sequence[int]) -> ChatPromp
 def _cut_after(prompt: ChatPrompt, piece: Piece) -> ChatPrompt:
     """The chat up to and including a piece of one of its turns."""
     message = prompt.messages[piece.index]
-    if piece.kind == "text":
+    if piece.kind != "call":
         content = message.content if isinstance(message.content, str) else message.content[: piece.part + 1]
         message = msgspec.structs.replace(message, content=content, tool_calls=())
     else:

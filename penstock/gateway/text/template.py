@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from jinja2 import Template, TemplateError, meta
 from penstock.core.errors import InvalidRequest, ModelLoadError
 from penstock.core.grammar_text import special_token_ids
 from penstock.core.messages import ModelCard
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, ToolCall, num_characters
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart, ToolCall, num_characters
 from penstock.gateway.text.template_sandbox import BoundedEnvironment
 from penstock.gateway.tools.answer_form import offers_tools
 from penstock.gateway.tools.formats import (
@@ -94,6 +95,13 @@ _LAST_WORD = "\U0010ffff"  # never a character; stands where an answer is to go 
 class _Compiled(msgspec.Struct, frozen=True):
     template: Template
     knows_tools: bool
+    loops_over_parts: bool = False  # of a turn with images
+    needs_parts: bool = False  # takes no plain text
+
+
+# Templates of vision-language models loop over the parts of a turn; some of them take no plain text any more.
+_LOOPS_OVER_PARTS = re.compile(r"""in\s+\w+(\[['"]content['"]\]|\.content)""")
+_TAKES_TEXT = re.compile(r"is\s+(not\s+)?(string|iterable)")
 
 
 class ChatTemplate:
@@ -104,6 +112,7 @@ class ChatTemplate:
         self._special_tokens = card.special_tokens
         self._tool_format = tool_format or HERMES
         self._marks = PlainTextMarks(special_token_ids(card.tokenizer_json))
+        self._image_token = card.vision.template_token if card.vision is not None else ""
         self._environment = BoundedEnvironment()
         self._default = None if card.chat_template is None else self._compiled(card.chat_template)
         self._named = {name: self._compiled(text) for name, text in card.named_templates.items()}
@@ -127,7 +136,9 @@ class ChatTemplate:
                 f"The chat template of {self._model_name} cannot be read: {error}"
             ) from error
         template.globals = dict(template.globals)  # every rendering copies them
-        return _Compiled(template, "tools" in variables)
+        loops = bool(self._image_token) and _LOOPS_OVER_PARTS.search(text) is not None
+        needs_parts = loops and _TAKES_TEXT.search(text) is None
+        return _Compiled(template, "tools" in variables, loops, needs_parts)
 
     def _chosen(self, prompt: ChatPrompt) -> _Compiled:
         """The template that the client names; else, with tools, the model's template for tools; else the default."""
@@ -207,30 +218,65 @@ class ChatTemplate:
             self._marks.mark,
             short_call_ids=self._tool_format.short_call_ids,
             arguments_as_text=arguments_as_text,
+            content=partial(self._content, chosen),
         )
         variables["messages"] = [as_dict.turn(message) for message in messages]
         if prompt.continues_last:
-            variables["messages"][-1]["content"] += _LAST_WORD
+            _add_last_word(variables["messages"][-1])
         variables["add_generation_prompt"] = prompt.add_generation_prompt and not prompt.continues_last
         return variables
+
+    def _content(self, chosen: _Compiled, message: ChatMessage) -> str | list[dict[str, str]]:
+        """The content of a turn: one text, or parts where there are images or the template wants nothing else."""
+        mark, content = self._marks.mark, message.content
+        parts = (TextPart(content),) if isinstance(content, str) else content
+        has_images = any(isinstance(part, ImagePart) for part in parts)
+        if chosen.needs_parts or (has_images and chosen.loops_over_parts):
+            return [
+                {"type": "image"}
+                if isinstance(part, ImagePart)
+                else {"type": "text", "text": mark(part.text)}
+                for part in parts
+            ]
+        if isinstance(content, str):
+            return mark(content)
+        return "\n".join(
+            self._image_token or mark(part.stand_in) if isinstance(part, ImagePart) else mark(part.text)
+            for part in content
+        )
+
+
+def _add_last_word(turn: dict[str, Any]) -> None:
+    """Mark the place where an answer is to go on."""
+    if isinstance(turn["content"], str):
+        turn["content"] += _LAST_WORD
+    elif turn["content"] and "text" in turn["content"][-1]:
+        turn["content"][-1]["text"] += _LAST_WORD
+    else:
+        turn["content"].append({"type": "text", "text": _LAST_WORD})
 
 
 class _TurnWriter:
     """Turns as templates know them from the Hugging Face hub. One per chat: a result learns from the call that it
     answers which tool it comes from."""
 
-    def __init__(self, mark: Callable[[str], str], *, short_call_ids: bool, arguments_as_text: bool) -> None:
+    def __init__(
+        self,
+        mark: Callable[[str], str],
+        *,
+        short_call_ids: bool,
+        arguments_as_text: bool,
+        content: Callable[[ChatMessage], str | list[dict[str, str]]],
+    ) -> None:
         self._mark = mark
+        self._content = content
         self._arguments_as_text = arguments_as_text
         self._short_call_ids = short_call_ids
         self._tool_names: dict[str, str] = {}
 
     def turn(self, message: ChatMessage) -> dict[str, Any]:
         mark = self._mark
-        content = message.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        turn: dict[str, Any] = {"role": message.role, "content": mark(content)}
+        turn: dict[str, Any] = {"role": message.role, "content": self._content(message)}
         name = message.name
         if message.role == "tool" and message.tool_call_id is not None:
             turn["tool_call_id"] = mark(self._call_id(message.tool_call_id))

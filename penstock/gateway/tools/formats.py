@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.messages import ModelCard
-from penstock.gateway.prompts import ChatMessage, TextPart, Tool, ToolCall
+from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, ToolCall
 from penstock.gateway.tools.call_parser import CallMarkers
 from penstock.gateway.tools.parser import THINK_START
 
@@ -209,12 +209,13 @@ def _with_written_calls(message: ChatMessage, tool_format: ToolFormat) -> ChatMe
 def _add_result(told: list[ChatMessage], message: ChatMessage) -> None:
     """Results of parallel calls share a turn, because many templates want turns to alternate."""
     body = "\n".join(part.text for part in _parts(message))
+    images = tuple(part for part in _parts(message) if isinstance(part, ImagePart))
     result = TextPart(f"<tool_response>\n{body}\n</tool_response>", message.cache)
     last = told[-1] if told else None
     if last is not None and last.role == "user" and last.tool_call_id is not None:
-        told[-1] = msgspec.structs.replace(last, content=(*_parts(last), result))
+        told[-1] = msgspec.structs.replace(last, content=(*_parts(last), result, *images))
     else:
-        told.append(ChatMessage("user", (result,), tool_call_id=message.tool_call_id or ""))
+        told.append(ChatMessage("user", (result, *images), tool_call_id=message.tool_call_id or ""))
 
 
 def _parts(message: ChatMessage) -> tuple[TextPart, ...]:

@@ -55,6 +55,7 @@ struct AttentionBatch {
   const int32_t* query_starts;
   const int32_t* context_lens;
   const int32_t* block_tables;
+  int64_t halves_blocks;  // whether the last tokens of a request may begin in the middle of a block
 };
 
 struct CacheLayout {
@@ -102,6 +103,7 @@ struct AttendCall {
   }
   // Where in its last unit, if that is not full, a request's tokens begin: 0, or in the middle.
   int64_t tail_offset(int64_t request) const {
+    if (!batch->halves_blocks) return 0;
     const int64_t slot = batch->slots[batch->query_starts[request + 1] - 1];
     return (slot - (batch->context_lens[request] - 1)) & kHalfTokens;  // it differs by a multiple of 8
   }

@@ -1,0 +1,190 @@
+"""How many prompt tokens an image has, and which, by the rule of each family of vision-language models.
+
+The gateway writes prompts by these rules from the size of an image alone. The engine runs the image processor of the
+model and checks that both agree. Knows no pixels.
+
+A chat template writes one `template_token` for an image. The prompt has `ImageLayout.text` in that place, in which
+every image token stands for a run of image tokens: `ImageLayout.runs` has the lengths of the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+
+
+class VisionCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway must know about a model that sees images."""
+
+    family: str  # a key of `RULES`
+    template_token: str  # as the chat template writes an image
+    image_token: str  # stands for one row of the encoder's output
+    image_token_id: int
+    numbers: dict[str, int]  # sizes that the rule of the family needs
+    sees_both_ways: bool = False  # the tokens of an image see each other
+
+
+class ImageLayout(msgspec.Struct, frozen=True):
+    """The tokens of one image, and the work of encoding the image."""
+
+    text: str
+    runs: tuple[int, ...]
+    num_tiles: int = 1
+    tile_patches: int = 1
+    grid: tuple[int, int] = (0, 0)
+
+
+def image_layout(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out an image of so many pixels. Raises InvalidRequest for a shape that the model cannot see."""
+    return RULES[card.family](card, width, height)
+
+
+def _idefics3(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out Idefics 3 and SmolVLM: rows of square tiles, and the whole image as one more tile."""
+    tile, run = card.numbers["tile_size"], card.numbers["tile_tokens"]
+    rows = columns = 0
+    if card.numbers["splits"]:
+        width, height = _idefics3_size(width, height, card.numbers["longest_edge"], tile)
+        if width > tile or height > tile:
+            rows, columns = height // tile, width // tile
+    image, wall = card.image_token, "<fake_token_around_image>"
+    lines = [
+        "".join(f"{wall}<row_{row + 1}_col_{column + 1}>{image}" for column in range(columns)) + "\n"
+        for row in range(rows)
+    ]
+    if lines:
+        lines.append("\n")
+    text = f"{''.join(lines)}{wall}<global-img>{image}{wall}"
+    num_tiles = rows * columns + 1
+    return ImageLayout(text, (run,) * num_tiles, num_tiles, card.numbers["tile_patches"])
+
+
+_IDEFICS3_MAX_SIDE = 4096
+
+
+def _idefics3_size(width: int, height: int, longest: int, tile: int) -> tuple[int, int]:
+    """Return the size after both of the processor's resizings, whose rounding is repeated here."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > _IDEFICS3_MAX_SIDE:
+        width, height = _IDEFICS3_MAX_SIDE, max(1, int(_IDEFICS3_MAX_SIDE / ratio))
+    elif height > width and height > _IDEFICS3_MAX_SIDE:
+        width, height = max(1, int(_IDEFICS3_MAX_SIDE * ratio)), _IDEFICS3_MAX_SIDE
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        height = math.ceil(int(width / ratio) / tile) * tile
+    else:
+        height = math.ceil(height / tile) * tile
+        width = math.ceil(int(height * ratio) / tile) * tile
+    return width, height
+
+
+def _fixed(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out models that scale every image to one size: LLaVA."""
+    return ImageLayout(
+        card.image_token, (card.numbers["image_tokens"],), tile_patches=card.numbers["tile_patches"]
+    )
+
+
+def _gemma3(card: VisionCard, width: int, height: int) -> ImageLayout:
+    text = f"\n\n{card.template_token}{card.image_token}<end_of_image>\n\n"
+    return ImageLayout(text, (card.numbers["image_tokens"],), tile_patches=card.numbers["tile_patches"])
+
+
+_MAX_ASPECT_RATIO = 200
+
+
+def _qwen_vl(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out Qwen 2, 2.5 and 3 VL: a grid of patches that follows the shape of the image."""
+    if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
+        raise InvalidRequest(
+            f"An image of {width} × {height} pixels is too narrow: one side may be at most {_MAX_ASPECT_RATIO} times "
+            "as long as the other."
+        )
+    patch, merge = card.numbers["patch_size"], card.numbers["merge_size"]
+    factor = patch * merge
+    tall, wide = round(height / factor) * factor, round(width / factor) * factor
+    if tall * wide > card.numbers["max_pixels"]:
+        scale = math.sqrt(height * width / card.numbers["max_pixels"])
+        tall = max(factor, math.floor(height / scale / factor) * factor)
+        wide = max(factor, math.floor(width / scale / factor) * factor)
+    elif tall * wide < card.numbers["min_pixels"]:
+        scale = math.sqrt(card.numbers["min_pixels"] / (height * width))
+        tall = math.ceil(height * scale / factor) * factor
+        wide = math.ceil(width * scale / factor) * factor
+    rows, columns = tall // factor, wide // factor
+    return ImageLayout(
+        card.image_token,
+        (rows * columns,),
+        tile_patches=rows * columns * merge * merge,
+        grid=(rows, columns),
+    )
+
+
+def _pixtral(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out Pixtral and Mistral 3: rows of patches, each with a token at its end."""
+    patch, merge = card.numbers["patch_size"], card.numbers["merge_size"]
+    ratio = max(height / card.numbers["longest_edge"], width / card.numbers["longest_edge"])
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    rows, columns = (max(0, side - 1) // (patch * merge) + 1 for side in (height, width))
+    text = f"{card.image_token}[IMG_BREAK]" * (rows - 1) + f"{card.image_token}[IMG_END]"
+    return ImageLayout(
+        text, (columns,) * rows, tile_patches=rows * columns * merge * merge, grid=(rows, columns)
+    )
+
+
+def _internvl(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out InternVL: the grid of tiles whose shape is nearest to the image's, and the whole image as one more."""
+    numbers = card.numbers
+    num_tiles = 1
+    if numbers["splits"] and numbers["max_tiles"] > 1:
+        columns, rows = _nearest_grid(width, height, numbers)
+        if columns * rows > 1:
+            num_tiles += columns * rows
+    return ImageLayout(
+        f"<img>{card.image_token}</img>",
+        (numbers["tile_tokens"] * num_tiles,),
+        num_tiles,
+        numbers["tile_patches"],
+    )
+
+
+def _nearest_grid(width: int, height: int, numbers: Mapping[str, int]) -> tuple[int, int]:
+    most = numbers["max_tiles"]
+    grids = [
+        (columns, rows)
+        for columns in range(1, most + 1)
+        for rows in range(1, most + 1)
+        if numbers["min_tiles"] <= columns * rows <= most
+    ]
+    best, best_difference = (1, 1), math.inf
+    for columns, rows in sorted(grids, key=math.prod):
+        difference = abs(width / height - columns / rows)
+        # Among equals more tiles win, unless they were more than twice the area of the image.
+        is_filled = width * height > 0.5 * numbers["tile_size"] ** 2 * columns * rows
+        if difference < best_difference or (difference == best_difference and is_filled):
+            best, best_difference = (columns, rows), difference
+    return best
+
+
+RULES: dict[str, Callable[[VisionCard, int, int], ImageLayout]] = {
+    "idefics3": _idefics3,
+    "llava": _fixed,
+    "gemma3": _gemma3,
+    "qwen_vl": _qwen_vl,
+    "pixtral": _pixtral,
+    "internvl": _internvl,
+}

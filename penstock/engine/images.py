@@ -1,0 +1,270 @@
+"""Images in the engine: a waiting list on which they are decoded, and the encoder's output on the device.
+
+The scheduler decides what is encoded and what is kept (`scheduler.images`); this module carries it out. Pixels are
+prepared by a thread while a request waits. A rank without that thread, or a request that was preempted, prepares them
+when they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
+from penstock.core.plan import Chunk, Encoding
+from penstock.core.request import ImageInput, Request
+from penstock.engine.batch import HostStep, Staging
+from penstock.engine.collaborator import Arrival, Collaborator
+from penstock.engine.image_steps import RopePlaces, seeing_both_ways, with_rope_places, write_spare_rows
+from penstock.kernels.interface import AttentionBatch, KVStore
+from penstock.models.config import ArchitectureConfig
+from penstock.models.decoder import Decoder
+from penstock.models.model import Model
+from penstock.models.vision import Pixels, VisionModel
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.002  # for pixels, when the engine has nothing else to do
+_RETRY_AFTER_S = 1.0
+_MAX_FILE_BYTES = 4 << 30  # of the images of all live requests
+_MAX_PIXEL_BYTES = 2 << 30  # prepared ahead; further images are prepared in the step that encodes them
+
+
+class ImageQueue(Collaborator):
+    """Holds requests until their images are decoded. Other requests do not wait with them."""
+
+    def __init__(self, encoder: ImageEncoder, *, max_waiting: int = 1024) -> None:
+        self._encoder = encoder
+        self._max_waiting = max_waiting
+        self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
+        self._waiting: dict[str, tuple[Arrival, Future[dict[bytes, Pixels]]]] = {}
+        self._bytes_of: dict[str, int] = {}  # of the files of live requests
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def must_wait(self, arrival: Arrival) -> bool:
+        return bool(arrival.request.images)
+
+    def enter(self, arrival: Arrival, now: float) -> None:
+        request = arrival.request
+        if request.id in self._waiting:
+            raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
+        num_bytes = sum(len(image.data) for image in request.images)
+        is_full = num_bytes + sum(self._bytes_of.values()) > _MAX_FILE_BYTES and bool(self._bytes_of)
+        if is_full or len(self._waiting) >= self._max_waiting:
+            raise Overloaded("Too many requests wait for their images.", retry_after_s=_RETRY_AFTER_S)
+        wanted = [image for image in request.images if image.digest not in self._encoder]
+        self._bytes_of[request.id] = num_bytes
+        self._waiting[request.id] = arrival, self._decoder.submit(self._prepare, request, wanted)
+
+    def forget(self, request_id: str) -> None:
+        self._bytes_of.pop(request_id, None)
+        self._leave(request_id)
+
+    def _leave(self, request_id: str) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting[1].cancel()
+
+    def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
+        if is_idle and self._waiting:
+            wait([pixels for _, pixels in self._waiting.values()], _IDLE_WAIT_S, FIRST_COMPLETED)
+        for request_id, (arrival, pixels) in tuple(self._waiting.items()):
+            deadline_s = arrival.request.deadline_s
+            is_late = deadline_s is not None and deadline_s <= now
+            if not is_late and not pixels.done():
+                continue
+            self._leave(request_id)
+            if is_late:
+                yield (
+                    arrival,
+                    DeadlineExceeded("The request's deadline passed while its images were decoded."),
+                )
+            elif (error := pixels.exception()) is None:
+                self._encoder.offer(pixels.result())
+                yield arrival, None
+            else:
+                yield arrival, error if isinstance(error, PenstockError) else _unreadable(error)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._decoder.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, request: Request, images: Sequence[ImageInput]) -> dict[bytes, Pixels]:
+        """Decode images, on the thread. Raises InvalidRequest when the prompt has other places for an image than the
+        image processor made of it."""
+        prepared = {}
+        for image in images:
+            pixels = self._encoder.vision.prepare(image.data)
+            places = self._encoder.places_of(request, image)
+            if (pixels.num_rows, pixels.num_tiles) != (len(places), image.num_tiles):
+                raise InvalidRequest(
+                    f"The prompt has {len(places)} tokens for an image, and the model makes {pixels.num_rows} of it.",
+                    param="messages",
+                )
+            prepared[image.digest] = pixels
+        return prepared
+
+
+def _unreadable(error: BaseException) -> InvalidRequest:
+    logger.warning("an image could not be decoded", exc_info=error)
+    return InvalidRequest(f"An image cannot be decoded: {type(error).__name__}.", param="messages")
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    request: Request
+    places: list[NDArray[np.int64]]  # for each image: the positions of its image tokens in the prompt
+    rope: RopePlaces | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImages:
+    """The rows of a step that the encoder's output replaces. Columns beyond the hidden size are added to the same
+    rows behind the first layers, one after the other."""
+
+    at: NDArray[np.int64]  # positions in T
+    rows: Tensor  # [len(at), width]
+    step: HostStep
+    staging: Staging
+
+    def forward(self, model: Model, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        """Run a model as `Model.forward` does, with these rows in place of embeddings."""
+        assert isinstance(model, Decoder), "models that see images are decoders"
+        residual = model.embed(token_ids)
+        at = self.staging.to_device(self.at)
+        first, *deeper = self.rows.to(residual.dtype).split(residual.shape[1], dim=1)
+        residual[at] = first
+        if self.step.spare_places is not None:
+            axes = torch.tensor(model.config.rope_axes, device=residual.device)
+            for table in model.rope_tables():
+                write_spare_rows(table, model.max_model_len, axes, self.step.spare_places, self.staging)
+        if not deeper:
+            model.run_layers(residual, batch, kv)
+            return model.normed(residual)
+
+        def add_deeper(layer: int) -> None:
+            if 0 < layer <= len(deeper):
+                residual[at] += deeper[layer - 1]
+
+        model.run_layers_with(residual, batch, kv, add_deeper)
+        add_deeper(model.num_layers)
+        return model.normed(residual)
+
+
+class ImageEncoder:
+    """Keeps pixels until they are encoded, and the encoder's output until a plan drops it, both by digest."""
+
+    def __init__(self, vision: VisionModel, staging: Staging, config: ArchitectureConfig, spare: int) -> None:
+        """`spare` is the first spare row of rope tables."""
+        self.vision = vision
+        self._staging = staging
+        self._has_rope_axes = bool(config.rope_axes)
+        self._spare = spare
+        self._live: dict[str, _Live] = {}
+        self._pixels: dict[bytes, Pixels] = {}
+        self._parts: dict[bytes, list[Tensor]] = {}  # of tiles, in order
+        self._is_complete: set[bytes] = set()
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Say whether an image needs no pixels. Called from the loop's own thread."""
+        return digest in self._is_complete or digest in self._pixels
+
+    def offer(self, pixels: Mapping[bytes, Pixels]) -> None:
+        """Take prepared images, as long as there is room for them."""
+        room = _MAX_PIXEL_BYTES - sum(each.num_bytes for each in self._pixels.values())
+        for digest, each in pixels.items():
+            if each.num_bytes <= room:
+                self._pixels[digest] = each
+                room -= each.num_bytes
+
+    def places_of(self, request: Request, image: ImageInput) -> NDArray[np.int64]:
+        """Return the positions in the prompt that stand for rows of the encoder's output."""
+        tokens = np.array(request.prompt_token_ids[image.start : image.end], dtype=np.int64)
+        return image.start + np.flatnonzero(tokens == self.vision.card.image_token_id)
+
+    def begin(self, request: Request) -> None:
+        if request.images:
+            places = [self.places_of(request, image) for image in request.images]
+            rope = RopePlaces.of(request) if self._has_rope_axes else None
+            self._live[request.id] = _Live(request, places, rope)
+
+    def end(self, request_id: str) -> None:
+        """Forget a request, and the pixels that no other request waits for."""
+        ended = self._live.pop(request_id, None)
+        if ended is None:
+            return
+        wanted = {image.digest for live in self._live.values() for image in live.request.images}
+        for image in ended.request.images:
+            if image.digest not in wanted:
+                self._pixels.pop(image.digest, None)
+
+    def run(self, encodings: Sequence[Encoding], dropped: Sequence[bytes]) -> None:
+        """Carry out a plan. An image that cannot be encoded for want of memory is encoded when a chunk needs it."""
+        for digest in dropped:
+            self._parts.pop(digest, None)
+            self._pixels.pop(digest, None)
+            self._is_complete.discard(digest)
+        for encoding in encodings:
+            live = self._live.get(encoding.request_id)
+            if live is None:  # it ended after the plan; another request may need the image all the same
+                continue
+            image = live.request.images[encoding.image]
+            with torch.inference_mode():
+                self._encode(image, encoding.first_tile + encoding.num_tiles)
+
+    def _encode(self, image: ImageInput, num_tiles: int) -> list[Tensor]:
+        """Encode an image up to `num_tiles` tiles, from where earlier steps have ended."""
+        parts = self._parts.setdefault(image.digest, [])
+        if len(parts) >= num_tiles:
+            return parts
+        pixels = self._pixels.get(image.digest)
+        if pixels is None:
+            pixels = self._pixels[image.digest] = self.vision.prepare(image.data)
+        while len(parts) < num_tiles:
+            count = min(self.vision.tiles_at_once, num_tiles - len(parts))
+            parts += self.vision.encode(pixels, len(parts), count)
+        if len(parts) == image.num_tiles:
+            self._is_complete.add(image.digest)
+            self._pixels.pop(image.digest, None)
+        return parts
+
+    def arranged(self, chunks: Sequence[Chunk], step: HostStep) -> HostStep:
+        """Return the step with the positions and contexts of image tokens."""
+        live = {each.request_id: found for each in chunks if (found := self._live.get(each.request_id))}
+        if live and self._has_rope_axes:
+            known = {request_id: each.rope for request_id, each in live.items() if each.rope is not None}
+            step = with_rope_places(step, chunks, known, self._spare)
+        if live and self.vision.card.sees_both_ways:
+            step = seeing_both_ways(step, chunks, {key: each.request for key, each in live.items()})
+        return step
+
+    def place(self, chunks: Sequence[Chunk], step: HostStep) -> PlacedImages | None:
+        """Return the encoder's output for the image tokens of a step; None when there are none."""
+        if not self._live:
+            return None
+        at: list[NDArray[np.int64]] = []
+        rows: list[Tensor] = []
+        for index, chunk in enumerate(chunks):
+            live = self._live.get(chunk.request_id)
+            if live is None:
+                continue
+            start, end = chunk.start, chunk.start + chunk.num_tokens
+            for image, places in zip(live.request.images, live.places, strict=True):
+                if image.start < end and image.end > start:
+                    first, last = np.searchsorted(places, (start, end))
+                    if last > first:
+                        at.append(places[first:last] - start + step.chunk_starts[index])
+                        output = torch.cat(self._encode(image, image.num_tiles))
+                        rows.append(output[first:last])
+        if not at:
+            return None
+        return PlacedImages(np.concatenate(at), torch.cat(rows), step, self._staging)

@@ -1,0 +1,429 @@
+"""The part of a vision-language model that sees: image processor, vision tower and projector.
+
+They are transformers' own code, an optional dependency; the text model is one of our decoders. Every family has a
+class below, with the sizes that `core.image_layout` needs and the form of the tower's input.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import InvalidRequest, ModelLoadError
+from penstock.core.image_layout import VisionCard
+from penstock.kernels.interface import Ops
+from penstock.models.config import Fields
+
+logger = logging.getLogger(__name__)
+
+EXTRA = "penstock-llm[images]"
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_PATCHES_AT_ONCE = 16384  # bound the memory of one call of the tower
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """An image as the tower takes it, on the host. The tensors of `tiled` have one entry for each tile."""
+
+    tiled: Mapping[str, Tensor]
+    other: Mapping[str, Tensor]
+    num_tiles: int
+    num_rows: int  # of the encoder's output
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.tiled.values(), *self.other.values()))
+
+
+class VisionModel(Protocol):
+    card: VisionCard
+    bytes_per_token: int  # of the encoder's output
+    tiles_at_once: int
+
+    def prepare(self, data: bytes) -> Pixels:
+        """Decode and scale an image, on any thread. Raises InvalidRequest."""
+        ...
+
+    def encode(self, pixels: Pixels, first_tile: int, num_tiles: int) -> list[Tensor]:
+        """Return the rows of each of these tiles: [rows, width]."""
+        ...
+
+
+class TransformersVision(ABC):
+    """The image processor and tower of a checkpoint, run by transformers."""
+
+    rule: ClassVar[str]  # a key of `core.image_layout.RULES`
+    sees_both_ways: ClassVar[bool] = False
+    processor_options: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self, config: Any, processor: Any, tower: Any, ops: Ops, spellings: Mapping[int, str]
+    ) -> None:
+        self.config = config
+        self._processor = processor
+        self._tower = tower
+        self._device, self._dtype = ops.device, ops.dtype
+        width = self._trial_width()
+        self.bytes_per_token = width * torch.empty(0, dtype=ops.dtype).element_size()
+        token_id = int(config.image_token_id)
+        if token_id not in spellings:
+            raise ModelLoadError(f"The tokenizer has no token {token_id}, which stands for images.")
+        self.card = VisionCard(
+            family=self.rule,
+            template_token=self.template_token(spellings),
+            image_token=spellings[token_id],
+            image_token_id=token_id,
+            numbers=self.numbers(),
+            sees_both_ways=self.sees_both_ways,
+        )
+        self.tiles_at_once = max(
+            1, _PATCHES_AT_ONCE // self.card.numbers.get("tile_patches", _PATCHES_AT_ONCE)
+        )
+
+    def prepare(self, data: bytes) -> Pixels:
+        return self._pixels(open_image(data))
+
+    def _pixels(self, image: Any) -> Pixels:
+        try:
+            made = self._processor(images=[image], return_tensors="pt", **self.processor_options)
+        except ValueError as error:  # a shape that the processor cannot scale
+            raise InvalidRequest(f"The model cannot see an image of {image.size}: {error}") from error
+        return self.pixels(made)
+
+    def encode(self, pixels: Pixels, first_tile: int, num_tiles: int) -> list[Tensor]:
+        part = slice(first_tile, first_tile + num_tiles)
+        tensors = {name: tensor[part] for name, tensor in pixels.tiled.items()} | dict(pixels.other)
+        placed = {
+            name: tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
+        with torch.inference_mode():
+            return self.features(placed)
+
+    def _trial_width(self) -> int:
+        """Encode a small gray image, which also shows how many rows a tile has."""
+        from PIL import Image
+
+        pixels = self._pixels(Image.new("RGB", (64, 64), (90, 120, 150)))
+        first = self.encode(pixels, 0, 1)[0]
+        self.rows_per_tile = first.shape[0]
+        return first.shape[1]
+
+    def template_token(self, spellings: Mapping[int, str]) -> str:
+        """Return what the chat template writes for an image."""
+        return spellings[int(self.config.image_token_id)]
+
+    @property
+    def _vision(self) -> Any:
+        return self.config.vision_config
+
+    @abstractmethod
+    def numbers(self) -> dict[str, int]: ...
+
+    @abstractmethod
+    def pixels(self, made: Any) -> Pixels: ...
+
+    @abstractmethod
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the rows of each tile."""
+        ...
+
+
+class Idefics3Vision(TransformersVision):
+    """Idefics 3 and SmolVLM: a SigLIP tower with a pixel shuffle."""
+
+    rule = "idefics3"
+
+    def numbers(self) -> dict[str, int]:
+        tile = int(self._processor.max_image_size["longest_edge"])
+        return {
+            "tile_size": tile,
+            "longest_edge": int(self._processor.size["longest_edge"]),
+            "splits": int(bool(self._processor.do_image_splitting)),
+            "tile_tokens": self.rows_per_tile,
+            "tile_patches": (tile // int(self._vision.patch_size)) ** 2,
+        }
+
+    def pixels(self, made: Any) -> Pixels:
+        values = made["pixel_values"][0]
+        tiled = {"pixel_values": values}
+        if "pixel_attention_mask" in made:
+            tiled["pixel_attention_mask"] = made["pixel_attention_mask"][0]
+        count = len(values)
+        return Pixels(tiled, {}, count, count * getattr(self, "rows_per_tile", 0))
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        inputs = {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}
+        rows = self._tower.get_image_features(**inputs).pooler_output[0]
+        return list(rows.chunk(len(tensors["pixel_values"])))
+
+
+class LlavaVision(TransformersVision):
+    """LLaVA: a CLIP or SigLIP tower and an MLP; every image is scaled to one size."""
+
+    rule = "llava"
+
+    def numbers(self) -> dict[str, int]:
+        patches = (int(self._vision.image_size) // int(self._vision.patch_size)) ** 2
+        return {"image_tokens": self.rows_per_tile, "tile_patches": patches}
+
+    def pixels(self, made: Any) -> Pixels:
+        return Pixels({"pixel_values": made["pixel_values"]}, {}, 1, getattr(self, "rows_per_tile", 0))
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return list(self._tower.get_image_features(**tensors).pooler_output)
+
+
+class Gemma3Vision(LlavaVision):
+    """Gemma 3: a SigLIP tower and average pooling. Images are not cut into crops (no pan and scan)."""
+
+    rule = "gemma3"
+    sees_both_ways = True
+    processor_options: ClassVar[Mapping[str, Any]] = {"do_pan_and_scan": False}
+
+    def template_token(self, spellings: Mapping[int, str]) -> str:
+        return spellings[int(self.config.boi_token_index)]
+
+
+class InternVLVision(TransformersVision):
+    """InternVL: a ViT with a pixel shuffle, over tiles in the shape of the image."""
+
+    rule = "internvl"
+    processor_options: ClassVar[Mapping[str, Any]] = {"crop_to_patches": True}
+
+    def numbers(self) -> dict[str, int]:
+        processor = self._processor
+        tile, patch = int(processor.size["height"]), self._vision.patch_size
+        patch = int(patch[0] if isinstance(patch, list | tuple) else patch)
+        return {
+            "tile_size": tile,
+            "splits": 1,
+            "min_tiles": int(processor.min_patches),
+            "max_tiles": int(processor.max_patches),
+            "tile_tokens": self.rows_per_tile,
+            "tile_patches": (tile // patch) ** 2,
+        }
+
+    def pixels(self, made: Any) -> Pixels:
+        values = made["pixel_values"]
+        return Pixels(
+            {"pixel_values": values}, {}, len(values), len(values) * getattr(self, "rows_per_tile", 0)
+        )
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return list(self._tower.get_image_features(**tensors).pooler_output)
+
+
+class PixtralVision(TransformersVision):
+    """Pixtral and Mistral 3: a tower for images of any shape, a token at the end of each row of patches."""
+
+    rule = "pixtral"
+
+    @property
+    def _merge(self) -> int:
+        return int(getattr(self.config, "spatial_merge_size", 1) or 1)
+
+    def numbers(self) -> dict[str, int]:
+        return {
+            "patch_size": int(self._vision.patch_size),
+            "merge_size": self._merge,
+            "longest_edge": int(self._processor.size["longest_edge"]),
+        }
+
+    @property
+    def _patch(self) -> int:
+        return int(self._vision.patch_size) * self._merge
+
+    def _pixels(self, image: Any) -> Pixels:
+        self_options = {"patch_size": {"height": self._patch, "width": self._patch}}
+        made = self._processor(images=[image], return_tensors="pt", **self_options)
+        return self.pixels(made)
+
+    def pixels(self, made: Any) -> Pixels:
+        sizes = torch.as_tensor(made["image_sizes"])
+        rows = int((sizes[0] // self._patch).prod())
+        return Pixels({"pixel_values": made["pixel_values"], "image_sizes": sizes}, {}, 1, rows)
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return list(self._tower.get_image_features(**tensors).pooler_output)
+
+
+class QwenVision(TransformersVision):
+    """Qwen 2, 2.5 and 3 VL: a tower for images of any shape, and positions in three dimensions. The rows of Qwen 3
+    have further columns, which are added to the hidden states behind the first layers."""
+
+    rule = "qwen_vl"
+
+    def numbers(self) -> dict[str, int]:
+        processor = self._processor
+        return {
+            "patch_size": int(processor.patch_size),
+            "merge_size": int(processor.merge_size),
+            "min_pixels": int(processor.size["shortest_edge"]),
+            "max_pixels": int(processor.size["longest_edge"]),
+        }
+
+    def pixels(self, made: Any) -> Pixels:
+        grid = torch.as_tensor(made["image_grid_thw"])
+        rows = int(grid[0].prod()) // int(self._processor.merge_size) ** 2
+        return Pixels({}, {"pixel_values": made["pixel_values"], "image_grid_thw": grid}, 1, rows)
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        made = self._tower.get_image_features(**tensors)
+        deep = [features[0] for features in getattr(made, "deepstack_features", None) or ()]
+        return [torch.cat([made.pooler_output[0], *deep], dim=1)]
+
+
+# By the class in `architectures`. LLaVA's class serves Pixtral towers too.
+FAMILIES: dict[str, type[TransformersVision]] = {
+    "Idefics3ForConditionalGeneration": Idefics3Vision,
+    "SmolVLMForConditionalGeneration": Idefics3Vision,
+    "LlavaForConditionalGeneration": LlavaVision,
+    "Gemma3ForConditionalGeneration": Gemma3Vision,
+    "InternVLForConditionalGeneration": InternVLVision,
+    "Mistral3ForConditionalGeneration": PixtralVision,
+    "Qwen2VLForConditionalGeneration": QwenVision,
+    "Qwen2_5_VLForConditionalGeneration": QwenVision,
+    "Qwen3VLForConditionalGeneration": QwenVision,
+    "Qwen3VLMoeForConditionalGeneration": QwenVision,
+}
+# Text models within checkpoints whose own class is the same decoder under another name.
+_TEXT_TYPES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+_OUTER_KEYS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+
+
+def family_of(fields: Fields) -> type[TransformersVision] | None:
+    named = fields.raw("architectures")
+    family = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
+    vision = fields.raw("vision_config")
+    if family is LlavaVision and isinstance(vision, dict) and vision.get("model_type") == "pixtral":
+        return PixtralVision
+    return family
+
+
+def text_fields(path: Path, fields: Fields) -> Fields:
+    """Return the settings of the text model within a vision-language checkpoint, with the defaults of its class; the
+    settings of other checkpoints as they are."""
+    family = family_of(fields)
+    if family is None or family is Gemma3Vision:  # our Gemma 3 reads its own settings
+        return fields
+    config = _config(path)
+    text = config.get_text_config().to_dict()
+    text |= {key: fields.raw(key) for key in _OUTER_KEYS if fields.has(key)}
+    text["model_type"] = _TEXT_TYPES.get(text["model_type"], text["model_type"])
+    text.pop("architectures", None)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = text.get(key)
+        if isinstance(rope, dict) and "mrope_section" in rope:
+            text["rope_axes"] = _rope_axes(rope["mrope_section"], interleaved="qwen3" in text["model_type"])
+            plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+            text[key] = plain | {name: "default" for name in ("rope_type", "type") if name in plain}
+    return Fields(text, fields.where)
+
+
+def _rope_axes(sections: list[int], *, interleaved: bool) -> list[int]:
+    """Return for each pair of a head which position turns it: 0 for time, 1 for rows, 2 for columns."""
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[pair] = axis
+    return axes
+
+
+def load_vision(
+    path: Path, fields: Fields, tokenizer_json: bytes, ops: Ops, *, is_random: bool = False
+) -> TransformersVision | None:
+    """Load what a checkpoint needs to see images; None for a model of texts, or without the needed files."""
+    family = family_of(fields)
+    if family is None:
+        return None
+    if not any((path / name).is_file() for name in _PROCESSOR_FILES):
+        logger.warning("%s has no %s: the model takes text only", path, _PROCESSOR_FILES[0])
+        return None
+    try:
+        import PIL.Image  # noqa: F401
+        from transformers import AutoImageProcessor
+    except ImportError:
+        logger.warning("images need %s: the model takes text only", EXTRA)
+        return None
+    config = _config(path)
+    with _quiet():
+        processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+        tower = _tower(path, config, ops, is_random=is_random)
+    spellings = {
+        token["id"]: token["content"] for token in json.loads(tokenizer_json).get("added_tokens", ())
+    }
+    return family(config, processor, tower, ops, spellings)
+
+
+def _tower(path: Path, config: Any, ops: Ops, *, is_random: bool) -> Any:
+    """Load the tower and the projector, without the layers of the text model."""
+    from transformers import AutoModelForImageTextToText
+
+    without_text = type(config).from_dict(config.to_dict())
+    text = without_text.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    if is_random:
+        whole = AutoModelForImageTextToText.from_config(without_text, dtype=ops.dtype)
+    else:
+        whole = AutoModelForImageTextToText.from_pretrained(path, config=without_text, dtype=ops.dtype)
+    tower = whole.model
+    for name in ("language_model", "text_model"):
+        if name in tower._modules:
+            del tower._modules[name]
+    return tower.to(ops.device).eval().requires_grad_(False)
+
+
+def _config(path: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ModelLoadError(
+            "The settings of this vision-language model are read with transformers, which is not installed.",
+            hint=f"pip install '{EXTRA}'",
+        ) from error
+    return AutoConfig.from_pretrained(path)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide transformers' report that the layers of the text model were not loaded."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def open_image(data: bytes) -> Any:
+    """Decode an image as processors take it: upright, in RGB, the first frame. Raises InvalidRequest."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise InvalidRequest(f"An image is damaged: {error}.", param="messages") from error

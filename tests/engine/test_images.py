@@ -1,0 +1,182 @@
+"""Answers about images equal those of transformers, to the token: alone, batched, in chunks, with prefix hits and
+preempted. The gateway writes the prompts, so that its rules for image tokens are compared with transformers'
+processors too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.gateway_config import GatewayConfig
+from penstock.core.plan import StepPlan
+from penstock.core.request import FinishReason, Request, SamplingParams
+from penstock.engine.build import Engine, build_engine
+from penstock.gateway.images import checked_image
+from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart
+from tests.engine.tiny import run, tokens
+from tests.models.vision_checkpoints import CHECKPOINTS, TinyVision, make_vision, picture, png
+
+NUM_TOKENS = 12
+PICTURES = (picture(90, 60, 1), picture(40, 100, 2))
+
+
+def vision_engine(model: TinyVision, num_kv_blocks: int = 256, **scheduler: Any) -> Engine:
+    config = EngineConfig(
+        model=ModelConfig(model=str(model.folder), device="cpu", dtype="float32"),
+        cache=CacheConfig(num_kv_blocks=num_kv_blocks),
+        scheduler=SchedulerConfig(**{"itl_target_ms": None, **scheduler}),
+        speculate="off",
+    )
+    return build_engine(config, model.folder)
+
+
+def chat(images: Sequence[Image.Image], text: str = "what is this?") -> ChatPrompt:
+    parts = [ImagePart(url="data:") for _ in images]
+    loaded = [
+        msgspec.structs.replace(part, loaded=checked_image(part, png(image), GatewayConfig()))
+        for part, image in zip(parts, images, strict=True)
+    ]
+    return ChatPrompt(messages=(ChatMessage("user", (*loaded, TextPart(text))),))
+
+
+def request(name: str, prompt: PreparedPrompt, **settings: Any) -> Request:
+    sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True, **settings}
+    return Request(
+        id=name,
+        prompt_token_ids=prompt.token_ids,
+        images=prompt.images,
+        sampling=SamplingParams(**sampling),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its engine, and prompts with the answers of transformers."""
+
+    model: TinyVision
+    engine: Engine
+    prompts: list[PreparedPrompt]
+    answers: list[list[int]]
+
+    def answers_of(self, engine: Engine, **settings: Any) -> list[list[int]]:
+        requests = [request(str(number), prompt, **settings) for number, prompt in enumerate(self.prompts)]
+        events = run(engine, requests)
+        return [tokens(events[each.id]) for each in requests]
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    model = make_vision(request.param, tmp_path_factory.mktemp("vision") / request.param)
+    engine = vision_engine(model)
+    served = ServedModel(engine.ready, GatewayConfig())
+    prompts, answers = [], []
+    for images in (PICTURES[:1], PICTURES, ()):
+        prompt = chat(images)
+        prepared = asyncio.run(served.prepare(prompt))
+        text = served.template.render(prompt).text
+        expected_prompt, answer = model.expected(text, images, NUM_TOKENS)
+        assert list(prepared.token_ids) == expected_prompt
+        prompts.append(prepared)
+        answers.append(answer)
+    assert len({tuple(answer) for answer in answers}) > 1, "images change the answers"
+    return Case(model, engine, prompts, answers)
+
+
+def test_answers_are_those_of_transformers(case: Case) -> None:
+    for number, (prompt, answer) in enumerate(zip(case.prompts, case.answers, strict=True)):
+        events = run(case.engine, [request(f"alone-{number}", prompt)])
+        assert tokens(events[f"alone-{number}"]) == answer
+    # Again and all at once, now with every prompt in the prefix cache.
+    assert case.answers_of(case.engine) == case.answers
+    stats = case.engine.loop.stats()
+    assert stats.num_images_encoded == len(PICTURES)
+    assert stats.image_cache_hits == stats.image_cache_queries - len(PICTURES)
+    assert stats.prefix_cache_hits > 0
+    assert stats.image_encoder_s > 0
+
+
+def test_chunks_through_images_and_preemption_change_nothing(case: Case) -> None:
+    longest = max(image.num_tokens for prompt in case.prompts for image in prompt.images)
+    is_whole = any(image.is_whole for prompt in case.prompts for image in prompt.images)
+    num_tokens = longest + 4 if is_whole else 20
+    num_blocks = -(-max(len(prompt.token_ids) + NUM_TOKENS for prompt in case.prompts) // 16)
+    small = vision_engine(case.model, num_blocks + 5, max_num_batched_tokens=num_tokens)
+    assert case.answers_of(small) == case.answers
+    assert case.answers_of(small) == case.answers
+
+
+def test_the_same_tokens_with_another_image_share_no_block(case: Case) -> None:
+    engine = case.engine
+    served = ServedModel(engine.ready, GatewayConfig())
+    one, other = (
+        asyncio.run(served.prepare(chat([picture(64, 64, seed)], "the same text"))) for seed in (31, 32)
+    )
+    assert one.token_ids == other.token_ids
+    run(engine, [request("one", one)])
+    events = run(engine, [request("other", other), request("again", one)])
+    assert (events["other"][0].num_cached_tokens or 0) <= one.images[0].start
+    assert (events["again"][0].num_cached_tokens or 0) > one.images[0].end - 16
+    assert tokens(events["other"]) != tokens(events["again"])
+
+
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    return make_vision("idefics3", tmp_path_factory.mktemp("vision") / "smallest")
+
+
+def test_tiles_are_spread_over_steps_while_answers_stream(smallest: TinyVision) -> None:
+    engine = vision_engine(smallest, itl_target_ms=0.001)
+    served = ServedModel(engine.ready, GatewayConfig())
+    text = asyncio.run(served.prepare(chat((), "tell me a story")))
+    image = asyncio.run(served.prepare(chat([picture(90, 60, 5)])))
+    plans: list[StepPlan] = []
+    execute = engine.loop.executor.submit
+    engine.loop.executor.submit = lambda plan: (plans.append(plan), execute(plan))[1]  # type: ignore[method-assign]
+    engine.loop.add(request("text", text, max_tokens=1900))
+    engine.loop.step()
+    engine.loop.add(request("image", image, max_tokens=1))
+    while not any(event.request_id == "image" for event in engine.loop.step()):
+        pass
+    engine.loop.abort("text")
+    encoding = [plan for plan in plans if plan.encodings]
+    assert len(encoding) >= image.images[0].num_tiles
+    assert all(any(chunk.request_id == "text" for chunk in plan.chunks) for plan in encoding)
+    assert sum(each.num_tiles for plan in plans for each in plan.encodings) == image.images[0].num_tiles
+
+
+def test_a_cancelled_request_and_a_full_cache_leave_the_engine_working(smallest: TinyVision) -> None:
+    engine = vision_engine(smallest)
+    served = ServedModel(engine.ready, GatewayConfig())
+    prompts = [asyncio.run(served.prepare(chat([picture(90, 60, seed)]))) for seed in range(6)]
+    engine.loop.scheduler._images._capacity_tokens = 2 * prompts[0].images[0].num_tokens
+    first = run(engine, [request(f"first-{number}", prompt) for number, prompt in enumerate(prompts)])
+    engine.loop.add(request("gone", prompts[0]))
+    engine.loop.step()
+    engine.loop.abort("gone")
+    again = run(engine, [request(f"again-{number}", prompt) for number, prompt in enumerate(prompts)])
+    for number in range(len(prompts)):
+        assert tokens(first[f"first-{number}"]) == tokens(again[f"again-{number}"])
+    assert engine.loop.stats().image_cache_tokens <= 2 * prompts[0].images[0].num_tokens
+
+
+def test_bad_images_are_refused_and_nothing_breaks(smallest: TinyVision) -> None:
+    engine = vision_engine(smallest)
+    served = ServedModel(engine.ready, GatewayConfig())
+    good = asyncio.run(served.prepare(chat(PICTURES[:1])))
+    damaged = msgspec.structs.replace(good.images[0], data=b"no image", digest=bytes(16))
+    other_shape = msgspec.structs.replace(good.images[0], data=png(picture(32, 32)), digest=bytes(15) + b"\1")
+    for name, image in (("damaged", damaged), ("shape", other_shape)):
+        engine.loop.add(msgspec.structs.replace(request(name, good), images=(image,)))
+    events = run(engine, [request("good", good)])
+    refused = {rejection.request_id: rejection for rejection in engine.loop.take_rejections()}
+    assert set(refused) == {"damaged", "shape"}
+    assert all(each.code == "invalid_request_error" for each in refused.values())
+    assert events["good"][-1].finish_reason is FinishReason.LENGTH
