@@ -34,6 +34,7 @@ _GAUGES = frozenset(
         "num_pinned_blocks",
         "num_host_blocks",
         "num_host_blocks_used",
+        "image_cache_tokens",
         "step_tokens",
         "kv_fragmentation",
         *_LATEST,

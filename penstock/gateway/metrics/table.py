@@ -90,6 +90,7 @@ _ENGINES = [
         ("kv_pinned_blocks", "KV blocks held for cache breakpoints."),
         ("kv_host_blocks", "Slots for KV blocks in host memory."),
         ("kv_host_blocks_used", "Slots in host memory that hold a block."),
+        ("image_cache_tokens", "Image tokens whose encoded form is kept."),
     ), _MODEL, once=True),
     *_each("counter", (
         ("cache_read_tokens", "Prompt tokens read from prefixes kept at breakpoints."),
@@ -101,6 +102,11 @@ _ENGINES = [
         ("kv_fetches_failed", "Requests whose KV did not all come from another replica."),
         ("kv_fetched_tokens", "Tokens whose KV came from another replica."),
         ("kv_kept_blocks_lost", "Kept KV blocks dropped before their time."),
+        ("images", "Images of requests that began to run."),
+        ("images_encoded", "Images that the vision tower has encoded."),
+        ("image_encoder_seconds", "Time for which the vision tower occupied the device."),
+        ("image_cache_queries", "Images whose encoded form a prompt needed."),
+        ("image_cache_hits", "Images whose encoded form was there already."),
     ), _MODEL, once=True),
 ]
 _REQUESTS = [
