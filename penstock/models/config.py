@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from penstock.core.errors import ModelLoadError
 
-RopeKind = Literal["linear", "ntk", "llama3", "yarn", "longrope"]
+RopeKind = Literal["linear", "ntk", "llama3", "yarn", "longrope", "proportional"]
 ActivationName = Literal["silu", "gelu_tanh"]  # of gated MLPs, which backends compute in one step
 PlainActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]  # of MLPs without a gate
 
@@ -50,6 +50,7 @@ class RopeScaling:
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn and longrope; None derives it from `factor`
     truncate: bool = True  # yarn: round the band limits to whole dimensions
+    rotated_pairs: int | None = None  # proportional: pairs after so many of them are not rotated
     short_divisors: tuple[float, ...] = ()  # longrope: of frequencies, in contexts up to the original length
     long_divisors: tuple[float, ...] = ()  # longrope: in longer contexts
 

@@ -105,6 +105,12 @@ def rope_config(
     rope = Fields(parameters, f"The rope settings of {fields.where}")
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if rope.text("rope_type", "default") == "proportional":
+        pairs = int(share * head_dim // 2)
+        return RopeConfig(
+            theta,
+            RopeScaling(kind="proportional", factor=rope.number("factor", 1.0), rotated_pairs=pairs),
+        )
     rotary_dim = int(head_dim * share)
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelLoadError(

@@ -25,7 +25,10 @@ from penstock.models.weights import NamedProduct
 
 Number = TypeVar("Number", int, float)
 
-ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTABLE = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),  # Gemma 4
+)
 _PREFIX = "base_model.model."
 _LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"
 _RANK_MULTIPLE = 16  # for fast products; the padding is zero

@@ -60,6 +60,10 @@ def _scaled(
         rotary_dim = 2 * len(frequencies)
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
         return (theta * scaling.factor ** (rotary_dim / (rotary_dim - 2))) ** -exponents, 1.0
+    if scaling.kind == "proportional":
+        frequencies = frequencies / scaling.factor
+        frequencies[scaling.rotated_pairs :] = 0.0
+        return frequencies, 1.0
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     if scaling.kind == "longrope":

@@ -287,6 +287,13 @@ class WeightLoader:
             head = self.linear(["lm_head"], [vocab_size], hidden_size, bias=head_bias, part=part_of_head)
         return table, head
 
+    def embedding(self, name: str, rows: int, columns: int, used_rows: int) -> PackedEmbedding:
+        """Load a further embedding of the first `used_rows` tokens, or this rank's part of them."""
+        part = Part(self.shard.vocabulary(used_rows), range(columns))
+        packed = self.ops.pack_embedding(self._matrix(name, rows, columns, part))
+        self.weight_bytes += packed.num_bytes
+        return packed
+
     def _quantized(self, name: str, rows: int, columns: int, part: Part) -> WeightData:
         """Return a matrix in the type that was asked for."""
         matrix = self._matrix(name, rows, columns, part)

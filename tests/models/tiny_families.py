@@ -66,6 +66,13 @@ TINY: dict[str, Tiny] = {
     "gemma": Tiny("gemma"),
     "gemma2": Tiny("gemma2", {**FOUR, "sliding_window": 8, "query_pre_attn_scalar": 16,
                               "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma4": Tiny("gemma4_text", {**FOUR, "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND,
+                                   "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+                                   "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320}),
+    "gemma4-keys-as-values": Tiny("gemma4_text", {**FOUR, "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND,
+                                                  "num_key_value_heads": 4, "global_head_dim": 32,
+                                                  "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+                                                  "hidden_size_per_layer_input": 0}),
     "phi3": Tiny("phi3", {"sliding_window": 30, "partial_rotary_factor": 0.5}),
     "phi3-longrope": Tiny("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "phi": Tiny("phi", {"partial_rotary_factor": 0.5}),
@@ -103,6 +110,9 @@ def save_tiny(name: str, folder: Path) -> Reference:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(0.0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder)
     return Reference(name, folder, model)

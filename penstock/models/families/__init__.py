@@ -6,6 +6,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.families import (
     cohere,
     gemma,
+    gemma4,
     glm,
     gpt,
     granite,
@@ -34,6 +35,7 @@ FAMILIES: tuple[type[Decoder], ...] = (
     gemma.Gemma,
     gemma.Gemma2,
     gemma.Gemma3,
+    gemma4.Gemma4,
     phi.Phi,
     phi.Phi3,
     olmo.Olmo,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ _LAYERS_OF_GEMMA2_27B = 46
 _LAYERS_OF_GEMMA3_27B = 62
 
 
+Settings = TypeVar("Settings", bound=ArchitectureConfig)
+
+
 def _with_defaults(fields: Fields) -> Fields:
     """Add values that the files leave out. `hidden_act` of the first files names another function than the one the
     models were trained with."""
@@ -58,7 +61,7 @@ def _with_defaults(fields: Fields) -> Fields:
     return Fields({**defaults, **fields.values, "hidden_act": None}, fields.where)
 
 
-def _rounded_scale(config: ArchitectureConfig, loader: WeightLoader) -> ArchitectureConfig:
+def rounded_scale(config: Settings, loader: WeightLoader) -> Settings:
     """Scale embeddings by the root of the hidden size, rounded to the compute type as in training."""
     scale = torch.tensor(config.hidden_size**0.5, dtype=loader.ops.dtype)
     return dataclasses.replace(config, embedding_scale=float(scale))
@@ -87,7 +90,7 @@ class Gemma(PreNormDecoder):
         return dataclasses.replace(common_gguf_config(file, cls.name), activation="gelu_tanh")
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
-        super().__init__(_rounded_scale(config, loader), loader, max_model_len)
+        super().__init__(rounded_scale(config, loader), loader, max_model_len)
 
 
 class Gemma2(Decoder):
@@ -144,7 +147,7 @@ class Gemma2(Decoder):
         )
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
-        super().__init__(_rounded_scale(config, loader), loader, max_model_len)
+        super().__init__(rounded_scale(config, loader), loader, max_model_len)
 
     def load_layer(self, load: LayerLoader) -> SandwichLayer:
         return SandwichLayer(

@@ -1,0 +1,391 @@
+"""Gemma 4, text, without experts: layers that see the whole context have larger heads than layers with a window, and
+may use keys as values; the last layers may share keys and values of earlier ones; and each layer may read an
+embedding of its own. Reads the text part of multimodal checkpoints.
+
+All layers share one KV cache. Smaller heads are padded with zeros, and fewer key-value heads are repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, Ops, PackedLinear
+from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
+from penstock.models.decoder import Decoder
+from penstock.models.families.gemma import rounded_scale
+from penstock.models.gguf_config import common_gguf_config
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.huggingface_config import (
+    common_huggingface_config,
+    layer_windows,
+    rope_config,
+    rope_parameters,
+    windows_by_pattern,
+)
+from penstock.models.layers import ACTIVATIONS, GatedMLP, LayerLoader, RMSNorm
+from penstock.models.rope import rope_table
+from penstock.models.sharding import HeadPart, scaled
+from penstock.models.weights import LinearPart, WeightLoader
+
+_ROPES: dict[str, dict[str, Any]] = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_theta": 10_000.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKind:
+    """The heads of one kind of layers."""
+
+    head_dim: int
+    num_kv_heads: int
+    keys_are_values: bool
+    rope: RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Config(ArchitectureConfig):
+    """`head_dim` and `num_kv_heads` are the largest of all layers."""
+
+    whole: HeadKind  # of layers that see the whole context
+    windowed: HeadKind
+    num_sharing_layers: int  # the last layers, which have no keys and values of their own
+    is_double_wide: bool  # the MLPs of these layers
+    input_size: int  # of the embedding of each layer; 0 where there is none
+    input_vocab_size: int
+
+    def kind(self, index: int) -> HeadKind:
+        return self.whole if self.windows[index] is None else self.windowed
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers - self.num_sharing_layers
+
+    def kv_layer(self, index: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        if index < self.num_kv_layers:
+            return index
+        has_window = self.windows[index] is not None
+        return max(i for i in range(self.num_kv_layers) if (self.windows[i] is not None) == has_window)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Attention:
+    query: PackedLinear
+    query_norm: RMSNorm
+    key_value: PackedLinear | None  # keys, and values if they differ; None for a layer that shares another's
+    key_norm: RMSNorm | None
+    value_norm: RMSNorm
+    head_dim: int
+    num_kv_heads: int  # of this layer; `layer` has those of the cache
+    layer: AttentionLayer
+    output: PackedLinear
+
+    def keys_and_values(self, ops: Ops, x: Tensor) -> Tensor | None:
+        """Return keys and values as the cache holds them, but not rotated; None if another layer makes them."""
+        if self.key_value is None or self.key_norm is None:
+            return None
+        made = ops.linear(x, self.key_value).view(len(x), -1, self.head_dim)
+        keys, values = made[:, : self.num_kv_heads], made[:, -self.num_kv_heads :]
+        keys, values = self._normed(ops, self.key_norm, keys), self._normed(ops, self.value_norm, values)
+        repeats = self.layer.num_kv_heads // self.num_kv_heads
+        return torch.cat(
+            [self._padded(each.repeat_interleave(repeats, dim=1)) for each in (keys, values)], dim=1
+        )
+
+    def __call__(self, ops: Ops, x: Tensor, shared: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
+        query = ops.linear(x, self.query).view(len(x), -1, self.head_dim)
+        query = self._padded(self._normed(ops, self.query_norm, query))
+        made = ops.attend(torch.cat([query, shared], dim=1), self.layer, cache, batch)
+        halves = made.view(len(x), self.layer.num_heads, 2, self.layer.head_dim // 2)
+        made = halves[..., : self.head_dim // 2].reshape(len(x), -1)
+        return ops.add_up(ops.linear(made, self.output))
+
+    def _normed(self, ops: Ops, norm: RMSNorm, heads: Tensor) -> Tensor:
+        return norm(ops, heads.reshape(-1, self.head_dim)).view(heads.shape)
+
+    def _padded(self, heads: Tensor) -> Tensor:
+        """Widen heads so that rotated pairs stay half a head apart: [T, heads, D] → [T, heads × wide D]."""
+        halves = heads.reshape(*heads.shape[:2], 2, self.head_dim // 2)
+        return F.pad(halves, (0, (self.layer.head_dim - self.head_dim) // 2)).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """Adds what a layer makes of its own embedding."""
+
+    gate: PackedLinear
+    projection: PackedLinear
+    norm: RMSNorm
+    activation: Callable[[Tensor], Tensor]
+
+    def __call__(self, ops: Ops, x: Tensor, embedded: Tensor) -> Tensor:
+        gated = self.activation(ops.linear(x, self.gate)) * embedded
+        return self.norm(ops, ops.linear(gated, self.projection))
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Layer:
+    attention_norm: RMSNorm
+    attention: Gemma4Attention
+    after_attention_norm: RMSNorm
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+    after_mlp_norm: RMSNorm
+    layer_input: LayerInput | None
+    kv_layer: int
+    scale: float
+
+
+class Gemma4(Decoder):
+    name = "gemma4"
+    huggingface_names = (
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "gemma4_text",
+        "gemma4",
+    )
+    config: Gemma4Config
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        text = fields.raw("text_config")
+        outer = {key: fields.raw(key) for key in ("eos_token_id", "dtype", "torch_dtype") if fields.has(key)}
+        defaults = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 512}
+        fields = Fields({**defaults, **(text or fields.values), **outer}, fields.where)
+        return _config(fields, cls.name)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return common_gguf_config(file, cls.name)
+
+    def __init__(self, config: Gemma4Config, loader: WeightLoader, max_model_len: int) -> None:
+        if loader.shard.num_stages > 1:
+            raise ConfigError(
+                "Gemma 4 cannot be cut into stages.", hint="Use --tensor-parallel-size instead."
+            )
+        self._tables = {
+            kind: _wide_table(kind, config.head_dim, max_model_len).to(loader.ops.device)
+            for kind in (config.whole, config.windowed)
+        }
+        super().__init__(rounded_scale(config, loader), loader, max_model_len)
+        self.num_layers = config.num_kv_layers  # in the cache
+        self._inputs: Tensor | None = None  # of the layers, from `embed` to `run_layers`
+        if config.input_size:
+            columns = config.num_layers * config.input_size
+            self._input_embedding = loader.embedding(
+                "model.embed_tokens_per_layer.weight", config.input_vocab_size, columns, config.vocab_size
+            )
+            self._input_projection = loader.linear(
+                ["model.per_layer_model_projection"], [columns], config.hidden_size
+            )
+            self._input_norm = RMSNorm(
+                loader.vector("model.per_layer_projection_norm.weight", config.input_size), config.norm_eps
+            )
+            self._input_scale = float(torch.tensor(config.input_size**0.5, dtype=loader.ops.dtype))
+            self.num_parameters, self.weight_bytes = loader.num_parameters, loader.weight_bytes
+            self.products = loader.products
+
+    def with_distinct_layers(self) -> Self:
+        return self  # layers that share keys and values need the layers before them
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        config, ops = self.config, self._ops
+        residual = super().embed(token_ids)
+        if config.input_size:
+            looked_up = ops.embed(token_ids, self._input_embedding).mul_(self._input_scale)
+            projected = ops.linear(residual, self._input_projection).mul_(config.hidden_size**-0.5)
+            projected = self._input_norm(ops, projected.view(-1, config.input_size)).view(looked_up.shape)
+            inputs = (projected + looked_up).mul_(2.0**-0.5)
+            self._inputs = inputs.view(len(token_ids), config.num_layers, config.input_size)
+        return residual
+
+    def _run_one_by_one(
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: Any = None
+    ) -> None:
+        ops, made = self._ops, dict[int, Tensor]()
+        for index, layer in enumerate(self._layers):
+            if before_layer is not None:
+                before_layer(index)
+            hidden = layer.attention_norm(ops, residual)
+            own = layer.attention.keys_and_values(ops, hidden)
+            if own is not None:
+                made[index] = own
+            cache = kv.layer(layer.kv_layer)
+            hidden = layer.attention(ops, hidden, made[layer.kv_layer], cache, batch)
+            residual.add_(layer.after_attention_norm(ops, hidden))
+            hidden = layer.mlp(ops, layer.mlp_norm(ops, residual))
+            residual.add_(layer.after_mlp_norm(ops, hidden))
+            if layer.layer_input is not None:
+                assert self._inputs is not None, "`embed` comes first"
+                residual.add_(layer.layer_input(ops, residual, self._inputs[:, index]))
+            residual.mul_(layer.scale)
+
+    def run_layer(self, layer: Any, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        raise NotImplementedError("layers that share keys and values run together")
+
+    def load_layer(self, load: LayerLoader) -> Gemma4Layer:
+        config, weights, prefix = self.config, load.weights, load.prefix
+        is_wide = config.is_double_wide and load.index >= config.num_kv_layers
+        layer_input = None
+        if config.input_size:
+            layer_input = LayerInput(
+                weights.linear([f"{prefix}.per_layer_input_gate"], [config.input_size], config.hidden_size),
+                weights.linear([f"{prefix}.per_layer_projection"], [config.hidden_size], config.input_size),
+                load.rms_norm("post_per_layer_input_norm"),
+                ACTIVATIONS[config.activation],
+            )
+        scale = f"{prefix}.layer_scalar"
+        return Gemma4Layer(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=self._load_attention(load),
+            after_attention_norm=load.rms_norm("post_attention_layernorm"),
+            mlp_norm=load.rms_norm("pre_feedforward_layernorm"),
+            mlp=load.gated_mlp(intermediate_size=config.intermediate_size * (2 if is_wide else 1)),
+            after_mlp_norm=load.rms_norm("post_feedforward_layernorm"),
+            layer_input=layer_input,
+            kv_layer=config.kv_layer(load.index),
+            scale=float(weights.vector(scale, 1)) if weights.has(scale) else 1.0,
+        )
+
+    def _load_attention(self, load: LayerLoader) -> Gemma4Attention:
+        config, weights, prefix = self.config, load.weights, f"{load.prefix}.self_attn"
+        kind = config.kind(load.index)
+        heads, size = weights.shard.heads(config.num_heads, kind.num_kv_heads), kind.head_dim
+        queries, keys = scaled(heads.queries, size), scaled(heads.keys, size)
+        widths = config.num_heads * size, kind.num_kv_heads * size
+        key_value = key_norm = None
+        if load.index < config.num_kv_layers:
+            parts = "k" if kind.keys_are_values else "kv"
+            key_value = weights.linear(
+                [f"{prefix}.{part}_proj" for part in parts],
+                [widths[1]] * len(parts),
+                config.hidden_size,
+                bias=config.qkv_bias,
+                part=LinearPart(rows=[keys] * len(parts)),
+            )
+            key_norm = RMSNorm(weights.vector(f"{prefix}.k_norm.weight", size), config.norm_eps)
+        ones = torch.ones(size, device=weights.ops.device)
+        return Gemma4Attention(
+            query=weights.linear(
+                [f"{prefix}.q_proj"],
+                [widths[0]],
+                config.hidden_size,
+                bias=config.qkv_bias,
+                part=LinearPart(rows=[queries]),
+            ),
+            query_norm=RMSNorm(weights.vector(f"{prefix}.q_norm.weight", size), config.norm_eps),
+            key_value=key_value,
+            key_norm=key_norm,
+            value_norm=RMSNorm(ones, config.norm_eps),
+            head_dim=size,
+            num_kv_heads=len(heads.keys),
+            layer=self._attention_layer(load, kind, heads),
+            output=weights.linear(
+                [f"{prefix}.o_proj"],
+                [config.hidden_size],
+                widths[0],
+                bias=config.output_bias,
+                part=LinearPart(columns=queries),
+            ),
+        )
+
+    def _attention_layer(self, load: LayerLoader, kind: HeadKind, heads: HeadPart) -> AttentionLayer:
+        num_cached = len(load.heads.keys)
+        if num_cached % len(heads.keys) or len(heads.queries) % num_cached:
+            raise ConfigError(
+                f"The {kind.num_kv_heads} key-value heads of a layer cannot be shared out beside the "
+                f"{self.config.num_kv_heads} of another.",
+                hint="Use another --tensor-parallel-size.",
+            )
+        return AttentionLayer(
+            num_heads=len(heads.queries),
+            num_kv_heads=num_cached,
+            head_dim=self.config.head_dim,
+            scale=1.0,
+            rope=self._tables[kind],
+            window=self.config.windows[load.index],
+        )
+
+
+def _config(fields: Fields, name: str) -> Gemma4Config:
+    if fields.flag("enable_moe_block", False):
+        raise ModelLoadError(f"{fields.where} asks for experts, which are not supported for Gemma 4.")
+    if fields.raw("use_bidirectional_attention") == "all":
+        raise ModelLoadError(
+            f"{fields.where} asks for attention in both directions, which a model that writes text does not have."
+        )
+    ropes = rope_parameters(fields)
+    plain = {key: value for key, value in fields.values.items() if not key.startswith("rope_")}
+    base = common_huggingface_config(Fields({**plain, "hidden_act": None}, fields.where), name)
+    window = fields.integer("sliding_window")
+    windows = layer_windows(fields, base.num_layers, window)
+    if windows is None:
+        windows = windows_by_pattern(window, 6, base.num_layers)
+    keys_are_values = fields.flag("attention_k_eq_v", False)
+    larger = _larger_heads(fields, windows, base.num_kv_heads if not keys_are_values else None)
+
+    def kind(which: str, head_dim: int, num_kv_heads: int, *, shared: bool) -> HeadKind:
+        parameters = {**_ROPES[which], **(ropes.get(which) or {})}
+        rope = rope_config(parameters, Fields({}, fields.where), base.max_positions, head_dim=head_dim)
+        return HeadKind(head_dim, num_kv_heads, shared, rope)
+
+    whole = kind("full_attention", *larger, shared=keys_are_values)
+    windowed = kind("sliding_attention", base.head_dim, base.num_kv_heads, shared=False)
+    settings = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    settings |= {
+        "head_dim": max(whole.head_dim, windowed.head_dim),
+        "num_kv_heads": max(whole.num_kv_heads, windowed.num_kv_heads),
+        "rope": windowed.rope,
+        "windows": windows,
+        "attention_scale": 1.0,
+        "logit_softcap": fields.optional_number("final_logit_softcapping"),
+        "qkv_bias": fields.flag("attention_bias", False),
+        "output_bias": fields.flag("attention_bias", False),
+        "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
+    }
+    input_size = fields.raw("hidden_size_per_layer_input")
+    return Gemma4Config(
+        **settings,
+        whole=whole,
+        windowed=windowed,
+        num_sharing_layers=fields.integer("num_kv_shared_layers")
+        if fields.raw("num_kv_shared_layers")
+        else 0,
+        is_double_wide=fields.flag("use_double_wide_mlp", False),
+        input_size=fields.integer("hidden_size_per_layer_input", 256) if input_size != 0 else 0,
+        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144),
+    )
+
+
+def _larger_heads(
+    fields: Fields, windows: tuple[int | None, ...], num_kv_heads: int | None
+) -> tuple[int, int]:
+    """Return the head size and the key-value heads of layers that see the whole context. Files have them as settings,
+    or as exceptions for single layers."""
+    exceptions = fields.raw("per_layer_config")
+    index = next((index for index, window in enumerate(windows) if window is None), None)
+    values = exceptions.get(str(index), {}) if isinstance(exceptions, dict) else {}
+    own = Fields({**fields.values, **values}, fields.where)
+    usual = fields.integer("num_key_value_heads", fields.integer("num_attention_heads"))
+    if isinstance(exceptions, dict):
+        return own.integer("head_dim"), own.integer("num_key_value_heads", usual)
+    return (
+        fields.integer("global_head_dim", 512),
+        num_kv_heads or fields.integer("num_global_key_value_heads", usual),
+    )
+
+
+def _wide_table(kind: HeadKind, head_dim: int, num_positions: int) -> Tensor:
+    """Return a rotary table for padded heads, whose padding is not rotated."""
+    cosines, sines = rope_table(kind.rope, kind.head_dim, num_positions).chunk(2, dim=1)
+    padding = (0, (head_dim - kind.head_dim) // 2)
+    return torch.cat([F.pad(cosines, padding, value=1.0), F.pad(sines, padding)], dim=1)
