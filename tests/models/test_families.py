@@ -95,7 +95,8 @@ def test_rounded_weights_stay_close(family: Reference) -> None:
     similarity = torch.nn.functional.cosine_similarity(
         runner.prompt_logits(PROMPTS[0]), family.logits(PROMPTS[0]), dim=1
     )
-    assert similarity.min() > 0.98
+    assert similarity.median() > 0.99
+    assert similarity.min() > 0.9
 
 
 def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_path: Path) -> None:
