@@ -20,7 +20,7 @@ from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
 from penstock.kernels.states import NoKV, StateBatch, StateStore, state_bytes
-from penstock.models.model import Model, num_kv_layers, state_layers
+from penstock.models.model import HasLatents, Model, num_kv_layers, state_layers
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,8 @@ def allocate_kv(model: Model, ops: Ops, num_blocks: int, block_size: int) -> KVS
     num_layers = num_kv_layers(model)
     if not num_layers:
         return NoKV(num_blocks, block_size)
+    if isinstance(model, HasLatents):
+        return ops.allocate_latents(num_layers, num_blocks, block_size, model.latent_width)
     return ops.allocate_kv(num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
 
 

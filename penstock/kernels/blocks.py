@@ -133,6 +133,9 @@ class ComposedOps:
     ) -> None:
         residual.add_(self.mlp(self.rms_norm(residual, norm, eps), gate_up, down, activation))
 
+    def router_logits(self: Ops, x: Tensor, router: Any) -> Tensor:
+        return self.logits(x, router)
+
     def pack_experts(self: Ops, experts: Iterable[ExpertWeights]) -> ExpertList:
         packed = [
             (
@@ -169,7 +172,7 @@ class ComposedOps:
         activation: Activation,
     ) -> None:
         normed = self.rms_norm(residual, norm, eps)
-        residual.add_(self.moe(normed, self.logits(normed, router), experts, routing, activation))
+        residual.add_(self.moe(normed, self.router_logits(normed, router), experts, routing, activation))
 
 
 class DelegatingOps(ComposedOps):
@@ -214,6 +217,9 @@ class DelegatingOps(ComposedOps):
 
     def add_up(self, x: Tensor) -> Tensor:
         return self._ops.add_up(x)
+
+    def router_logits(self, x: Tensor, router: Any) -> Tensor:
+        return self._ops.router_logits(x, router)
 
     def pack_experts(self, experts: Iterable[ExpertWeights]) -> Any:
         return self._ops.pack_experts(experts)

@@ -259,6 +259,10 @@ class Ops(Protocol):
         """[S, hidden] → float32 [S, V]"""
         ...
 
+    def router_logits(self, x: Tensor, router: PackedLinear) -> Tensor:
+        """[T, hidden] → float32 [T, E]. Every rank has the whole router."""
+        ...
+
     def pack_experts(self, experts: Iterable[ExpertWeights]) -> PackedExperts:
         """Packs one expert after the other, so that a source need not hold all of them."""
         ...
@@ -352,7 +356,8 @@ class Ops(Protocol):
         routing: Routing,
         activation: Activation,
     ) -> None:
-        """normed = rms_norm(residual, norm, eps); residual += moe(normed, logits(normed, router), ...), in place."""
+        """normed = rms_norm(residual, norm, eps); residual += moe(normed, router_logits(normed, router), ...),
+        in place."""
         ...
 
     def add_up(self, x: Tensor) -> Tensor:

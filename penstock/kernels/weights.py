@@ -20,6 +20,10 @@ class DenseWeight:
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class GroupQuantWeight:
@@ -47,6 +51,12 @@ class GroupQuantWeight:
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the codes, two to a byte where they have four bits, and of scales and offsets in 16 bits."""
+        tables = self.scales.numel() + (0 if self.offsets is None else self.offsets.numel())
+        return self.codes.numel() * self.bits // 8 + 2 * tables
 
     def regrouped(self, group: int) -> GroupQuantWeight:
         """The same weights in smaller groups, several of which share a scale."""
@@ -81,6 +91,10 @@ class Float8Weight:
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         out, width = self.shape

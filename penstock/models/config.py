@@ -16,13 +16,14 @@ from typing import Any, Literal
 from penstock.core.errors import ModelLoadError
 
 RopeKind = Literal["linear", "ntk", "llama3", "yarn", "longrope", "proportional"]
-ActivationName = Literal["silu", "gelu_tanh"]  # of gated MLPs, which backends compute in one step
+GatedActivationName = Literal["silu", "gelu_tanh"]
+ActivationName = GatedActivationName | Literal["clamped_swiglu"]  # of gated MLPs, one step for a backend
 PlainActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]  # of MLPs without a gate
 
 # No size in a model's settings comes near this; it keeps a damaged file from asking for absurd memory.
 _LARGEST_SIZE = 1 << 24
 
-_ACTIVATIONS: dict[str, ActivationName] = {
+_ACTIVATIONS: dict[str, GatedActivationName] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -77,12 +78,41 @@ class ExpertsConfig:
     normalizes: bool  # whether a token's weights for its experts sum to 1
     dense_layers: frozenset[int] = frozenset()  # layers with one ordinary MLP instead
     shared_intermediate_size: int | None = None  # of an expert for every token, if there is one
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    num_groups: int = 1  # of experts, of which a token uses the best `kept_groups`
+    kept_groups: int = 1
+    groups_ranked_by: int = 1  # so many of the best experts of a group
+    weight_scale: float = 1.0
+    least_sum: float = 1e-20  # of weights, before they are normalized
+    jitter: float = 0.0  # of sparsemixer
 
     def __post_init__(self) -> None:
         if self.per_token > self.count:
             raise ModelLoadError(
                 f"The model sends each token to {self.per_token} of {self.count} experts, more than there are."
             )
+        size = self.count // self.num_groups
+        if self.count % self.num_groups or not self.per_token <= self.kept_groups * size <= self.count:
+            raise ModelLoadError(
+                f"The model sends each token to {self.per_token} experts of {self.kept_groups} from "
+                f"{self.num_groups} groups of {self.count} experts, which cannot be."
+            )
+        if self.num_groups > 1 and self.groups_ranked_by > size:
+            raise ModelLoadError(
+                f"The model ranks groups of {size} experts by their best {self.groups_ranked_by}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """The sizes of attention over latents."""
+
+    rank: int  # of a latent
+    query_rank: int | None  # of queries; None makes queries of the hidden state
+    rope_dim: int  # of the rotated part of a query and of the key that heads share
+    plain_dim: int  # of the rest of a query
+    value_dim: int
+    interleaved: bool = True  # whether rotated pairs are stored as neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +144,10 @@ class ArchitectureConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    head_norms: bool = False  # RMS norms of query and key heads, where only the settings tell
     parallel_blocks: bool = False  # attention and MLP read the same residual
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     tie_embeddings: bool = False
     activation: ActivationName = "silu"
     plain_activation: PlainActivationName = "gelu"  # of architectures whose MLP has no gate

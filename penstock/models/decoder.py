@@ -56,6 +56,9 @@ class Decoder(ABC):
     name: ClassVar[str]
     huggingface_names: ClassVar[tuple[str, ...]]  # as in `architectures`, and as in `model_type`
     gguf_names: ClassVar[tuple[str, ...]] = ()  # as in `general.architecture`
+    gguf_mixtures: ClassVar[
+        tuple[str, ...]
+    ] = ()  # the same of files with experts, if another family has the name
     mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # of the norm between attention and MLP
     implementation = "native"
     records_graphs = True
@@ -229,7 +232,7 @@ class PreNormDecoder(Decoder):
     def load_layer(self, load: LayerLoader) -> DecoderLayer:
         return DecoderLayer(
             attention_norm=load.rms_norm("input_layernorm"),
-            attention=load.attention(head_norms=self.has_head_norms),
+            attention=load.attention(head_norms=self.has_head_norms or self.config.head_norms),
             mlp_norm=load.rms_norm(self.mlp_norm_name),
             mlp=self.load_mlp(load),
         )

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.interface import Ops, PackedExperts, PackedLinear, Routing
-from penstock.models.config import ActivationName
+from penstock.kernels.interface import ExpertGroups, Ops, PackedExperts, PackedLinear, Routing
+from penstock.models.config import ActivationName, ArchitectureConfig, ExpertsConfig
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
+from penstock.models.layout import Layout, StackedPart, StoredRows, rotated_rows
 from penstock.models.weights import ExpertNames
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An expert for every token. `gate` gives each token's share of it, as a logit."""
+    """An expert for every token. `gate`, where there is one, gives each token's share of the expert, as a logit."""
 
     mlp: GatedMLP
-    gate: PackedLinear
+    gate: PackedLinear | None
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        share = torch.sigmoid(ops.linear(x, self.gate).float())
-        return (self.mlp(ops, x) * share).to(x.dtype)
+        made = self.mlp(ops, x)
+        if self.gate is None:
+            return made
+        return (made * torch.sigmoid(ops.linear(x, self.gate).float())).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +48,90 @@ class ExpertMLP:
         if shared is not None:
             residual.add_(shared)
 
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        made = ops.moe(x, ops.router_logits(x, self.router), self.experts, self.routing, self.activation)
+        return made if self.shared is None else made.add_(self.shared(ops, x))
+
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# Where checkpoints hold the experts of a layer as two tensors, as newer versions of transformers do in memory.
+FUSED_EXPERTS = {
+    "gate_proj": StackedPart("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias", 0, 2),
+    "up_proj": StackedPart("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias", 1, 2),
+    "down_proj": StackedPart("mlp.experts.down_proj", "mlp.experts.down_proj_bias"),
+}
+
+
+def num_experts(config: ArchitectureConfig) -> int:
+    return config.experts.count if config.experts is not None else 0
+
+
+def expert_layout(
+    config: ArchitectureConfig,
+    names: Mapping[str, str] | None = None,
+    experts: Mapping[str, StackedPart] = FUSED_EXPERTS,
+    rows: Mapping[str, StoredRows] | None = None,
+) -> Layout:
+    """Return the layout of folders with a mixture, whose experts may be stored together, as `experts` says."""
+    return Layout(
+        names=names or {},
+        rows=rotated_rows(config) if rows is None else rows,
+        experts=experts,
+        num_experts=num_experts(config),
+    )
+
 
 def load_experts(
     load: LayerLoader,
-    name: str = "mlp",
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    bias: bool = False,
+    is_shared_gated: bool = False,
+    selection_bias: str | None = None,
+    weighs_input: bool = False,
 ) -> ExpertMLP:
-    """Load the experts of a layer. `parts` are the names of gate, up and down within an expert."""
-    config, experts, prefix = load.config, load.config.experts, f"{load.prefix}.{name}"
+    """Load the experts of a layer. `bias` says whether experts and router have biases, `is_shared_gated` whether
+    tokens have shares of the expert for every token, and `selection_bias` names the numbers that are added to scores
+    where experts are chosen."""
+    config, experts, prefix = load.config, load.config.experts, f"{load.prefix}.mlp"
     assert experts is not None
     names = [
-        ExpertNames(*(f"{prefix}.experts.{number}.{part}" for part in parts))
+        ExpertNames(*(f"{prefix}.experts.{number}.{part}" for part in PARTS))
         for number in range(experts.count)
     ]
-    shared = None
+    shared_expert = None
     if experts.shared_intermediate_size is not None:
-        shared = SharedExpert(
-            mlp=load.gated_mlp(f"{name}.shared_expert", experts.shared_intermediate_size),
-            gate=load.weights.linear([f"{prefix}.shared_expert_gate"], [1], config.hidden_size),
+        gate = None
+        if is_shared_gated:
+            gate = load.weights.linear([f"{prefix}.shared_experts_gate"], [1], config.hidden_size)
+        shared_expert = SharedExpert(
+            load.gated_mlp("mlp.shared_experts", experts.shared_intermediate_size), gate
         )
+    chosen_by = None
+    if selection_bias is not None:
+        chosen_by = load.weights.vector(f"{prefix}.{selection_bias}", experts.count)
     return ExpertMLP(
-        router=load.weights.linear([f"{prefix}.gate"], [experts.count], config.hidden_size),
-        experts=load.weights.experts(names, experts.intermediate_size, config.hidden_size),
-        routing=Routing(experts.count, experts.per_token, experts.normalizes),
-        shared=shared,
+        router=load.weights.linear([f"{prefix}.gate"], [experts.count], config.hidden_size, bias=bias),
+        experts=load.weights.experts(names, experts.intermediate_size, config.hidden_size, bias=bias),
+        routing=_routing(experts, chosen_by, weighs_input),
+        shared=shared_expert,
         activation=config.activation,
+    )
+
+
+def _routing(experts: ExpertsConfig, selection_bias: Tensor | None, weighs_input: bool) -> Routing:
+    groups = None
+    if experts.num_groups > 1:
+        groups = ExpertGroups(experts.num_groups, experts.kept_groups, experts.groups_ranked_by)
+    return Routing(
+        experts.count,
+        experts.per_token,
+        experts.normalizes,
+        scoring=experts.scoring,
+        selection_bias=selection_bias,
+        groups=groups,
+        scale=experts.weight_scale,
+        least_sum=experts.least_sum,
+        weighs_input=weighs_input,
+        jitter=experts.jitter,
     )

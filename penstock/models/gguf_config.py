@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RopeConfig, RopeScaling
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import windows_by_pattern
 
@@ -14,17 +17,53 @@ def metadata_fields(file: GGUFFile) -> Fields:
     return Fields(file.metadata, file.path.name, prefix=f"{file.architecture}.")
 
 
-def mixture_in_gguf(file: GGUFFile) -> ModelLoadError:
-    return ModelLoadError(
-        f"{file.path.name} holds a mixture of experts, which is read from safetensors only.",
-        hint="Give the folder of the original checkpoint.",
+_SOFTMAX_OF_CHOSEN = 3
+_GATING: dict[int, Literal["softmax", "sigmoid"]] = {
+    1: "softmax",
+    2: "sigmoid",
+    _SOFTMAX_OF_CHOSEN: "softmax",
+}
+
+
+def has_experts(file: GGUFFile) -> bool:
+    return bool(metadata_fields(file).raw("expert_count"))
+
+
+def gguf_experts(file: GGUFFile, config: ArchitectureConfig, *, normalizes: bool) -> ExpertsConfig:
+    """Read the settings of a mixture. `normalizes` is what the architecture does where the file does not say."""
+    fields = metadata_fields(file)
+    inner = fields.integer("expert_feed_forward_length", config.intermediate_size)
+    shared = fields.raw("expert_shared_feed_forward_length")
+    if shared is None and fields.raw("expert_shared_count"):
+        shared = inner * fields.integer("expert_shared_count")
+    gating = fields.integer("expert_gating_func", 1)
+    if gating not in _GATING:
+        raise ModelLoadError(f"{file.path.name} chooses experts in a way that is not known ({gating}).")
+    first = fields.raw("leading_dense_block_count") or 0
+    return ExpertsConfig(
+        count=fields.integer("expert_count"),
+        per_token=fields.integer("expert_used_count"),
+        intermediate_size=inner,
+        normalizes=fields.flag("expert_weights_norm", normalizes) or gating == _SOFTMAX_OF_CHOSEN,
+        dense_layers=frozenset(
+            index
+            for index in range(config.num_layers)
+            if index < first or f"blk.{index}.ffn_gate_inp.weight" not in file.tensors
+        ),
+        shared_intermediate_size=shared or None,
+        scoring=_GATING[gating],
+        num_groups=fields.integer("expert_group_count", 1),
+        kept_groups=fields.integer("expert_group_used_count", 1),
+        groups_ranked_by=2 if gating == 2 else 1,
+        weight_scale=fields.number("expert_weights_scale", 1.0),
     )
 
 
-def common_gguf_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
-    fields = metadata_fields(file)
-    if fields.raw("expert_count"):  # files of Mixtral call themselves "llama"
-        raise mixture_in_gguf(file)
+def common_gguf_config(
+    file: GGUFFile, architecture: str, changes: Mapping[str, Any] | None = None
+) -> ArchitectureConfig:
+    """Read the settings that most decoders have. `changes` replaces values of the metadata."""
+    fields = Fields({**file.metadata, **(changes or {})}, file.path.name, prefix=f"{file.architecture}.")
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
     num_layers = fields.integer("block_count")
@@ -42,7 +81,7 @@ def common_gguf_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
     return ArchitectureConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("feed_forward_length"),
+        intermediate_size=_intermediate_size(fields),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
@@ -73,6 +112,11 @@ def gguf_windows(fields: Fields, num_layers: int, default_period: int) -> tuple[
         return tuple(window if flag else None for flag in flags)
     period = fields.integer("attention.sliding_window_pattern", default_period)
     return windows_by_pattern(window, period, num_layers)
+
+
+def _intermediate_size(fields: Fields) -> int:
+    """Read the inner size of MLPs. Mixtures may state the size of experts only."""
+    return fields.integer("feed_forward_length", fields.raw("expert_feed_forward_length"))
 
 
 def _vocab_size(file: GGUFFile, hidden_size: int) -> int:

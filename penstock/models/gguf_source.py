@@ -11,8 +11,9 @@ costs more than it saves, and much more when another process uses the cores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -25,8 +26,8 @@ from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
 from penstock.models import gguf_codebooks as codebooks
 from penstock.models.gguf_codebooks import Bytes, Floats, half
 from penstock.models.gguf_file import BlockFormat, GGUFFile, TensorInfo
-from penstock.models.layout import Layout, StoredRows
-from penstock.models.weights import Part, take_columns
+from penstock.models.layout import Layout, StackedPart, StoredRows
+from penstock.models.weights import Part, Stacked, take_columns
 
 # Elements decoded at a time: temporaries then stay in the cache, and small beside the result.
 _SLICE_ELEMENTS = 1 << 18
@@ -232,6 +233,14 @@ _NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.all_experts.gate_proj",
+    "ffn_up_exps": "mlp.all_experts.up_proj",
+    "ffn_down_exps": "mlp.all_experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 
 
@@ -240,10 +249,21 @@ def gguf_layout(
     *,
     cut: Mapping[str, StoredRows] | None = None,
     rows: Mapping[str, StoredRows] | None = None,
+    num_experts: int = 0,
 ) -> Layout:
     """Return the layout of GGUF files, in which a family has some `names`, and the order of some `rows`, of its own,
     and tensors that are stored as one."""
-    return Layout(names={**_NAMES, **(names or {})}, cut=cut or {}, rows=rows or {})
+    experts = {}
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        name = f"mlp.all_experts.{part}"
+        experts[part] = StackedPart(f"{name}.weight", f"{name}.bias")
+    return Layout(
+        names={**_NAMES, **(names or {})},
+        cut=cut or {},
+        rows=rows or {},
+        experts=experts,
+        num_experts=num_experts,
+    )
 
 
 class GGUFSource:
@@ -256,8 +276,16 @@ class GGUFSource:
         return frozenset(self._file.tensors)
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
-        tensor = self._find(name, (rows, columns))
         wanted = part or Part(range(rows), range(columns))
+        return self._read(self._find(name, (rows, columns)), wanted)
+
+    def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> WeightData:
+        tensor = self._find(place.name, (place.count, rows, columns))
+        first = place.index * rows  # as one matrix of all rows
+        span = range(first + part.rows.start, first + part.rows.stop)
+        return self._read(replace(tensor, shape=(place.count * rows, columns)), Part(span, part.columns))
+
+    def _read(self, tensor: TensorInfo, wanted: Part) -> WeightData:
         # Whole blocks are read and decoded; numbers beyond the columns are dropped afterwards.
         size, num_bytes = tensor.format.block_size, tensor.format.block_bytes
         first, last = wanted.columns.start // size, -(-wanted.columns.stop // size)
@@ -284,6 +312,11 @@ class GGUFSource:
         if name not in self._file.tensors:
             raise ModelLoadError(f"{self._file.path.name} has no tensor for {name}.")
         tensor = self._file.tensors[name]
+        rows = math.prod(tensor.shape[:-1])
+        if len(shape) == 2 != len(tensor.shape) and (rows, tensor.shape[-1]) == shape:
+            tensor = replace(
+                tensor, shape=shape
+            )  # a matrix of one row, or several matrices one below the other
         if tensor.shape != shape:
             raise ModelLoadError(
                 f"{self._file.path.name} has {tensor.name} of shape {list(tensor.shape)} "

@@ -249,6 +249,10 @@ class LayerLoader:
         self.heads = weights.shard.heads(config.num_heads, config.num_kv_heads)
         self._ropes = ropes
 
+    @property
+    def rope(self) -> Tensor:
+        return self._ropes.of_layer(self.index)
+
     def rms_norm(self, name: str) -> RMSNorm:
         config = self.config
         weight = self.weights.vector(
@@ -297,7 +301,7 @@ class LayerLoader:
             num_kv_heads=len(self.heads.keys),
             head_dim=config.head_dim,
             scale=config.attention_scale,
-            rope=self._ropes.of_layer(self.index),
+            rope=self.rope,
             window=config.windows[self.index],
             softcap=config.attention_softcap,
             q_norm=q_norm,

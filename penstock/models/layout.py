@@ -17,9 +17,18 @@ from torch import Tensor
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.config import ArchitectureConfig
 from penstock.models.rope import pair_order
-from penstock.models.weights import AdaptedPlace, NamedProduct, Part, WeightSource, pick_rows
+from penstock.models.weights import (
+    AdaptedPlace,
+    NamedProduct,
+    Part,
+    Stacked,
+    StackedSource,
+    WeightSource,
+    pick_rows,
+)
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+_EXPERT = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,25 @@ class StoredRows:
     name: str
     total: int
     order: Tensor  # int64: the stored row of each row that the model reads
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPart:
+    """A matrix of experts, stored in one tensor for all experts, maybe with the rows of another matrix: the part is
+    number `index` of `of`, one below the other or row by row in turn."""
+
+    weight: str  # the tensors' names within a layer
+    bias: str
+    index: int = 0
+    of: int = 1
+    interleaved: bool = False
+    transposed: bool = False
+
+    def rows(self, size: int) -> Tensor:
+        """Return the stored row of each of the matrix's rows."""
+        if self.interleaved:
+            return torch.arange(self.index, self.of * size, self.of)
+        return torch.arange(self.index * size, (self.index + 1) * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +72,13 @@ class Layout:
     cut: Mapping[str, StoredRows] = field(default_factory=dict)
     rows: Mapping[str, StoredRows] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # names within a layer of matrices that are stored [in, out]
+    experts: Mapping[str, StackedPart] = field(default_factory=dict)  # by the usual name, such as "gate_proj"
+    num_experts: int = 0
 
     @property
     def is_usual(self) -> bool:
-        return self.base == "model" and not (self.names or self.cut or self.rows or self.transposed)
+        changed = self.names or self.cut or self.rows or self.transposed or self.experts
+        return self.base == "model" and not changed
 
     def usual_name(self, stored: str) -> str:
         name = "." + stored.removeprefix(f"{self.base}.") + "."
@@ -81,9 +112,14 @@ class Layout:
 
 
 def rotated_rows(
-    config: ArchitectureConfig, *, interleaved: bool = False, head_norms: bool = True
+    config: ArchitectureConfig,
+    *,
+    interleaved: bool = False,
+    head_norms: bool = True,
+    wide_norms: bool = False,
 ) -> dict[str, StoredRows]:
-    """Return the rows of queries, keys and their `head_norms` such that rotated pairs are half a head apart."""
+    """Return the rows of queries, keys and their norms such that rotated pairs are half a head apart. Norms are
+    `head_norms`, with weights that are the same for all heads, or `wide_norms`."""
     head_dim = config.head_dim
     rotary_dim = config.rope.rotary_dim or head_dim
     if rotary_dim == head_dim and not interleaved:
@@ -94,6 +130,9 @@ def rotated_rows(
     for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
         name, size = f"self_attn.{part}_proj", heads * head_dim
         rows[name] = StoredRows(name, size, by_head(torch.arange(size), order))
+        if wide_norms:
+            norm = f"self_attn.{part}_norm"
+            rows[norm] = StoredRows(norm, size, rows[name].order)
     return rows
 
 
@@ -139,7 +178,11 @@ class LayoutSource:
         self._source = source
         self._layout = layout
         self._stored = {layout.usual_name(name): name for name in source.names()}
-        self._names = frozenset(self._stored) | self._cut_names()
+        # Of a quantized matrix, only tensors beside "weight" may be stored.
+        self._stems = {
+            usual.rpartition(".")[0]: name.rpartition(".")[0] for usual, name in self._stored.items()
+        }
+        self._names = frozenset(self._stored) | self._cut_names() | self._expert_names()
 
     def _cut_names(self) -> set[str]:
         """Return the names of matrices that are stored as part of others."""
@@ -153,6 +196,17 @@ class LayoutSource:
                 cut |= {f"{match[1]}{part}.{kind}" for part in parts_of.get(match[2], ())}
         return cut
 
+    def _expert_names(self) -> set[str]:
+        """Return the names of experts that are stored together."""
+        return {
+            f"{match[1]}mlp.experts.{number}.{part}.weight"
+            for name in self._stored
+            if (match := _LAYER.fullmatch(name))
+            for part, place in self._layout.experts.items()
+            if match[2] in (place.weight, f"{place.weight}_blocks")
+            for number in range(self._layout.num_experts)
+        }
+
     @property
     def bytes_read(self) -> int:
         return self._source.bytes_read
@@ -161,23 +215,62 @@ class LayoutSource:
         return self._names
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
+        wanted = part or Part(range(rows), range(columns))
+        stacked = self._stacked(name, rows)
+        if stacked is not None:
+            return self._of_stack(*stacked, columns, wanted)
         place = self._place(name, rows)
         if place is None:
             return self._oriented(name, rows, columns, part)
-        wanted = part or Part(range(rows), range(columns))
         stored_name, total, order = place
         order = order[wanted.rows.start : wanted.rows.stop]
         window = range(int(order.min()), int(order.max()) + 1)
         found = self._oriented(stored_name, total, columns, Part(window, wanted.columns))
         return found if _is_plain(order) else pick_rows(found, order - window.start)
 
+    def _stacked(self, name: str, size: int) -> tuple[Stacked, int, Tensor] | None:
+        """Return where an expert's matrix or bias lies: the tensor, the rows that it has of the expert, and those of
+        the matrix. None for a tensor that is stored as it is."""
+        match = _EXPERT.fullmatch(name)
+        found = self._layout.experts.get(match[3]) if match else None
+        if match is None or found is None:
+            return None
+        stored = match[1] + (found.weight if match[4] == "weight" else found.bias)
+        blocks = f"{stored}_blocks"  # of MXFP4
+        if blocks in self._stored:
+            own_name = self._stored[blocks].removesuffix("_blocks")
+        elif stored in self._stored:
+            own_name = self._stored[stored]
+        else:
+            return None
+        place = Stacked(own_name, int(match[2]), self._layout.num_experts, found.transposed)
+        return place, found.of * size, found.rows(size)
+
+    def _of_stack(self, place: Stacked, total: int, order: Tensor, columns: int, wanted: Part) -> WeightData:
+        assert isinstance(self._source, StackedSource)
+        order = order[wanted.rows.start : wanted.rows.stop]
+        window = range(int(order[0]), int(order[-1]) + 1)
+        found = self._source.stacked_matrix(place, total, columns, Part(window, wanted.columns))
+        return found if len(window) == len(order) else pick_rows(found, order - window.start)
+
     def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        stacked = self._stacked(name, size)
+        if stacked is not None:
+            where, total, order = stacked
+            row = Part(range(where.index, where.index + 1), range(total))
+            found = self._source.matrix(where.name, where.count, total, row)
+            assert isinstance(found, DenseWeight)
+            return found.values[0].float()[order if part is None else order[part.start : part.stop]]
         place = self._place(name, size)
         if place is None:
-            return self._source.vector(self._stored.get(name, name), size, part)
+            return self._source.vector(self._stored_name(name), size, part)
         stored_name, total, order = place
-        whole = self._source.vector(self._stored.get(stored_name, stored_name), total)
+        whole = self._source.vector(self._stored_name(stored_name), total)
         return whole[order if part is None else order[part.start : part.stop]]
+
+    def _stored_name(self, name: str) -> str:
+        stem, _, kind = name.rpartition(".")
+        return self._stored.get(name) or f"{self._stems.get(stem, stem)}.{kind}"
 
     def _place(self, name: str, size: int) -> tuple[str, int, Tensor] | None:
         """Return the stored tensor's name and size and the rows in it; None for a tensor that is stored as it is."""
@@ -194,7 +287,7 @@ class LayoutSource:
         return None if rows is None else (name, size, rows.order)
 
     def _oriented(self, name: str, rows: int, columns: int, part: Part | None) -> WeightData:
-        stored = self._stored.get(name, name)
+        stored = self._stored_name(name)
         match = _LAYER.fullmatch(name.rpartition(".")[0])
         if match is None or match[2] not in self._layout.transposed:
             return self._source.matrix(stored, rows, columns, part)

@@ -24,6 +24,7 @@ from penstock.models.config import ArchitectureConfig, Fields, read_settings
 from penstock.models.decoder import Decoder
 from penstock.models.families import FAMILIES
 from penstock.models.gguf_choice import split_parts
+from penstock.models.gguf_config import has_experts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
@@ -87,6 +88,9 @@ def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
 def architecture_for_gguf(file: GGUFFile) -> type[Decoder]:
     asked = file.architecture
     for architecture in FAMILIES:
+        if has_experts(file) and asked in architecture.gguf_mixtures:
+            return architecture
+    for architecture in FAMILIES:
         if asked in architecture.gguf_names:
             return architecture
     known = ", ".join(sorted({name for architecture in FAMILIES for name in architecture.gguf_names}))
@@ -113,6 +117,7 @@ logger = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "random"]
 
+UNPACKED = 1.25  # times the bytes of the weights as they come: more than scales and padding add
 _LARGEST_ROPE_TABLE = 1 << 28  # elements: 1 GiB
 
 
@@ -202,6 +207,13 @@ def load_model(
     loader = WeightLoader(source, ops, quantization=quantization, shard=shard, on_progress=on_progress)
     model = checkpoint.architecture(config, loader, num_positions)
     logger.debug("read %s of weights", format_bytes(source.bytes_read))
+    kept, read = loader.experts_kept_bytes, loader.experts_read_bytes
+    if kept > UNPACKED * read:
+        logger.warning(
+            "experts are not kept in the form they come in: unpacked they take %s instead of %s",
+            format_bytes(kept),
+            format_bytes(read),
+        )
     return model
 
 

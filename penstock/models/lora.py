@@ -28,6 +28,7 @@ Number = TypeVar("Number", int, float)
 ADAPTABLE = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),  # Gemma 4
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
 )
 _PREFIX = "base_model.model."
 _LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"

@@ -95,6 +95,13 @@ def state_layers(model: Model) -> Sequence[StateShapes]:
 
 
 @runtime_checkable
+class HasLatents(Protocol):
+    """A model whose attention layers cache one vector of this width for each token, instead of keys and values."""
+
+    latent_width: int
+
+
+@runtime_checkable
 class TappedModel(Protocol):
     """A model that can return the hidden states between its layers, for heads that draft."""
 

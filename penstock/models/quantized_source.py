@@ -24,8 +24,8 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
-from penstock.models.stored_quantization import AWQ, GPTQ, Compressed, Scaled, StoredQuantization
-from penstock.models.weights import Part, take_part
+from penstock.models.stored_quantization import AWQ, GPTQ, MXFP4, Compressed, Scaled, StoredQuantization
+from penstock.models.weights import Part, Stacked, take_part
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -58,6 +58,14 @@ class SafetensorsSource:
     def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         return self._read(name, (size,), None if part is None else (part,)).to(torch.float32)
 
+    def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> DenseWeight:
+        index = range(place.index, place.index + 1)
+        if not place.transposed:
+            shape, spans = (place.count, rows, columns), (index, part.rows, part.columns)
+            return DenseWeight(self._read(place.name, shape, spans)[0])
+        shape, spans = (place.count, columns, rows), (index, part.columns, part.rows)
+        return DenseWeight(self._read(place.name, shape, spans)[0].T.contiguous())
+
     def tensor(
         self, name: str, shape: tuple[int, ...] | None = None, spans: tuple[range, ...] | None = None
     ) -> Tensor:
@@ -67,6 +75,8 @@ class SafetensorsSource:
         file, stored_name = self._stored[name]
         stored = self._guarded(file, lambda opened: opened.get_slice(stored_name))
         stored_shape = stored.get_shape()
+        if shape is not None and len(shape) == 1 and tuple(stored_shape) == (1, *shape):
+            return self.tensor(name, (1, *shape), (range(1), *(spans or (range(shape[0]),))))[0]
         if shape is not None and tuple(stored_shape) != shape:
             raise ModelLoadError(
                 f"{file.name} has {stored_name} of shape {stored_shape} "
@@ -129,6 +139,7 @@ def _read_index(index: Path) -> dict[str, Path]:
 # Nibble i of a word holds the output AWQ_ORDER[i] of its eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _SMALLEST_GROUP = 16
+MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +267,19 @@ class QuantizedSource:
             GroupQuantWeight(values, scales, offsets, len(part.columns), 8, rounds_inputs=rounds_inputs)
         )
 
+    def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> WeightData:
+        if not isinstance(self._kind, MXFP4) or f"{place.name}_blocks" not in self._names:
+            return self.files.stacked_matrix(place, rows, columns, part)
+        if columns % MXFP4_GROUP:
+            raise ModelLoadError(f"{place.name} has {columns} inputs, no multiple of {MXFP4_GROUP}.")
+        window = _window(part, Shape(rows, columns), 1, MXFP4_GROUP)
+        groups = _axis(window.columns, columns, MXFP4_GROUP)
+        axes = Axis(place.count, range(place.index, place.index + 1)), _axis(window.rows, rows), groups
+        pairs = MXFP4_GROUP // 2
+        packed = self._read(f"{place.name}_blocks", *axes, Axis(pairs, range(pairs)))[0]
+        exponents = self._read(f"{place.name}_scales", *axes)[0]
+        return _taken(_mxfp4(packed, exponents), window, part)
+
     def _input_order(self, name: str, columns: int, group: int) -> Tensor | None:
         """Return the order of inputs by their groups; None when neighbours are together, as without act-order."""
         if name not in self._names:
@@ -320,6 +344,20 @@ def _float8(name: str, values: Tensor, scales: Tensor, shape: Shape, kind: Scale
         return Float8Weight(values, _within(by_row, part.rows, groups).contiguous(), width)
     by_value = by_row.repeat_interleave(width, dim=1)
     return DenseWeight(values.float() * _within(by_value, part.rows, part.columns))
+
+
+# Twice the numbers of the format, which are whole: the second eight are negative.
+_FP4_CODES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+
+
+def _mxfp4(packed: Tensor, exponents: Tensor) -> GroupQuantWeight:
+    """Decode uint8 [rows, groups, 16], two numbers to a byte, and exponents [rows, groups] of powers of two. Whole
+    numbers of eight bits hold the format without loss."""
+    rows, groups, pairs = packed.shape
+    halves = torch.stack([packed & 0xF, packed >> 4], dim=-1)
+    codes = _FP4_CODES[halves.view(rows, groups * pairs * 2).long()]
+    scales = torch.exp2(exponents.float() - 128)
+    return GroupQuantWeight(codes, scales, None, MXFP4_GROUP, 8)
 
 
 def grouped_weight(

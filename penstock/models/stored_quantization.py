@@ -22,7 +22,6 @@ _REFUSED = {
     "hqq": "HQQ",
     "eetq": "EETQ",
     "torchao": "torchao",
-    "mxfp4": "MXFP4",
     "modelopt": "ModelOpt",
 }
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -60,7 +59,12 @@ class Compressed:
     rounds_inputs: bool = False  # int8 weights that were made for int8 activations
 
 
-StoredQuantization = AWQ | GPTQ | Scaled | Compressed
+@dataclass(frozen=True, slots=True)
+class MXFP4:
+    """Stacked experts in float4 (e2m1), each 32 inputs with a power of two. Everything else is plain."""
+
+
+StoredQuantization = AWQ | GPTQ | Scaled | Compressed | MXFP4
 
 
 def stored_quantization(fields: Fields) -> StoredQuantization | None:
@@ -85,10 +89,12 @@ def stored_quantization(fields: Fields) -> StoredQuantization | None:
             return Scaled()
         case "compressed-tensors":
             return _compressed(inner)
+        case "mxfp4":
+            return MXFP4()
     shown = _REFUSED.get(method, repr(method))
     raise ModelLoadError(
         f"{fields.where} describes weights quantized by {shown}, which cannot be read; "
-        "known are AWQ, GPTQ, fp8 and compressed-tensors.",
+        "known are AWQ, GPTQ, fp8, MXFP4 and compressed-tensors.",
         hint=_HINT,
     )
 

@@ -8,9 +8,9 @@ that stores others translates.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -131,6 +131,25 @@ class WeightSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """The place of a matrix in a tensor that holds `count` matrices of the same shape."""
+
+    name: str
+    index: int
+    count: int
+    transposed: bool = False  # whether matrices are stored [in, out]
+
+
+@runtime_checkable
+class StackedSource(Protocol):
+    """Sources of files that may hold several matrices in one tensor."""
+
+    def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> WeightData:
+        """Return a part of one of the matrices, each of which is [rows, columns] for the model."""
+        ...
+
+
 class ExpertNames(NamedTuple):
     """The names of the three matrices of one expert in a checkpoint."""
 
@@ -190,6 +209,8 @@ class WeightLoader:
         self.shard = shard
         self.num_parameters = 0
         self.weight_bytes = 0
+        self.experts_read_bytes = 0  # of experts, in the form in which they come to the backend
+        self.experts_kept_bytes = 0  # of experts, in the form in which the backend keeps them
         self.products: list[NamedProduct] = []
         self._source = source
         self._names = source.names()
@@ -210,6 +231,15 @@ class WeightLoader:
         """float32 [rows, columns] on the backend's device, for embeddings that are looked up as they are."""
         weight = self._matrix(name, rows, columns)
         values = weight.values.float() if isinstance(weight, DenseWeight) else weight.dequantize()
+        self.weight_bytes += values.nbytes
+        return values.to(self.ops.device)
+
+    def dense(self, name: str, rows: int, columns: int, own: range) -> Tensor:
+        """The rows `own` of a matrix in the compute type, on the backend's device, for products that are not
+        packed."""
+        weight = self._matrix(name, rows, columns, Part(own, range(columns)))
+        dtype = self.ops.dtype
+        values = weight.values.to(dtype) if isinstance(weight, DenseWeight) else weight.dequantize(dtype)
         self.weight_bytes += values.nbytes
         return values.to(self.ops.device)
 
@@ -246,24 +276,53 @@ class WeightLoader:
         return packed
 
     def experts(
-        self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int
+        self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int, *, bias: bool = False
     ) -> PackedExperts:
-        """This rank's share of all the experts of a layer, which are `names`."""
+        """This rank's share of all the experts of a layer, which are `names`. With `bias`, each matrix has one."""
         inner = self.shard.expert_inner(intermediate_size)
-        into = Part(inner, range(hidden_size))
-        out_of = Part(range(hidden_size), inner)
         own = self.shard.experts(len(names))
-        packed = self.ops.pack_experts(
-            ExpertWeights(
-                gate=self._quantized(f"{expert.gate}.weight", intermediate_size, hidden_size, into),
-                up=self._quantized(f"{expert.up}.weight", intermediate_size, hidden_size, into),
-                down=self._quantized(f"{expert.down}.weight", hidden_size, intermediate_size, out_of),
-            )
-            for expert in names[own.start : own.stop]
-        )
-        self.num_parameters += (len(names) - len(own)) * 3 * intermediate_size * hidden_size
+        num_bytes = 0
+
+        def read() -> Iterator[ExpertWeights]:
+            nonlocal num_bytes
+            for expert in names[own.start : own.stop]:
+                weights = self._expert(expert, inner, intermediate_size, hidden_size, bias=bias)
+                num_bytes += sum(part.num_bytes for part in (weights.gate, weights.up, weights.down))
+                yield weights
+
+        packed = self.ops.pack_experts(read())
+        per_expert = 3 * intermediate_size * hidden_size
+        if bias:
+            per_expert += 2 * intermediate_size + hidden_size
+        self.num_parameters += (len(names) - len(own)) * per_expert
         self.weight_bytes += packed.num_bytes
+        self.experts_read_bytes += num_bytes
+        self.experts_kept_bytes += packed.num_bytes
         return packed
+
+    def _expert(
+        self, names: ExpertNames, inner: range, intermediate_size: int, hidden_size: int, *, bias: bool
+    ) -> ExpertWeights:
+        into, out_of = Part(inner, range(hidden_size)), Part(range(hidden_size), inner)
+        gate_up_bias = down_bias = None
+        if bias:
+            gate_up_bias = torch.cat(
+                [
+                    self._host_vector(f"{name}.bias", intermediate_size, inner)
+                    for name in (names.gate, names.up)
+                ]
+            )
+            down_bias = self._host_vector(f"{names.down}.bias", hidden_size)
+            # Ranks with slices of an expert add up their results.
+            if len(inner) < intermediate_size and self.shard.tensor_rank > 0:
+                down_bias = torch.zeros_like(down_bias)
+        return ExpertWeights(
+            gate=self._quantized(f"{names.gate}.weight", intermediate_size, hidden_size, into),
+            up=self._quantized(f"{names.up}.weight", intermediate_size, hidden_size, into),
+            down=self._quantized(f"{names.down}.weight", hidden_size, intermediate_size, out_of),
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+        )
 
     def embedding_and_head(
         self, vocab_size: int, hidden_size: int, *, tied: bool, head_bias: bool = False

@@ -93,7 +93,7 @@ def _qwen2_moe() -> Any:
             num_experts=6,
             num_experts_per_tok=2,
             moe_intermediate_size=32,
-            shared_expert_intermediate_size=48,
+            shared_expert_intermediate_size=64,
         )
     )
 
@@ -117,6 +117,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "head_dim": 32})),
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**SMALL, num_local_experts=6, num_experts_per_tok=2, sliding_window=8)
+    ),
+    # GGUF files of Mixtral have no windows.
+    "mixtral-gguf": lambda: MixtralForCausalLM(
+        MixtralConfig(**SMALL, num_local_experts=6, num_experts_per_tok=2)
     ),
     "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True),
     "qwen3-moe-dense-layers": lambda: _qwen3_moe(norm_topk_prob=False, mlp_only_layers=[0]),

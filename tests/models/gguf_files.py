@@ -41,9 +41,12 @@ ARCHITECTURES = {
     "stablelm": gguf.MODEL_ARCH.STABLELM,
     "nemotron": gguf.MODEL_ARCH.NEMOTRON,
     "arcee": gguf.MODEL_ARCH.ARCEE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
 # Families whose converters put the rows of rotary pairs beside each other.
-PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee")
+PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee", "mixtral")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
@@ -80,14 +83,21 @@ def write_vocabulary(path: Path, vocabulary: Vocabulary) -> Path:
 
 
 def write_model(
-    path: Path, reference: Reference, kind: GGMLQuantizationType, max_tensors: int = 0
+    path: Path,
+    reference: Reference,
+    kind: GGMLQuantizationType,
+    max_tensors: int = 0,
+    *,
+    spoil: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Convert a checkpoint the way llama.cpp's converter does. Returns the values that were stored, by Hugging Face
-    name, so that a test can put them back into the reference."""
+    name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong."""
     config = reference.model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=max_tensors)
     _write_settings(writer, config)
+    if getattr(config, "num_experts_per_tok", None):
+        _write_expert_settings(writer, config, spoil)
     Vocabulary().write(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     stored_values = {}
@@ -95,6 +105,9 @@ def write_model(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
+        if ".experts." in name:
+            stored_values[name] = _write_experts(writer, name, values, kind)
+            continue
         stored = _stored_form(name, values, config)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
         if values.ndim == 1 or "_norm." in name:
@@ -197,6 +210,41 @@ def _ungrouped(values: np.ndarray, config: Any) -> np.ndarray:
     groups = values.reshape(kv_heads, -1, size, *values.shape[1:])
     parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
     return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+
+
+def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -> None:
+    count = getattr(config, "num_experts", None) or config.num_local_experts
+    writer.add_expert_count(count)
+    if spoil != "expert_used_count":
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if spoil == "expert_gating_func":
+        writer.add_expert_gating_func(_Unknown())
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if getattr(config, "shared_expert_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if hasattr(config, "norm_topk_prob"):
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+
+
+class _Unknown:
+    value = 77
+
+
+def _write_experts(
+    writer: GGUFWriter, name: str, values: np.ndarray, kind: GGMLQuantizationType
+) -> np.ndarray:
+    """Write the experts of a layer as one tensor for each part, and return what was stored in transformers' form."""
+    layer = name.split(".")[2]
+    parts = {"down": values}
+    if name.endswith("gate_up_proj"):
+        parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
+    kept = []
+    for part, matrices in parts.items():
+        packed = gguf.quants.quantize(np.ascontiguousarray(matrices), kind)
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", packed, raw_dtype=kind)
+        kept.append(gguf.quants.dequantize(packed, kind).astype(np.float32))
+    return np.concatenate(kept, axis=1)
 
 
 def _stored_form(name: str, values: np.ndarray, config: Any) -> np.ndarray:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from penstock.engine.device import allocate_kv
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.model import Model
 
@@ -25,9 +26,7 @@ class PagedRunner:
     def __init__(self, model: Model, ops: Ops, num_blocks: int = 64) -> None:
         self.model = model
         self._device = ops.device
-        self._kv = ops.allocate_kv(
-            model.num_layers, num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim
-        )
+        self._kv = allocate_kv(model, ops, num_blocks, BLOCK_SIZE)
         self._free = list(range(num_blocks))
         random.Random(0).shuffle(self._free)
 

@@ -6,14 +6,14 @@ import copy
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType
 
 from penstock.core.errors import ModelLoadError
-from penstock.kernels.interface import Ops
+from penstock.kernels.interface import GroupQuantWeight, Ops
 from penstock.models.load import load_model, load_tokenizer, open_checkpoint, weights_identity
+from penstock.models.weights import Part
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.gguf_files import write_model
@@ -84,14 +84,33 @@ def test_weights_are_read_when_asked_for(tmp_path: Path, ops: Ops) -> None:
     assert seen[-1] == 1.0
 
 
-def test_a_mixture_that_calls_itself_llama_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "mixtral.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_expert_count(8)
-    writer.add_tensor("output_norm.weight", np.ones(4, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ModelLoadError, match="mixture of experts, which is read from safetensors only"):
-        open_checkpoint(path)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["mixtral-gguf", "qwen2-moe", "qwen3-moe"])
+def test_mixtures_of_experts(name: str, kind: str, tmp_path: Path, ops: Ops) -> None:
+    test_same_logits_as_the_checkpoint_it_came_from(name, kind, tmp_path, ops)
+
+
+def test_one_expert_is_read_at_a_time(tmp_path: Path) -> None:
+    reference = make_reference("mixtral-gguf", tmp_path / "folder")
+    write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.Q8_0)
+    source = open_checkpoint(tmp_path / "model.gguf").source()
+    assert "model.layers.1.mlp.experts.5.down_proj.weight" in source.names()
+    weight = source.matrix("model.layers.1.mlp.experts.5.gate_proj.weight", 96, 64)
+    assert isinstance(weight, GroupQuantWeight)
+    assert source.bytes_read == 96 * 2 * 34
+    part = source.matrix(
+        "model.layers.1.mlp.experts.5.gate_proj.weight", 96, 64, Part(range(32, 64), range(32, 64))
+    )
+    assert torch.equal(part.dequantize(), weight.dequantize()[32:64, 32:64])
+
+
+def test_a_mixture_without_its_settings_is_refused_by_name(tmp_path: Path) -> None:
+    reference = make_reference("mixtral-gguf", tmp_path / "folder")
+    for setting, message in (
+        ("expert_used_count", "has no llama.expert_used_count"),
+        ("expert_gating_func", "chooses experts in a way that is not known"),
+    ):
+        path = tmp_path / f"{setting}.gguf"
+        write_model(path, reference, GGMLQuantizationType.F32, spoil=setting)
+        with pytest.raises(ModelLoadError, match=message):
+            open_checkpoint(path)

@@ -53,6 +53,11 @@ GROWING_ROPE = {
 }
 FOUR = {"num_hidden_layers": 4}
 NO_HEAD_DIM = {"head_dim": None}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENTS = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 32,
+           "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": None,
+           "num_key_value_heads": 4}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 TINY: dict[str, Tiny] = {
     "llama": Tiny("llama"),
@@ -97,6 +102,27 @@ TINY: dict[str, Tiny] = {
     "nemotron": Tiny("nemotron", {"partial_rotary_factor": 0.5}),
     "arcee": Tiny("arcee", {"attention_bias": True}),
     "apertus": Tiny("apertus"),
+    "mixtral": Tiny("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen2_moe": Tiny("qwen2_moe", {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 64}),
+    "qwen3_moe": Tiny("qwen3_moe", {**EXPERTS, "num_experts": 6, "norm_topk_prob": True}),
+    "gpt_oss": Tiny("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8,
+                                "rope_parameters": YARN}),
+    "deepseek_v2": Tiny("deepseek_v2", {**LATENTS, "topk_method": "group_limited_greedy", "n_group": 4,
+                                        "topk_group": 2, "routed_scaling_factor": 2.0, "rope_parameters": YARN}),
+    "deepseek_v3": Tiny("deepseek_v3", {**LATENTS, "q_lora_rank": 64, "n_group": 4, "topk_group": 2,
+                                        "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}}),
+    "glm4_moe": Tiny("glm4_moe", {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                                  "use_qk_norm": True, "attention_bias": True, "n_group": 2, "topk_group": 1,
+                                  "routed_scaling_factor": 1.5}),
+    "minimax_m2": Tiny("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "ernie4_5_moe": Tiny("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32,
+                                          "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
+    "olmoe": Tiny("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.7}),
+    "granitemoe": Tiny("granitemoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.3,
+                                      "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 3}),
+    "phimoe": Tiny("phimoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.1,
+                              "lm_head_bias": True, "attention_bias": True}),
+    "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENTS, "q_lora_rank": 64, "n_group": 1, "topk_group": 1}),
 }  # fmt: skip
 
 
@@ -110,9 +136,11 @@ def save_tiny(name: str, folder: Path) -> Reference:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(0.0, 0.15)
-        for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
                 buffer.fill_(0.8)
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder)
     return Reference(name, folder, model)

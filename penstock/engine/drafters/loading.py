@@ -35,7 +35,7 @@ from penstock.models.load import (
     open_checkpoint,
     weight_source,
 )
-from penstock.models.model import Model, TappedModel, staged, state_layers
+from penstock.models.model import HasLatents, Model, TappedModel, staged, state_layers
 from penstock.models.tokenizer import TokenizerFiles
 
 
@@ -157,6 +157,11 @@ def _load_model(config: EngineConfig, model_path: Path, path: Path, ops: Ops) ->
         raise ConfigError(
             f"The draft model {path} has layers with a fixed state, which cannot go back when a draft is rejected.",
             hint="Take a model with attention layers only.",
+        )
+    if isinstance(model, HasLatents):
+        raise ConfigError(
+            f"The draft model {path} caches latents instead of keys and values, which drafts cannot use yet.",
+            hint="Take a draft model with ordinary attention.",
         )
     sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
     return LoadedDrafter(ModelGuesser(model), sizes, ops, model.max_model_len)

@@ -74,20 +74,6 @@ class TensorParallelOps(DelegatingOps):
             return self._placed.run(x, logits, experts, routing, activation)
         return self._group.add_up(self._ops.moe(x, logits, experts, routing, activation))
 
-    def moe_block(
-        self,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        router: PackedLinear,
-        experts: PackedExperts,
-        routing: Routing,
-        activation: Activation,
-    ) -> None:
-        """Compute experts. Every rank has the whole router, so its logits are the backend's own."""
-        normed = self.rms_norm(residual, norm, eps)
-        residual.add_(self.moe(normed, self._ops.logits(normed, router), experts, routing, activation))
-
 
 FEW_TOKENS = 32
 # As a router's logit, this number leaves all other experts a share of exactly 0.

@@ -26,7 +26,7 @@ from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.load import Checkpoint, is_encoder, open_any_checkpoint
-from penstock.models.model import HasStates, Model, StagedModel, staged
+from penstock.models.model import HasLatents, HasStates, Model, StagedModel, staged
 from penstock.models.transformers_load import TransformersCheckpoint, refuse_shards
 from penstock.models.weights import NamedProduct
 
@@ -50,6 +50,8 @@ class RankModel:
         self.num_parameters, self.weight_bytes = mesh.totals(counted, model.weight_bytes)
         if isinstance(model, HasStates):
             self.num_kv_layers, self.state_layers = model.num_kv_layers, model.state_layers
+        if isinstance(model, HasLatents):
+            self.latent_width = model.latent_width
         self._model = model
         self._shard = mesh.shard
         self._link = mesh.stages

@@ -205,6 +205,9 @@ class TritonOps:
         hidden = products.normed_gated(residual, norm, eps, gate_up, activation)
         products.add_linear(hidden, down, residual)
 
+    def router_logits(self, x: Tensor, router: Any) -> Tensor:
+        return self.logits(x, router)
+
     def pack_experts(self, experts: Iterable[ExpertWeights]) -> StackedExperts:
         gate_ups: list[Tensor] = []
         downs: list[Tensor] = []

@@ -9,8 +9,8 @@ from typing import ClassVar
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import PreNormDecoder
-from penstock.models.experts import ExpertMLP, load_experts
-from penstock.models.gguf_config import common_gguf_config, mixture_in_gguf
+from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, expert_layout, load_experts, num_experts
+from penstock.models.gguf_config import common_gguf_config, gguf_experts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config, layer_windows
@@ -68,8 +68,11 @@ class Mistral(Llama):
 
 
 class Mixtral(Mistral):
+    """GGUF files call these models "llama", too."""
+
     name = "mixtral"
     huggingface_names = ("MixtralForCausalLM", "mixtral")
+    gguf_mixtures = ("llama",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -83,10 +86,19 @@ class Mixtral(Mistral):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise mixture_in_gguf(file)
+        config = common_gguf_config(file, cls.name)
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return expert_layout(config, MIXTRAL_NAMES)
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(rows=rotated_rows(config, interleaved=True), num_experts=num_experts(config))
 
     def load_mlp(self, load: LayerLoader) -> ExpertMLP:
-        return load_experts(load, "block_sparse_moe", ("w1", "w3", "w2"))
+        return load_experts(load)
 
 
 class SmolLM3(Llama):

@@ -7,11 +7,13 @@ import dataclasses
 
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import PreNormDecoder
-from penstock.models.experts import ExpertMLP, load_experts
-from penstock.models.gguf_config import common_gguf_config, mixture_in_gguf
+from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
+from penstock.models.gguf_config import common_gguf_config, gguf_experts
 from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config, layer_windows
 from penstock.models.layers import GatedMLP, LayerLoader
+from penstock.models.layout import Layout
 
 
 class Qwen2(PreNormDecoder):
@@ -60,12 +62,20 @@ class _Mixture(PreNormDecoder):
     """A decoder with experts in most layers."""
 
     @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise mixture_in_gguf(file)
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"shared_expert": "shared_experts", "shared_expert_gate": "shared_experts_gate"}
+        return expert_layout(config, names)
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"ffn_gate_inp_shexp": "mlp.shared_experts_gate"}
+        return gguf_layout(names, num_experts=num_experts(config))
 
     def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
         assert self.config.experts is not None
-        return load.gated_mlp() if load.index in self.config.experts.dense_layers else load_experts(load)
+        if load.index in self.config.experts.dense_layers:
+            return load.gated_mlp()
+        return load_experts(load, is_shared_gated=True)
 
 
 class Qwen3MoE(_Mixture, Qwen3):
@@ -77,6 +87,11 @@ class Qwen3MoE(_Mixture, Qwen3):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         config = super().config_from_huggingface(fields)
         return dataclasses.replace(config, experts=_qwen_experts(fields, config.num_layers))
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = common_gguf_config(file, cls.name)
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
 
 
 class Qwen2MoE(_Mixture, Qwen2):
@@ -92,6 +107,11 @@ class Qwen2MoE(_Mixture, Qwen2):
             shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
         )
         return dataclasses.replace(config, qkv_bias=fields.flag("qkv_bias", True), experts=experts)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = super().config_from_gguf(file)
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=False))
 
 
 def _qwen_experts(fields: Fields, num_layers: int) -> ExpertsConfig:

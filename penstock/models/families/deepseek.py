@@ -1,0 +1,309 @@
+"""DeepSeek V2 and V3, R1, Kimi K2 and GLM 4.7 Flash: attention over latents, and experts in groups with an expert for
+every token. Layers behind the last one, which predict a second token, are not read."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, LatentLayer, Ops, PackedLinear
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, LatentConfig, yarn_amplitude
+from penstock.models.decoder import Decoder
+from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
+from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
+from penstock.models.huggingface_config import common_huggingface_config, rope_parameters
+from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
+from penstock.models.layout import Layout, StoredRows, by_head
+from penstock.models.rope import pair_order
+from penstock.models.sharding import scaled
+from penstock.models.weights import LinearPart, WeightLoader
+
+_INNER_EPS = 1e-6  # of the norms between two products, whatever the settings say of the others
+_SELECTION_BIAS = "gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Attention over latents. Queries come from the hidden state, or through a narrow product with a norm."""
+
+    query_down: PackedLinear | None
+    query_norm: RMSNorm | None
+    query: PackedLinear
+    latent: PackedLinear
+    layer: LatentLayer
+    output: PackedLinear
+
+    def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
+        narrow = x
+        if self.query_down is not None and self.query_norm is not None:
+            narrow = self.query_norm(ops, ops.linear(x, self.query_down))
+        query, latent = ops.linear(narrow, self.query), ops.linear(x, self.latent)
+        made = ops.attend_latent(query, latent, self.layer, cache, batch)
+        return ops.add_up(ops.linear(made, self.output))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentBlock:
+    attention_norm: RMSNorm
+    attention: LatentAttention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP | ExpertMLP
+
+
+class DeepseekV2(Decoder):
+    name = "deepseek_v2"
+    huggingface_names: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM", "deepseek_v2")
+    gguf_names: ClassVar[tuple[str, ...]] = ("deepseek2",)
+    has_selection_bias: ClassVar[bool] = False
+
+    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
+        super().__init__(config, loader, max_model_len)
+        assert config.latent is not None
+        # One vector for each token, which all ranks have.
+        self.num_kv_heads = 1
+        self.head_dim = self.latent_width = config.latent.rank + config.latent.rope_dim
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
+        return _config(fields, cls.name, scoring="softmax", normalizes=False, ranked_by=1, grouped=grouped)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return _gguf_config(file, cls.name)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return expert_layout(config, rows=_rows(config))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+        }
+        return gguf_layout(names, rows=_rows(config), num_experts=num_experts(config))
+
+    def load_layer(self, load: LayerLoader) -> LatentBlock:
+        experts = self.config.experts
+        is_dense = experts is None or load.index in experts.dense_layers
+        bias = f"{load.prefix}.mlp.{_SELECTION_BIAS}"
+        chooses_by_bias = self.has_selection_bias or load.weights.has(bias)
+        return LatentBlock(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=_load_attention(load),
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load.gated_mlp()
+            if is_dense
+            else load_experts(load, selection_bias=_SELECTION_BIAS if chooses_by_bias else None),
+        )
+
+    def run_layer(
+        self, layer: LatentBlock, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
+    ) -> None:
+        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
+        if isinstance(layer.mlp, ExpertMLP):
+            layer.mlp.add_to(ops, residual, layer.mlp_norm)
+        else:
+            residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
+
+
+class DeepseekV3(DeepseekV2):
+    name = "deepseek_v3"
+    huggingface_names: ClassVar[tuple[str, ...]] = (
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        "KimiK2ForCausalLM",
+        "kimi_k2",
+    )
+    gguf_names = ()
+    has_selection_bias = True
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        return _config(fields, cls.name, scoring="sigmoid", normalizes=True, ranked_by=2, grouped=True)
+
+
+class Glm4MoeLite(DeepseekV3):
+    name = "glm4_moe_lite"
+    huggingface_names = ("Glm4MoeLiteForCausalLM", "glm4_moe_lite")
+
+
+def _config(
+    fields: Fields, name: str, *, scoring: Any, normalizes: bool, ranked_by: int, grouped: bool
+) -> ArchitectureConfig:
+    heads, rope_dim = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
+    changed = {**fields.values, "head_dim": rope_dim, "num_key_value_heads": heads}
+    config = common_huggingface_config(Fields(changed, fields.where), name)
+    latent = LatentConfig(
+        rank=fields.integer("kv_lora_rank"),
+        query_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
+        rope_dim=rope_dim,
+        plain_dim=fields.integer("qk_nope_head_dim"),
+        value_dim=fields.integer("v_head_dim"),
+        interleaved=fields.flag("rope_interleave", True),
+    )
+    has_bias = fields.flag("attention_bias", False)
+    experts = None
+    if fields.has("n_routed_experts"):
+        inner, period = fields.integer("moe_intermediate_size"), fields.integer("moe_layer_freq", 1)
+        first, shared = fields.raw("first_k_dense_replace") or 0, fields.raw("n_shared_experts")
+        kinds = fields.raw("mlp_layer_types")
+        experts = ExpertsConfig(
+            count=fields.integer("n_routed_experts"),
+            per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=inner,
+            normalizes=fields.flag("norm_topk_prob", normalizes) and scoring == "sigmoid",
+            dense_layers=frozenset(
+                index
+                for index in range(config.num_layers)
+                if (kinds[index] == "dense" if isinstance(kinds, list) else index < first or index % period)
+            ),
+            shared_intermediate_size=inner * fields.integer("n_shared_experts") if shared else None,
+            scoring=scoring,
+            num_groups=fields.integer("n_group", 1) if grouped else 1,
+            kept_groups=fields.integer("topk_group", 1) if grouped else 1,
+            groups_ranked_by=ranked_by,
+            weight_scale=fields.number("routed_scaling_factor", 1.0),
+        )
+    return dataclasses.replace(
+        config,
+        latent=latent,
+        attention_scale=_scale(latent) * _sharpening(Fields(rope_parameters(fields), fields.where)),
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        experts=experts,
+    )
+
+
+def _scale(latent: LatentConfig) -> float:
+    return float((latent.plain_dim + latent.rope_dim) ** -0.5)
+
+
+def _sharpening(rope: Fields) -> float:
+    """Return Yarn's factor of scores for contexts longer than in training."""
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default" or not rope.raw("mscale_all_dim"):
+        return 1.0
+    return yarn_amplitude(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
+
+
+def _gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
+    fields = metadata_fields(file)
+    heads, rope_dim = fields.integer("attention.head_count"), fields.integer("rope.dimension_count")
+    prefix = f"{file.architecture}.attention"
+    # Newer files state the sizes of the cache, and beside them those of heads.
+    key = fields.integer("attention.key_length_mla", fields.integer("attention.key_length"))
+    value = fields.integer("attention.value_length_mla", fields.integer("attention.value_length"))
+    changed = {f"{prefix}.{each}": rope_dim for each in ("key_length", "value_length")}
+    changed[f"{prefix}.head_count_kv"] = heads
+    config = common_gguf_config(file, name, changed)
+    latent = LatentConfig(
+        rank=fields.integer("attention.kv_lora_rank"),
+        query_rank=fields.integer("attention.q_lora_rank") if fields.has("attention.q_lora_rank") else None,
+        rope_dim=rope_dim,
+        plain_dim=key - rope_dim,
+        value_dim=value,
+    )
+    rope, scale = config.rope, _scale(latent)
+    if rope.scaling is not None and rope.scaling.kind == "yarn":
+        # Ten times the setting is the mscale of cosines, and of scores, which cancel out but for the square.
+        mscale = 10 * fields.number("rope.scaling.yarn_log_multiplier", 0.1)
+        scale *= yarn_amplitude(rope.scaling.factor, mscale) ** 2
+        rope = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, attention_factor=1.0))
+    return dataclasses.replace(
+        config,
+        rope=rope,
+        latent=latent,
+        attention_scale=scale,
+        experts=gguf_experts(file, config, normalizes=False),
+    )
+
+
+def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
+    """Return the rows of queries and latents such that rotated pairs are half of the rotated part apart."""
+    latent = config.latent
+    assert latent is not None
+    if not latent.interleaved:
+        return {}
+    order = pair_order(latent.rope_dim, latent.rope_dim, interleaved=True)
+    head = torch.cat([torch.arange(latent.plain_dim), latent.plain_dim + order])
+    size = config.num_heads * len(head)
+    rows = {
+        f"self_attn.{name}": StoredRows(f"self_attn.{name}", size, by_head(torch.arange(size), head))
+        for name in ("q_proj", "q_b_proj")
+    }
+    name = "self_attn.kv_a_proj_with_mqa"
+    entry = torch.cat([torch.arange(latent.rank), latent.rank + order])
+    return {**rows, name: StoredRows(name, len(entry), entry)}
+
+
+def _load_attention(load: LayerLoader) -> LatentAttention:
+    config, latent, weights = load.config, load.config.latent, load.weights
+    assert latent is not None
+    prefix, hidden, own = f"{load.prefix}.self_attn", config.hidden_size, load.heads.queries
+    query_dim = latent.plain_dim + latent.rope_dim
+    query_rows = LinearPart(rows=[scaled(own, query_dim)])
+    query_down = query_norm = None
+    if latent.query_rank is None:
+        query = weights.linear([f"{prefix}.q_proj"], [config.num_heads * query_dim], hidden, part=query_rows)
+    else:
+        query_down = weights.linear([f"{prefix}.q_a_proj"], [latent.query_rank], hidden, bias=config.qkv_bias)
+        norm = weights.vector(f"{prefix}.q_a_layernorm.weight", latent.query_rank)
+        query_norm = RMSNorm(norm, _INNER_EPS)
+        rows = [config.num_heads * query_dim]
+        query = weights.linear([f"{prefix}.q_b_proj"], rows, latent.query_rank, part=query_rows)
+    key_up, value_up = _load_absorbed(load, prefix)
+    return LatentAttention(
+        query_down=query_down,
+        query_norm=query_norm,
+        query=query,
+        latent=weights.linear(
+            [f"{prefix}.kv_a_proj_with_mqa"], [latent.rank + latent.rope_dim], hidden, bias=config.qkv_bias
+        ),
+        layer=LatentLayer(
+            num_heads=len(own),
+            latent_dim=latent.rank,
+            rope_dim=latent.rope_dim,
+            scale=config.attention_scale,
+            rope=load.rope,
+            norm=weights.vector(f"{prefix}.kv_a_layernorm.weight", latent.rank),
+            norm_eps=_INNER_EPS,
+            key_up=key_up,
+            value_up=value_up,
+        ),
+        output=weights.linear(
+            [f"{prefix}.o_proj"],
+            [hidden],
+            config.num_heads * latent.value_dim,
+            bias=config.output_bias,
+            part=LinearPart(columns=scaled(own, latent.value_dim)),
+        ),
+    )
+
+
+def _load_absorbed(load: LayerLoader, prefix: str) -> tuple[Tensor, Tensor]:
+    """Load the matrices that make keys and values of latents, for this rank's heads: [H, N, C] and [H, C, V]."""
+    latent, heads, own = load.config.latent, load.config.num_heads, load.heads.queries
+    assert latent is not None
+    plain, value, rank = latent.plain_dim, latent.value_dim, latent.rank
+    if load.weights.has(f"{prefix}.k_b_proj.weight"):  # newer GGUF files: keys [H, C, N] and values [H, V, C]
+        keys = load.weights.dense(f"{prefix}.k_b_proj.weight", heads * rank, plain, scaled(own, rank))
+        values = load.weights.dense(f"{prefix}.v_b_proj.weight", heads * value, rank, scaled(own, value))
+        key_up = keys.view(-1, rank, plain).transpose(1, 2)
+        return key_up.contiguous(), values.view(-1, value, rank).transpose(1, 2).contiguous()
+    name, rows = f"{prefix}.kv_b_proj.weight", heads * (plain + value)
+    both = load.weights.dense(name, rows, rank, scaled(own, plain + value)).view(-1, plain + value, rank)
+    return both[:, :plain].contiguous(), both[:, plain:].transpose(1, 2).contiguous()

@@ -1,0 +1,375 @@
+"""Mixtures of experts that differ from Llama in a detail or two: GLM 4.5 and 4.6, MiniMax M2, Ernie 4.5, OLMoE,
+Granite and Phi 3.5."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.decoder import Decoder, PreNormDecoder
+from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, expert_layout, load_experts, num_experts
+from penstock.models.families.granite import Granite
+from penstock.models.families.llama import Llama
+from penstock.models.gguf_config import common_gguf_config, gguf_experts
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
+from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.layers import (
+    Block,
+    ChangedAttention,
+    Clipped,
+    GatedMLP,
+    LayerLoader,
+    Norm,
+    load_layer_norm,
+)
+from penstock.models.layout import Layout, StackedPart, rotated_rows
+from penstock.models.weights import WeightLoader
+
+_SELECTION_BIAS = "gate.e_score_correction_bias"
+
+
+class Glm4Moe(PreNormDecoder):
+    """GLM 4.5 and 4.6: half of each head is rotated, and experts are chosen as in DeepSeek V3."""
+
+    name = "glm4_moe"
+    huggingface_names = ("Glm4MoeForCausalLM", "glm4_moe")
+    gguf_names = ("glm4moe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = Fields({"partial_rotary_factor": 0.5, **fields.values}, fields.where)
+        config = common_huggingface_config(fields, cls.name)
+        inner, shared = fields.integer("moe_intermediate_size"), fields.raw("n_shared_experts")
+        experts = ExpertsConfig(
+            count=fields.integer("n_routed_experts"),
+            per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=inner,
+            normalizes=fields.flag("norm_topk_prob", True),
+            dense_layers=frozenset(range(fields.raw("first_k_dense_replace") or 0)),
+            shared_intermediate_size=inner * fields.integer("n_shared_experts") if shared else None,
+            scoring="sigmoid",
+            num_groups=fields.integer("n_group", 1),
+            kept_groups=fields.integer("topk_group", 1),
+            groups_ranked_by=2,
+            weight_scale=fields.number("routed_scaling_factor", 1.0),
+        )
+        return dataclasses.replace(
+            config,
+            qkv_bias=fields.flag("attention_bias", False),
+            head_norms=fields.flag("use_qk_norm", False),
+            experts=experts,
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = common_gguf_config(file, cls.name)
+        # Files count layers behind the last one, which predict a second token.
+        extra = file.metadata.get(f"{file.architecture}.nextn_predict_layers") or 0
+        config = dataclasses.replace(
+            config,
+            num_layers=config.num_layers - extra,
+            windows=config.windows[: config.num_layers - extra],
+            head_norms="blk.0.attn_q_norm.weight" in file.tensors,
+        )
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return expert_layout(config)
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"post_attention_norm": "post_attention_layernorm"}
+        return gguf_layout(names, rows=rotated_rows(config), num_experts=num_experts(config))
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        assert self.config.experts is not None
+        if load.index in self.config.experts.dense_layers:
+            return load.gated_mlp()
+        return load_experts(load, selection_bias=_SELECTION_BIAS)
+
+
+class _Mixture(Decoder):
+    """Layers in Llama's style whose attention or norms no backend runs in one call."""
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        return Block(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=ChangedAttention(load.attention(), load.wide_norms()),
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load_experts(load),
+        )
+
+    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
+        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = rotated_rows(config, head_norms=False)
+        return gguf_layout(rows=rows, num_experts=num_experts(config))
+
+
+class MiniMaxM2(_Mixture):
+    """MiniMax M2: norms over all query heads and all key heads, and experts chosen by sigmoids with a bias."""
+
+    name = "minimax_m2"
+    huggingface_names = ("MiniMaxM2ForCausalLM", "minimax_m2")
+    gguf_names = ("minimax-m2",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        if fields.has("rotary_dim"):
+            share = fields.integer("rotary_dim") / fields.integer("head_dim")
+            fields = Fields({**fields.values, "partial_rotary_factor": share}, fields.where)
+        experts = ExpertsConfig(
+            count=fields.integer("num_local_experts"),
+            per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("intermediate_size"),
+            normalizes=True,
+            scoring="sigmoid",
+        )
+        return dataclasses.replace(common_huggingface_config(fields, cls.name), experts=experts)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = common_gguf_config(file, cls.name)
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"block_sparse_moe.e_score_correction_bias": f"mlp.{_SELECTION_BIAS}", **MIXTRAL_NAMES}
+        return expert_layout(config, names, rows=rotated_rows(config, head_norms=False, wide_norms=True))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = rotated_rows(config, head_norms=False, wide_norms=True)
+        return gguf_layout(rows=rows, num_experts=num_experts(config))
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        mlp = load_experts(load, selection_bias=_SELECTION_BIAS)
+        return dataclasses.replace(super().load_layer(load), mlp=mlp)
+
+
+class Olmoe(_Mixture):
+    """OLMoE: norms over all query heads and all key heads, and maybe limits on queries, keys and values."""
+
+    name = "olmoe"
+    huggingface_names = ("OlmoeForCausalLM", "olmoe")
+    gguf_names = ("olmoe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        experts = ExpertsConfig(
+            count=fields.integer("num_experts"),
+            per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("intermediate_size"),
+            normalizes=fields.flag("norm_topk_prob", False),
+        )
+        has_bias = fields.flag("attention_bias", False)
+        return dataclasses.replace(
+            common_huggingface_config(fields, cls.name),
+            experts=experts,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            qkv_limit=fields.optional_number("clip_qkv"),
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = common_gguf_config(file, cls.name)
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=False))
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return expert_layout(config, rows={})
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        layer, limit = super().load_layer(load), self.config.qkv_limit
+        if limit is None:
+            return layer
+        assert isinstance(layer.attention, ChangedAttention)
+        norms = layer.attention.change
+        limited = ChangedAttention(layer.attention.inner, _Chained((norms, Clipped(limit))))
+        return dataclasses.replace(layer, attention=limited)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chained:
+    steps: tuple[Norm, ...]
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(ops, x)
+        return x
+
+
+class Ernie45Moe(Llama):
+    """Ernie 4.5 with experts: rotary pairs of neighbours, and a bias where experts are chosen."""
+
+    name = "ernie4_5_moe"
+    huggingface_names = ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe")
+    gguf_names: ClassVar[tuple[str, ...]] = ("ernie4_5-moe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        has_bias = fields.flag("use_bias", False)
+        config = dataclasses.replace(
+            super().config_from_huggingface(fields),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            mlp_bias=has_bias,
+        )
+        inner, shared = fields.integer("moe_intermediate_size"), fields.raw("moe_num_shared_experts")
+        period, first = fields.integer("moe_layer_interval", 1), fields.raw("moe_layer_start_index") or 0
+        last = fields.raw("moe_layer_end_index")
+        last = config.num_layers - 1 if last in (None, -1) else last
+        experts = ExpertsConfig(
+            count=fields.integer("moe_num_experts"),
+            per_token=fields.integer("moe_k"),
+            intermediate_size=inner,
+            normalizes=True,
+            least_sum=fields.number("moe_norm_min", 1e-12),
+            dense_layers=frozenset(
+                index
+                for index in range(config.num_layers)
+                if (index + 1) % period or not first <= index <= last
+            ),
+            shared_intermediate_size=inner * fields.integer("moe_num_shared_experts") if shared else None,
+        )
+        tied = fields.flag("tie_word_embeddings", True)
+        return dataclasses.replace(config, experts=experts, tie_embeddings=tied)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = common_gguf_config(file, cls.name)
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"moe_statics.e_score_correction_bias": _SELECTION_BIAS}
+        return expert_layout(config, names, rows=rotated_rows(config, interleaved=True))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = rotated_rows(config, interleaved=True)
+        return gguf_layout(rows=rows, num_experts=num_experts(config))
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        assert self.config.experts is not None
+        if load.index in self.config.experts.dense_layers:
+            return load.gated_mlp()
+        return load_experts(load, selection_bias=_SELECTION_BIAS)
+
+
+_GRANITE_EXPERTS = {
+    "gate_proj": StackedPart("mlp.input_linear.weight", "mlp.input_linear.bias", 0, 2),
+    "up_proj": StackedPart("mlp.input_linear.weight", "mlp.input_linear.bias", 1, 2),
+    "down_proj": StackedPart("mlp.output_linear.weight", "mlp.output_linear.bias"),
+}
+
+
+class GraniteMoe(Granite):
+    """Granite 3 with experts."""
+
+    name = "granitemoe"
+    huggingface_names = ("GraniteMoeForCausalLM", "granitemoe")
+    gguf_names = ("granitemoe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        experts = ExpertsConfig(
+            count=fields.integer("num_local_experts"),
+            per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("intermediate_size"),
+            normalizes=True,  # the softmax of the chosen logits
+        )
+        return dataclasses.replace(super().config_from_huggingface(fields), experts=experts)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = super().config_from_gguf(file)
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"block_sparse_moe": "mlp", "router.layer": "gate"}
+        return expert_layout(config, names, _GRANITE_EXPERTS)
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = rotated_rows(config, interleaved=True)
+        return gguf_layout(rows=rows, num_experts=num_experts(config))
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        return Block(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=load.attention(),
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load_experts(load),
+        )
+
+
+class PhiMoe(Decoder):
+    """Phi 3.5 MoE: layer norms with biases, and two experts whose weights do not sum to 1."""
+
+    name = "phimoe"
+    huggingface_names = ("PhimoeForCausalLM", "PhiMoEForCausalLM", "phimoe")
+    gguf_names = ("phimoe",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        has_bias = fields.flag("attention_bias", False)
+        experts = ExpertsConfig(
+            count=fields.integer("num_local_experts"),
+            per_token=2,
+            intermediate_size=fields.integer("intermediate_size"),
+            normalizes=False,
+            scoring="sparsemixer",
+            jitter=fields.number("router_jitter_noise", 0.01),
+        )
+        config = dataclasses.replace(
+            common_huggingface_config(fields, cls.name),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            head_bias=fields.flag("lm_head_bias", False),
+            experts=experts,
+        )
+        if not fields.has("sliding_window"):
+            return config
+        return dataclasses.replace(config, windows=(fields.integer("sliding_window"),) * config.num_layers)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = common_gguf_config(file, cls.name)
+        experts = gguf_experts(file, config, normalizes=False)
+        experts = dataclasses.replace(experts, scoring="sparsemixer", jitter=0.01)
+        return dataclasses.replace(config, experts=experts, head_bias="output.bias" in file.tensors)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return expert_layout(config, {**MIXTRAL_NAMES, "router": "gate"})
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(num_experts=num_experts(config))
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        return Block(
+            attention_norm=load.layer_norm("input_layernorm"),
+            attention=load.attention(),
+            mlp_norm=load.layer_norm("post_attention_layernorm"),
+            mlp=load_experts(load),
+        )
+
+    def load_final_norm(self, loader: WeightLoader) -> Norm:
+        return load_layer_norm(loader, "model.norm", self.config)
+
+    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
+        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
