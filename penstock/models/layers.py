@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, PackedLinear
-from penstock.models.config import ActivationName, ArchitectureConfig, PlainActivationName
+from penstock.models.config import ActivationName, ArchitectureConfig
 from penstock.models.rope import identity_table, rope_table
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
@@ -149,7 +149,7 @@ class GatedMLP:
         return ops.mlp(x, self.gate_up, self.down, self.activation)
 
 
-ACTIVATIONS: dict[PlainActivationName, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

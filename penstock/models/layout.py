@@ -80,6 +80,14 @@ class Layout:
         changed = self.names or self.cut or self.rows or self.transposed or self.experts
         return self.base == "model" and not changed
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether other names are all that differs in folders that hold each matrix by itself."""
+        stacked = any(
+            part.transposed or not part.weight.startswith("mlp.experts.") for part in self.experts.values()
+        )
+        return not (self.cut or self.rows or self.transposed or stacked)
+
     def usual_name(self, stored: str) -> str:
         name = "." + stored.removeprefix(f"{self.base}.") + "."
         for own, usual in self.names.items():

@@ -89,7 +89,7 @@ def _share_with_others(folder: Path) -> None:
 
 
 def require_writable(checkpoint: Checkpoint) -> None:
-    if not checkpoint.architecture.layout(checkpoint.config).is_usual:
+    if not checkpoint.architecture.layout(checkpoint.config).is_writable:
         raise ModelLoadError(
             f"{checkpoint.path.name} holds a model of kind {checkpoint.config.architecture}, whose matrices are "
             "stored in a form that cannot be written yet.",

@@ -154,19 +154,22 @@ def _write(
     try:
         quantized = set(inventory.quantizable())
         writer = folder.ShardWriter(partial)
+        stored_name = checkpoint.architecture.layout(checkpoint.config).stored_name
         for name, size in inventory.vectors.items():
-            writer.add(name, source.vector(name, size))
+            writer.add(stored_name(name), source.vector(name, size))
         for index, (name, shape) in enumerate(inventory.matrices.items()):
             values = activations.dense_values(source.matrix(name, *shape))
             if name in quantized:
                 stem = name.removesuffix(".weight")
                 for end, tensor in method.encode(values, group).items():
-                    writer.add(f"{stem}.{end}", tensor)
+                    writer.add(stored_name(f"{stem}.{end}"), tensor)
             else:
-                writer.add(name, values.to(torch.bfloat16))
+                writer.add(stored_name(name), values.to(torch.bfloat16))
             on_stage("Rounding weights", (index + 1) / len(inventory.matrices))
         writer.finish()
-        plain = [name.removesuffix(".weight") for name in inventory.matrices if name not in quantized]
+        plain = [
+            stored_name(name.removesuffix(".weight")) for name in inventory.matrices if name not in quantized
+        ]
         folder.write_settings(checkpoint, partial, method.settings(group, plain))
         if out.exists():
             out.rmdir()

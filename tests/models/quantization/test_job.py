@@ -24,6 +24,7 @@ from penstock.models.quantization import activations
 from penstock.models.quantization.activations import load_listed
 from penstock.models.quantization.evaluation import compare, predict
 from penstock.models.quantization.job import QuantizeJob, quantize_model
+from penstock.models.quantized_source import SafetensorsSource
 from penstock.models.weights import WeightLoader
 from tests.models.checkpoints import VOCAB_SIZE, make_reference
 from tests.models.conftest import random_prompt
@@ -85,13 +86,19 @@ def test_every_method(
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gemma3", "llama-biased", "qwen2"])
+def stem(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gemma3", "llama-biased", "qwen2"])
 @pytest.mark.parametrize("method", ["int8", "int4-awq"])
 def test_architectures(name: str, method: str, tmp_path: Path) -> None:
     make_reference(name, tmp_path / "model")
     add_tokenizer(tmp_path / "model")
     report = quantize_model(job_for(tmp_path / "model", tmp_path / "out", method, 16), lambda *_: None)
     assert report.difference.logit_error < (0.3 if method == "int8" else 1.0)
+    before, after = (set(SafetensorsSource(tmp_path / each).names()) for each in ("model", "out"))
+    assert {stem(each) for each in after} == {stem(each) for each in before}, "modules keep their names"
 
 
 @pytest.mark.parametrize("name", ["llama3-rope", "llama-yarn", "qwen2", "qwen3", "llama-tied"])
