@@ -17,6 +17,48 @@ TokenAlgorithm = Literal[
 ]
 
 
+# Other servers' names for the same formats come last.
+ToolCallParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "mistral_args",
+    "gemma",
+    "granite",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "glm45",
+    "qwen3_coder",
+    "minimax_m2",
+    "harmony",
+    "llama4_pythonic",
+    "llama4_json",
+    "openai",
+    "qwen3_xml",
+    "glm47",
+    "deepseek_v32",
+]
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "think",
+    "deepseek_r1",
+    "mistral",
+    "seed_oss",
+    "granite",
+    "harmony",
+    "qwen3",
+    "glm45",
+    "minimax_m2",
+    "kimi_k2",
+    "openai",
+]
+
+
 class NamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The names of models for clients that are known at the start: from `[[models]]` of the file, and flags."""
 
@@ -61,11 +103,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="While Redis is gone: open applies limits in each process, closed answers 503."),
     ] = "open"
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "gemma"],
+        ToolCallParser,
         Meta(description="How the model writes tool calls. auto: as its chat template shows."),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think"],
+        ReasoningParser,
         Meta(description="How the model marks its reasoning. auto: as its chat template shows."),
     ] = "auto"
     embedding_cache_memory: Annotated[

@@ -76,22 +76,40 @@ _LARK_PIECES = re.compile(
 )
 
 
+class ParameterText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How parameters are written where they are no JSON object: `start`, the name, `middle`, the value, `end`. Texts
+    stand as they are, other values are JSON."""
+
+    start: str
+    middle: str
+    end: str
+
+    def written(self, name: str, value: Any) -> str:
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return f"{self.start}{name}{self.middle}{shown}{self.end}"
+
+
 class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From `begin` to `end`, with JSON of this schema between."""
+    """From `begin` to `end`, with JSON of this schema between, or with its properties as `parameters`."""
 
     begin: str
     schema: dict[str, Any] = {}
     end: str = ""
+    parameters: ParameterText | None = None
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At most `max_tokens` between the tokens `start` and `end`; then `end` is the only token possible. `is_open`
-    says that the prompt has written `start`."""
+    """Thoughts from `start` to `end` before the answer, at most `max_tokens` long; then `end`, which is one token, is
+    the only one possible. The model may leave thoughts out unless the prompt has written `start` (`is_open`). A bound
+    answer has `answer_start` in front of it behind thoughts, and `answer_alone` without thoughts."""
 
-    max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)]
+    max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None
     start: str
     end: str
     is_open: bool = False
+    answer_start: str = ""
+    answer_alone: str = ""
+    others: tuple[str, ...] = ()  # what an answer without thoughts may begin with; empty: anything
 
 
 class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,8 +132,9 @@ class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     separator: str = ""
     suffix: str = ""
     otherwise: dict[str, Any] | None = None
-    thinking: ThinkingBudget | None = (
-        None  # before everything else; without structures, everything else is free
+    thinking: ThinkingBudget | None = None  # before everything else
+    answer: Grammar | None = (
+        None  # behind thoughts, instead of structures; without either, everything is free
     )
 
 
@@ -237,9 +256,12 @@ def _tags(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
         raise InvalidRequest("Structural tags must name at least one structure.")
     rules = []
     for index, structure in enumerate(tags.structures):
-        schema = json.dumps(_with_options(structure.schema))
         end = f" {_literal(structure.end, special_token_ids)}" if structure.end else ""
-        rules.append(f"body_{index}: %json {schema}\nclosed_{index}: body_{index}{end}")
+        if structure.parameters is None:
+            rules.append(f"body_{index}: %json {json.dumps(_with_options(structure.schema))}")
+        else:
+            rules.append(_parameters(index, structure.schema, structure.parameters, special_token_ids))
+        rules.append(f"closed_{index}: body_{index}{end}")
     names = range(len(tags.structures))
     if tags.at_least_one:
         start = _only_structures(tags, special_token_ids)
@@ -256,19 +278,93 @@ def _tags(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
     return "\n".join([f"start: {start}", *rules])
 
 
+def _parameters(
+    index: int, schema: dict[str, Any], tags: ParameterText, special_token_ids: Mapping[str, int]
+) -> str:
+    """Return the rule `body_{index}`: the properties of a schema in order, those that are not required optional."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rules, body = [], []
+    end = _literal(tags.end, special_token_ids)
+    for place, (name, given) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+        rule = f"parameter_{index}_{place}"
+        start = _literal(tags.start + name + tags.middle, special_token_ids)
+        body.append(rule if name in required else f"{rule}?")
+        if isinstance(given, dict) and given.get("type") == "string" and "enum" not in given:
+            if end.startswith("<["):
+                rules.append(f"{rule}: {start} TEXT_{index} {end}\nTEXT_{index}: /(.|\\n)*/")
+            else:
+                rules.append(f"{rule}: {start} value_{index}_{place}")
+                rules.append(f"value_{index}_{place}[lazy]: TEXT_{index} {end}\nTEXT_{index}: /(.|\\n)*/")
+            continue
+        values = given.get("enum") if isinstance(given, dict) else None
+        if isinstance(values, list) and values and all(isinstance(each, str) for each in values):
+            rules.append(f"{rule}: {start} ({' | '.join(_literal(each, {}) for each in values)}) {end}")
+            continue
+        inner = {**given, **definitions} if isinstance(given, dict) else given
+        if is_lenient(schema) and isinstance(inner, dict):
+            inner = lenient(inner)
+        rules.append(f"{rule}: {start} %json {json.dumps(_with_options(inner))} {end}")
+    lines = dict.fromkeys(line for rule in rules for line in rule.split("\n"))
+    return "\n".join([f"body_{index}: {' '.join(body) or _EMPTY}", *lines])
+
+
+_EMPTY = '""'
+
+
 def _thinking_first(
     tags: StructuralTags, budget: ThinkingBudget, special_token_ids: Mapping[str, int]
 ) -> str:
-    start, end = (special_token_ids.get(marker) for marker in (budget.start, budget.end))
-    if start is None or end is None:
+    end = special_token_ids.get(budget.end)
+    start = _literal(budget.start, special_token_ids)
+    first = re.match(r"<\[(\d+)\]>", start)
+    if end is None or first is None:
         raise InvalidRequest("The model marks its thoughts with text, so their length cannot be bounded.")
-    thoughts = f"thoughts <[{end}]>" if budget.is_open else f"(<[{start}]> thoughts <[{end}]>)?"
-    rules = f"thoughts: <[^{end}]>{{0,{budget.max_tokens}}}\nfree: <[^{start}]>*"
-    if tags.structures:
-        rest = _tags(msgspec.structs.replace(tags, thinking=None), special_token_ids)
-        return f"start: {thoughts} answer\n{rules}\n{rest.replace('start:', 'answer:', 1)}"
-    before = "" if budget.is_open else "free "
-    return f"start: {before}{thoughts} free\n{rules}"
+    times = "*" if budget.max_tokens is None else f"{{0,{budget.max_tokens}}}"
+    rules = f"thoughts_: <[^{end}]>{times}"
+    thoughts = f"thoughts_ <[{end}]>" if budget.is_open else f"{start} thoughts_ <[{end}]>"
+    if not tags.structures and tags.answer is None:
+        if budget.others:  # thoughts begin with several tokens, of which the first may begin something else
+            others = " | ".join(f"{_literal(each, special_token_ids)} free_" for each in budget.others)
+            return f"start: {thoughts} free_ | {others}\n{rules}\nfree_: <[*]>*"
+        before = f"({thoughts}) free_" if budget.is_open else f"free_ ({thoughts})? free_"
+        return f"start: {before}\n{rules}\nfree_: <[^{first[1]}]>*"
+    behind, alone = (
+        f"{_literal(text, special_token_ids)} " if text else ""
+        for text in (budget.answer_start, budget.answer_alone)
+    )
+    start_rule = f"{thoughts} SPACE_? {behind}answer_"
+    if not budget.is_open:
+        start_rule += f" | SPACE_? {alone}answer_"
+    rules += "\nSPACE_: /[ \\n\\r\\t]{1,8}/"
+    return f"start: {start_rule}\n{rules}\n{_lark_of(tags, special_token_ids)}"
+
+
+def _lark_of(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
+    """Return rules of which `answer_` describes the answer behind thoughts."""
+    grammar = tags.answer
+    if grammar is None:
+        return _tags(msgspec.structs.replace(tags, thinking=None), special_token_ids).replace(
+            "start:", "answer_:", 1
+        )
+    match grammar.kind:
+        case "json":
+            return f"answer_: %json {json.dumps(_with_options({'type': 'object'}))}"
+        case "json_schema":
+            return f"answer_: %json {json.dumps(_with_options(_decode(grammar.text, 'JSON schema')))}"
+        case "regex":
+            return f"answer_: {_regex(grammar.text)}"
+        case "choice":
+            return "answer_: " + " | ".join(_literal(choice, {}) for choice in _choices(grammar.text))
+        case "ebnf":
+            own, count = re.subn(r"(?m)^start(?=\s*:)", "answer_", _numbered(grammar.text, special_token_ids))
+            if not count:
+                raise InvalidRequest("The grammar has no rule with the name start.")
+            return own
+        case "structural_tag":
+            return _tags(decode_tags(grammar.text), special_token_ids).replace("start:", "answer_:", 1)
 
 
 def _only_structures(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:

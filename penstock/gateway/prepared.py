@@ -111,7 +111,8 @@ async def prepare_for_engine(
     affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
     _check_copies(request, work.prompts)
     check_num_prompt_logprobs(request.sampling, [len(prepared.token_ids) for prepared in work.prompts])
-    relaxed: tuple[RequestWarning, ...] = ()  # what grammars do not enforce
+    unbound = (model.dialect.unbound_thoughts(prompt) for prompt in prompts)
+    relaxed = tuple(each for each in unbound if each is not None)  # what is not enforced
     prediction = await model.prediction_ids(request.prediction) if request.prediction else ()
     for prompt, prepared in zip(prompts, work.prompts, strict=True):
         max_tokens = resolve_max_tokens(

@@ -198,7 +198,9 @@ def _capabilities(model: AnsweringModel) -> list[str]:
         return ["embedding"]
     tools = ["tools"] if model.dialect.tool_format is not None else []
     sees = ["vision"] if model.card.vision is not None else []
-    return ["completion", *sees, *tools, *(["thinking"] if model.dialect.reasons else [])]
+    insert = ["insert"] if model.can_infill else []
+    thinks = ["thinking"] if model.dialect.reasoning is not None else []
+    return ["completion", *sees, *tools, *insert, *thinks]
 
 
 def _size(num_parameters: int) -> str:

@@ -40,8 +40,8 @@ from penstock.gateway.text.infill import infill_ids, laid_out
 from penstock.gateway.text.template import ChatTemplate, RenderedChat
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm, answer_form, forces_calls
-from penstock.gateway.tools.formats import reasons, tool_format_of
-from penstock.gateway.tools.parser import THINK_END, THINK_START
+from penstock.gateway.tools.formats import HARMONY_REASONING, reasoning_of, tool_format_of
+from penstock.gateway.tools.harmony import CONTROL_TOKENS
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
@@ -58,23 +58,47 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
 class Dialect:
     def __init__(self, card: ModelCard, tokenizer: TextTokenizer, config: GatewayConfig) -> None:
         self.tool_format = tool_format_of(card, config.tool_call_parser)
-        self.reasons = reasons(card, config.reasoning_parser)
-        marked_by_tokens = token_ids_by_number(card.tokenizer_json).keys() >= {THINK_START, THINK_END}
-        self._bounds_thinking = self.reasons and marked_by_tokens
-        self._shown_token_ids: frozenset[int] = frozenset()
+        self.reasoning = reasoning_of(card, config.reasoning_parser)
+        texts: tuple[str, ...] = ()
+        self._bounds_thinking = False
+        if self.reasoning is not None:
+            texts = (self.reasoning.start, self.reasoning.end)
+            tokens = token_ids_by_number(card.tokenizer_json)
+            self._bounds_thinking = self.reasoning.end in tokens and any(
+                self.reasoning.start.startswith(token) for token in tokens
+            )
         if self.tool_format is not None:
-            self._shown_token_ids = tokenizer.special_ids_of(self.tool_format.markers.texts)
+            texts += self.tool_format.control_texts
+        if self.reasoning is HARMONY_REASONING:
+            texts += CONTROL_TOKENS
+        self._shown_token_ids = tokenizer.special_ids_of(texts)
+
+    def unbound_thoughts(self, prompt: Prompt) -> RequestWarning | None:
+        """The warning that nothing can enforce the prompt's budget for thoughts."""
+        if not isinstance(prompt, ChatPrompt) or prompt.max_thinking_tokens is None:
+            return None
+        if self.reasoning is None or self._bounds_thinking:
+            return None
+        return RequestWarning(
+            "thinking_not_bounded",
+            "This model marks its thoughts with text, so their length cannot be bounded.",
+            "thinking",
+        )
 
     def without_thinking_where_held(self, prompt: ChatPrompt, grammar: Grammar | None) -> ChatPrompt:
-        """A grammar describes the whole answer, so the model must not begin with its thoughts."""
-        if self.reasons and (grammar is not None or forces_calls(prompt)):
-            return msgspec.structs.replace(prompt, thinks=False)
-        return prompt
+        """A grammar binds what follows the thoughts where tokens mark their end. Elsewhere the grammar describes the
+        whole answer, so the model must not begin with its thoughts."""
+        if self.reasoning is None or (grammar is None and not forces_calls(prompt)):
+            return prompt
+        if self._bounds_thinking and prompt.thinks is not False:
+            return prompt
+        return msgspec.structs.replace(prompt, thinks=False)
 
     def close_thinking(self, prompt: ChatPrompt, rendered: RenderedChat) -> RenderedChat:
         """Some templates open the reasoning whatever they are told."""
-        if prompt.thinks is False and self._opens_thinking(rendered):
-            return msgspec.structs.replace(rendered, text=f"{rendered.text.rstrip()}\n{THINK_END}\n\n")
+        if prompt.thinks is False and self.reasoning is not None and self._opens_thinking(rendered):
+            text = f"{rendered.text.rstrip()}\n{self.reasoning.end}\n\n"
+            return msgspec.structs.replace(rendered, text=text)
         return rendered
 
     def answer_form(
@@ -85,7 +109,7 @@ class Dialect:
         return answer_form(
             prompt,
             self.tool_format,
-            reasons=self.reasons,
+            reasoning=self.reasoning,
             reasoning_is_open=self._opens_thinking(rendered),
             shown_token_ids=self._shown_token_ids,
             grammar=grammar,
@@ -93,7 +117,7 @@ class Dialect:
         )
 
     def _opens_thinking(self, rendered: RenderedChat) -> bool:
-        return self.reasons and rendered.text.rstrip().endswith(THINK_START)
+        return self.reasoning is not None and rendered.text.rstrip().endswith(self.reasoning.start)
 
 
 class ServedModel:
@@ -126,6 +150,11 @@ class ServedModel:
         return self.engine.max_output_tokens
 
     @property
+    def can_infill(self) -> bool:
+        """Whether the model can fill in the middle of a text."""
+        return self._infill is not None
+
+    @property
     def base_name(self) -> str:
         """The name of the model whose engines serve requests for this one."""
         return self.engine.model.name
@@ -156,6 +185,9 @@ class ServedModel:
         check_request(request, self.card.vocab_size)
         self.check_images(request.prompts)
         for prompt in request.prompts:
+            unbound = self.dialect.unbound_thoughts(prompt)
+            if unbound is not None and request.endpoint != "messages":  # where a budget is required
+                raise InvalidRequest(unbound.message, param=unbound.param)
             if not isinstance(prompt, ChatPrompt):
                 if isinstance(prompt, TextPrompt) and prompt.suffix is not None and self._infill is None:
                     raise InvalidRequest(

@@ -122,6 +122,11 @@ class ChatTemplate:
         try:
             return self._render(chosen, prompt)
         except InvalidRequest:
+            if not offers_tools(
+                prompt
+            ):  # some templates go through tools without a look whether there are any
+                with contextlib.suppress(InvalidRequest):
+                    return self._render(chosen, prompt, says_none=False)
             for retold, arguments_as_text in self._retold(chosen, prompt):
                 with contextlib.suppress(InvalidRequest):
                     return self._render(chosen, retold, arguments_as_text=arguments_as_text)
@@ -183,10 +188,17 @@ class ChatTemplate:
             yield msgspec.structs.replace(prompt, messages=messages), False
 
     def _render(
-        self, chosen: _Compiled, prompt: ChatPrompt, *, arguments_as_text: bool = False
+        self,
+        chosen: _Compiled,
+        prompt: ChatPrompt,
+        *,
+        arguments_as_text: bool = False,
+        says_none: bool = True,
     ) -> RenderedChat:
         try:
             variables = self._variables(chosen, prompt, arguments_as_text=arguments_as_text)
+            if not says_none:
+                variables = {name: value for name, value in variables.items() if value is not None}
             text = self._environment.render(chosen.template, variables)
             if prompt.continues_last:  # what closes the turn is not to be written
                 text = text[: text.rindex(_LAST_WORD)]

@@ -14,14 +14,13 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import StructuralTags, TaggedText, ThinkingBudget, decode_tags, lenient
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatPrompt, Tool
-from penstock.gateway.tools.call_parser import CallParser
-from penstock.gateway.tools.formats import NO_PARAMETERS, ToolFormat
+from penstock.gateway.tools.formats import HARMONY, HARMONY_REASONING, NO_PARAMETERS, ToolFormat
+from penstock.gateway.tools.harmony import HarmonyParser
 from penstock.gateway.tools.parser import (
-    THINK_END,
-    THINK_START,
     AnswerSink,
     OutputParser,
     PlainText,
+    ReasoningMarks,
     ReasoningSplitter,
 )
 
@@ -35,7 +34,7 @@ def tool_grammar(
 ) -> Grammar | None:
     """None leaves the model free: it may call, and write what it likes as arguments. `answer` binds what it says when
     it does not call; see `leaves_room_for_calls`."""
-    mode, parallel = prompt.tool_choice.mode, prompt.tool_choice.parallel
+    mode, parallel = prompt.tool_choice.mode, prompt.tool_choice.parallel and not tool_format.calls_once
     if mode == "required":
         return _only_calls(prompt.tools, tool_format, parallel=parallel)
     if mode == "named":
@@ -52,6 +51,8 @@ def leaves_room_for_calls(answer: Grammar, tool_format: ToolFormat) -> bool:
     """JSON, or a call instead of it, can be said in one grammar if the first character tells them apart. Grammars of
     other kinds are the client's own."""
     is_json = answer.kind == "json" or (answer.kind == "json_schema" and answer.text.startswith("{"))
+    if tool_format is HARMONY:  # calls and answers have channels of their own
+        return False
     return is_json and not (tool_format.list_start + tool_format.head).startswith("{")
 
 
@@ -74,7 +75,7 @@ def _only_calls(
     return _grammar(
         StructuralTags(
             structures=_structures(tools, tool_format),
-            triggers=(*tool_format.markers.opening, "{"),
+            triggers=(*tool_format.opening, "{"),
             at_least_one=True,
             stops_at_text=True,
             stop_after_first=not parallel,
@@ -101,6 +102,7 @@ def _structures(tools: tuple[Tool, ...], tool_format: ToolFormat) -> tuple[Tagge
             begin=tool_format.call_head(tool.name),
             schema=_schema(tool),
             end=tool_format.call_tail,
+            parameters=tool_format.parameters,
         )
         for tool in tools
     )
@@ -113,10 +115,10 @@ def _schema(tool: Tool) -> dict[str, Any]:
     return schema if tool.strict else lenient(schema)
 
 
-def with_thinking_budget(grammar: Grammar | None, budget: ThinkingBudget) -> Grammar:
-    """The grammar of an answer, if there is one, behind thoughts of a bounded length."""
-    tags = StructuralTags(structures=(), triggers=())
-    if grammar is not None:
+def with_thinking(grammar: Grammar | None, budget: ThinkingBudget) -> Grammar:
+    """The grammar of an answer, if there is one, behind thoughts."""
+    tags = StructuralTags(structures=(), triggers=(), answer=grammar)
+    if grammar is not None and grammar.kind == "structural_tag":
         tags = decode_tags(grammar.text)
     return _grammar(msgspec.structs.replace(tags, thinking=budget))
 
@@ -126,23 +128,26 @@ def _grammar(tags: StructuralTags) -> Grammar:
 
 
 class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers that may hold reasoning (`reasons`), tool calls (`tool_names` is not empty), or both."""
+    """Answers that may hold reasoning (`reasoning` is not None), tool calls (`tools` is not empty), or both."""
 
     tool_format: ToolFormat | None = None
-    tool_names: frozenset[str] = frozenset()
+    tools: dict[str, dict[str, Any]] = {}  # the parameters of the functions that may be called, by name
     parallel: bool = True
     stops_at_text: bool = False  # behind a call: the grammar lets nothing but calls through
-    reasons: bool = False
+    reasoning: ReasoningMarks | None = None
     reasoning_is_open: bool = False  # the prompt ends inside the reasoning
     grammar: Grammar | None = None  # replaces the request's own
     shown_token_ids: frozenset[int] = frozenset()  # control tokens that the parser must see
 
     def parser(self, sink: AnswerSink) -> OutputParser:
+        if self.reasoning is HARMONY_REASONING or (self.tool_format is HARMONY and self.tools):
+            return HarmonyParser(sink, frozenset(self.tools))
         parser: OutputParser = PlainText(sink)
-        if self.tool_format is not None and self.tool_names:
-            parser = CallParser(sink, self.tool_format.markers, self.tool_names)
-        if self.reasons:
-            parser = ReasoningSplitter(sink, parser, is_open=self.reasoning_is_open)
+        if self.tool_format is not None and self.tools:
+            parser = self.tool_format.parser(sink, self.tools)
+        if self.reasoning is not None:
+            is_open = self.reasoning_is_open or self.reasoning.is_open
+            parser = ReasoningSplitter(sink, parser, is_open=is_open, marks=self.reasoning)
         return parser
 
 
@@ -158,35 +163,41 @@ def answer_form(
     prompt: ChatPrompt,
     tool_format: ToolFormat | None,
     *,
-    reasons: bool,
+    reasoning: ReasoningMarks | None,
     reasoning_is_open: bool,
     shown_token_ids: frozenset[int],
     grammar: Grammar | None,
     bounds_thinking: bool = False,
 ) -> AnswerForm | None:
     """None for plain text, which then costs nothing. `grammar` is what the request demands of answers. Thoughts can
-    be bounded (`bounds_thinking`) where tokens of the model's vocabulary mark them."""
-    budget = None
-    if reasons and bounds_thinking and prompt.thinks and prompt.max_thinking_tokens is not None:
-        budget = ThinkingBudget(prompt.max_thinking_tokens, THINK_START, THINK_END, reasoning_is_open)
-    if tool_format is not None and _may_call(prompt, tool_format, grammar):
-        bound = tool_grammar(prompt, tool_format, grammar)
-        return AnswerForm(
-            tool_format=tool_format,
-            tool_names=frozenset(tool.name for tool in prompt.tools),
-            parallel=prompt.tool_choice.parallel,
-            stops_at_text=forces_calls(prompt) or grammar is not None,
-            reasons=reasons,
-            reasoning_is_open=reasoning_is_open,
-            grammar=bound if budget is None else with_thinking_budget(bound, budget),
-            shown_token_ids=shown_token_ids,
-        )
-    if not reasons:
+    be bounded, and go before a bound answer (`bounds_thinking`), where tokens of the model's vocabulary mark them."""
+    may_call = tool_format is not None and _may_call(prompt, tool_format, grammar)
+    if not may_call and reasoning is None:
         return None
+    bound = grammar
+    if may_call and tool_format is not None:
+        bound = tool_grammar(prompt, tool_format, grammar)
+    if reasoning is not None and bounds_thinking and prompt.thinks is not False:
+        lead = (reasoning.turn_start, "") if may_call else (reasoning.answer_start, reasoning.answer_alone)
+        budget = ThinkingBudget(
+            prompt.max_thinking_tokens,
+            reasoning.start,
+            reasoning.end,
+            reasoning_is_open,
+            *lead,
+            reasoning.others,
+        )
+        if bound is not None or budget.max_tokens is not None:
+            bound = with_thinking(bound, budget)
     return AnswerForm(
-        reasons=True,
+        tool_format=tool_format if may_call else None,
+        tools={tool.name: tool.parameters for tool in prompt.tools} if may_call else {},
+        parallel=prompt.tool_choice.parallel,
+        stops_at_text=may_call and (forces_calls(prompt) or grammar is not None),
+        reasoning=reasoning,
         reasoning_is_open=reasoning_is_open,
-        grammar=None if budget is None else with_thinking_budget(None, budget),
+        grammar=bound,
+        shown_token_ids=shown_token_ids,
     )
 
 

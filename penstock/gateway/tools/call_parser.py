@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -319,6 +319,18 @@ def _call_nodes(expression: ast.expr) -> list[ast.expr]:
     return [expression]
 
 
+class _JSONNames(ast.NodeTransformer):
+    """Writes the constants of JSON as those of Python: models mix them up."""
+
+    _constants: ClassVar[dict[str, bool | None]] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._constants[node.id]) if node.id in self._constants else node
+
+
+_JSON_NAMES = _JSONNames()
+
+
 def _call(node: ast.expr, known_names: frozenset[str]) -> PythonCall:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call by keywords")
@@ -329,5 +341,5 @@ def _call(node: ast.expr, known_names: frozenset[str]) -> PythonCall:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("arguments must be named")
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        arguments[keyword.arg] = ast.literal_eval(_JSON_NAMES.visit(keyword.value))
     return PythonCall(name, msgspec.json.encode(arguments).decode())

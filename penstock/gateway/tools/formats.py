@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from penstock.core.grammar_text import ParameterText
 from penstock.core.messages import ModelCard
 from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, ToolCall
-from penstock.gateway.tools.call_parser import CallMarkers
-from penstock.gateway.tools.parser import THINK_START
+from penstock.gateway.tools import harmony
+from penstock.gateway.tools.call_parser import CallMarkers, CallParser
+from penstock.gateway.tools.parser import THINK, AnswerSink, OutputParser, ReasoningMarks
+from penstock.gateway.tools.tagged_calls import ParameterTags, TaggedCallParser, TaggedCalls
 
 AUTO = "auto"
 NO_PARSER = "none"
@@ -35,13 +38,15 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     separated by `separator` and surrounded by `list_start` and `list_end`."""
 
     name: str
-    markers: CallMarkers
+    markers: CallMarkers | TaggedCalls | None  # None: harmony, which has a parser of its own
     head: str
     call_tail: str = ""
     separator: str = "\n"
     list_start: str = ""
     list_end: str = ""
     short_call_ids: bool = False  # its templates insist on ids of nine letters and digits
+    calls_once: bool = False  # a turn has one call
+    parameters: ParameterText | None = None  # None: the arguments are one JSON object
 
     def call_head(self, name: str) -> str:
         """A call up to its arguments."""
@@ -50,17 +55,49 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def trigger(self) -> str | None:
         """What a call, and nothing else, begins with."""
-        return next((marker for marker in self.markers.opening if self.head.startswith(marker)), None)
+        return next((marker for marker in self.opening if self.head.startswith(marker)), None)
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """The texts that calls, and nothing else, begin with."""
+        return (harmony.CHANNEL, harmony.START) if self.markers is None else self.markers.opening
+
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        """Texts that a parser must see even where they are control tokens."""
+        return harmony.CONTROL_TOKENS if self.markers is None else self.markers.texts
+
+    def parser(self, sink: AnswerSink, schemas: Mapping[str, Mapping[str, Any]]) -> OutputParser:
+        """A parser of answers that may call the functions in `schemas`, which has their parameters."""
+        if self.markers is None:
+            return harmony.HarmonyParser(sink, frozenset(schemas))
+        if isinstance(self.markers, TaggedCalls):
+            return TaggedCallParser(sink, self.markers, schemas)
+        return CallParser(sink, self.markers, frozenset(schemas))
 
     def written(self, calls: tuple[ToolCall, ...]) -> str:
         """Calls as the model would have written them."""
-        written = (self.call_head(call.name) + (call.arguments or "{}") + self.call_tail for call in calls)
+        written = (
+            self.call_head(call.name) + self._arguments(call.arguments) + self.call_tail for call in calls
+        )
         return self.list_start + self.separator.join(written) + self.list_end
+
+    def _arguments(self, arguments: str) -> str:
+        if self.parameters is None:
+            return arguments or "{}"
+        try:
+            given = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            return ""
+        return "".join(self.parameters.written(name, value) for name, value in given.items())
 
     def instructions(self, tools: tuple[Tool, ...]) -> str:
         """What a model reads about tools whose template knows nothing of them."""
         signatures = "\n".join(json.dumps(tool_schema(tool), ensure_ascii=False) for tool in tools)
-        example = f"{self.call_head('<function name>')}<arguments as a JSON object>{self.call_tail}"
+        arguments = "<arguments as a JSON object>"
+        if self.parameters is not None:
+            arguments = self.parameters.written("<name of an argument>", "<its value>")
+        example = f"{self.call_head('<function name>')}{arguments}{self.call_tail}"
         return (
             "# Tools\n\nYou may call one or more functions to help with the user's request. Their signatures:\n"
             f"<tools>\n{signatures}\n</tools>\n\n"
@@ -109,18 +146,180 @@ GEMMA = ToolFormat(
     head=f'```tool_code\n{{"name": "{_NAME}", "parameters": ',
     call_tail="}\n```",
 )
+PYTHONIC = ToolFormat(  # Llama 3.2 and 4
+    name="pythonic",
+    markers=CallMarkers(
+        opening=("<|python_start|>",),
+        closing="<|python_end|>",
+        bare="[{",
+        writes_python=True,
+        hides_markers=True,
+    ),
+    head=f'{{"name": "{_NAME}", "parameters": ',
+    call_tail="}",
+    separator="; ",
+)
+GRANITE = ToolFormat(  # Granite 3; Granite 4 writes as Hermes does
+    name="granite",
+    markers=CallMarkers(opening=("<|tool_call|>", "<tool_call>"), bare="", hides_markers=True),
+    head=f'{{"name": "{_NAME}", "arguments": ',
+    call_tail="}",
+    separator=", ",
+    list_start="<|tool_call|>[",
+    list_end="]",
+)
+_SEPARATOR = "<｜tool▁sep｜>"
+_DEEPSEEK = TaggedCalls(
+    opening=("<｜tool▁calls▁begin｜>",),
+    closing="<｜tool▁calls▁end｜>",
+    head=rf"(?:function{_SEPARATOR})?(?P<name>[\w.-]+)(?:{_SEPARATOR})?\s*(?:```(?:json)?)?\s*",
+    call_start="<｜tool▁call▁begin｜>",
+    ignored=("<｜tool▁call▁end｜>", "```"),
+)
+DEEPSEEK_V3 = ToolFormat(
+    name="deepseek_v3",
+    markers=_DEEPSEEK,
+    head=f"<｜tool▁call▁begin｜>function{_SEPARATOR}{_NAME}\n```json\n",
+    call_tail="\n```<｜tool▁call▁end｜>",
+    list_start="<｜tool▁calls▁begin｜>",
+    list_end="<｜tool▁calls▁end｜>",
+)
+DEEPSEEK_V31 = ToolFormat(
+    name="deepseek_v31",
+    markers=_DEEPSEEK,
+    head=f"<｜tool▁call▁begin｜>{_NAME}{_SEPARATOR}",
+    call_tail="<｜tool▁call▁end｜>",
+    separator="",
+    list_start="<｜tool▁calls▁begin｜>",
+    list_end="<｜tool▁calls▁end｜>",
+)
+KIMI_K2 = ToolFormat(
+    name="kimi_k2",
+    markers=TaggedCalls(
+        opening=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+        closing="<|tool_calls_section_end|>",
+        head=r"(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
+        call_start="<|tool_call_begin|>",
+        ignored=("<|tool_call_end|>",),
+    ),
+    head=f"<|tool_call_begin|>functions.{_NAME}:0<|tool_call_argument_begin|>",
+    call_tail="<|tool_call_end|>",
+    separator="",
+    list_start="<|tool_calls_section_begin|>",
+    list_end="<|tool_calls_section_end|>",
+)
+GLM = ToolFormat(
+    name="glm45",
+    markers=TaggedCalls(
+        opening=("<tool_call>",),
+        closing="</tool_call>",
+        head=r"(?P<name>[\w.-]+)\s*",
+        head_ends=("<arg_key>", "</tool_call>"),
+        parameters=ParameterTags("<arg_key>", "<arg_value>", "</arg_value>", name_end="</arg_key>"),
+        hides_markers=False,
+    ),
+    head=f"<tool_call>{_NAME}\n",
+    call_tail="</tool_call>",
+    parameters=ParameterText("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+QWEN3_CODER = ToolFormat(
+    name="qwen3_coder",
+    markers=TaggedCalls(
+        opening=("<tool_call>",),
+        closing="</tool_call>",
+        head=r"<function=(?P<name>[\w.-]+)>",
+        head_ends=(">",),
+        keeps_head_end=False,
+        parameters=ParameterTags(
+            "<parameter=", ">", "</parameter>", call_end="</function>", trims_lines=True
+        ),
+        hides_markers=False,
+    ),
+    head=f"<tool_call>\n<function={_NAME}>\n",
+    call_tail="</function>\n</tool_call>",
+    parameters=ParameterText("<parameter=", ">\n", "\n</parameter>\n"),
+)
+MINIMAX_M2 = ToolFormat(
+    name="minimax_m2",
+    markers=TaggedCalls(
+        opening=("<minimax:tool_call>",),
+        closing="</minimax:tool_call>",
+        head=r"<invoke name=\"(?P<name>[\w.-]+)\">",
+        head_ends=(">",),
+        keeps_head_end=False,
+        parameters=ParameterTags(
+            '<parameter name="', '">', "</parameter>", call_end="</invoke>", trims_lines=True
+        ),
+        hides_markers=False,
+    ),
+    head=f'<minimax:tool_call>\n<invoke name="{_NAME}">\n',
+    call_tail="</invoke>\n</minimax:tool_call>",
+    parameters=ParameterText('<parameter name="', '">', "</parameter>\n"),
+)
+HARMONY = ToolFormat(  # gpt-oss
+    name="harmony",
+    markers=None,
+    head=f"<|channel|>commentary to=functions.{_NAME} <|constrain|>json<|message|>",
+    separator="<|end|><|start|>assistant",
+    calls_once=True,
+)
 FORMATS = {
-    tool_format.name: tool_format for tool_format in (HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_ARGS, GEMMA)
+    each.name: each
+    for each in (
+        *(HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, GEMMA, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31),
+        *(KIMI_K2, GLM, QWEN3_CODER, MINIMAX_M2, HARMONY),
+    )
+}
+# Other servers' names for the same formats.
+ALIASES = {
+    "llama4_pythonic": PYTHONIC,
+    "llama4_json": LLAMA3_JSON,
+    "openai": HARMONY,
+    "qwen3_xml": QWEN3_CODER,
+    "glm47": GLM,
+    "deepseek_v32": DEEPSEEK_V31,
 }
 
 # What only one family's template contains, looked for in this order.
 _SIGNS = (
+    ("<|tool_calls_section_begin|>", KIMI_K2),
+    ("<minimax:tool_call>", MINIMAX_M2),
+    ("<arg_key>", GLM),
+    ("<function=", QWEN3_CODER),
+    ("<|channel|>", HARMONY),
+    ("<|tool_call|>", GRANITE),
     ("<tool_call>", HERMES),
     ("[ARGS]", MISTRAL_ARGS),
     ("[TOOL_CALLS]", MISTRAL),
+    ("<|python_start|>", PYTHONIC),
     ("<|python_tag|>", LLAMA3_JSON),
     ("ipython", LLAMA3_JSON),  # the role of its tools
 )
+
+HARMONY_REASONING = ReasoningMarks(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    turn_start="<|start|>assistant",
+    answer_start="<|start|>assistant<|channel|>final<|message|>",
+    answer_alone="<|channel|>final<|message|>",
+    others=("<|channel|>final", "<|channel|>commentary", " to="),
+)
+REASONING = {
+    "think": THINK,
+    "deepseek_r1": ReasoningMarks(THINK.start, THINK.end, is_open=True),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
+    "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
+    "harmony": HARMONY_REASONING,
+}
+_REASONING_ALIASES = {
+    "qwen3": "think",
+    "glm45": "think",
+    "minimax_m2": "think",
+    "kimi_k2": "think",
+    "openai": "harmony",
+}
+_THINKING_SIGNS = ("harmony", "seed_oss", "mistral", "granite", "think")
 
 
 def tool_schema(tool: Tool) -> dict[str, object]:
@@ -138,18 +337,29 @@ def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
     if setting == NO_PARSER:
         return None
     if setting != AUTO:
-        return FORMATS[setting]
+        return ALIASES[setting] if setting in ALIASES else FORMATS[setting]
+    template = card.chat_template or ""
+    if _DEEPSEEK.opening[0] in template:
+        return DEEPSEEK_V3 if "```json" in template else DEEPSEEK_V31
     for sign, tool_format in _SIGNS:
-        if sign in (card.chat_template or ""):
+        if sign in template:
             return tool_format
     return GEMMA if card.architecture.lower().startswith("gemma") else HERMES
 
 
-def reasons(card: ModelCard, setting: str = AUTO) -> bool:
-    """Whether answers of a model may begin with reasoning: as configured, else as its template shows."""
-    if setting == AUTO:
-        return THINK_START in (card.chat_template or "")
-    return setting != NO_PARSER
+def reasoning_of(card: ModelCard, setting: str = AUTO) -> ReasoningMarks | None:
+    """The marks around a model's thoughts: as configured, else as its template shows. None for a model that does not
+    think, or whose thoughts stay in the text."""
+    if setting == NO_PARSER:
+        return None
+    if setting != AUTO:
+        return REASONING[_REASONING_ALIASES.get(setting, setting)]
+    template = card.chat_template or ""
+    for name in _THINKING_SIGNS:
+        marks = REASONING[name]
+        if marks.start in template or (name == "harmony" and harmony.CHANNEL in template):
+            return marks
+    return None
 
 
 def described_in_words(

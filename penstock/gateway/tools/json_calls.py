@@ -196,11 +196,11 @@ class CallReader:
             self._unwrap(value)
 
     def _begin(self, name: object) -> None:
-        if self.has_begun or name not in self._known_names:
+        if self.has_begun or not isinstance(name, str) or name not in self._known_names:
             self.is_broken = True
             return
         self.has_begun = True
-        self._sink.begin_call(str(name))
+        self._sink.begin_call(name)
         if "arguments" in self._held:
             self._sink.add_arguments(self._held["arguments"])
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, Protocol
 
+import msgspec
+
 
 class AnswerSink(Protocol):
     """Where a parser puts what it recognised, in order."""
@@ -67,8 +69,20 @@ def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
     return min(found, default=None)
 
 
-THINK_START = "<think>"
-THINK_END = "</think>"
+class ReasoningMarks(msgspec.Struct, frozen=True):
+    """What a family writes around its thoughts. `is_open`: answers begin inside the thoughts, whatever the prompt."""
+
+    start: str
+    end: str
+    is_open: bool = False
+    turn_start: str = ""  # between thoughts and calls that a grammar forces
+    answer_start: str = ""  # between thoughts and an answer that a grammar binds
+    answer_alone: str = ""  # in front of such an answer without thoughts
+    others: tuple[str, ...] = ()  # what an answer without thoughts may begin with; empty: anything
+
+
+THINK = ReasoningMarks("<think>", "</think>")
+THINK_START, THINK_END = THINK.start, THINK.end
 
 
 class ReasoningSplitter:
@@ -77,7 +91,10 @@ class ReasoningSplitter:
     `is_open` says that the prompt ended inside the reasoning, as some templates do.
     """
 
-    def __init__(self, sink: AnswerSink, then: OutputParser, *, is_open: bool) -> None:
+    def __init__(
+        self, sink: AnswerSink, then: OutputParser, *, is_open: bool, marks: ReasoningMarks = THINK
+    ) -> None:
+        self._marks = marks
         self._sink = sink
         self._then = then
         self._state: Literal["start", "inside", "behind", "outside"] = "inside" if is_open else "start"
@@ -115,22 +132,22 @@ class ReasoningSplitter:
 
     def _push_start(self, text: str) -> str:
         begun = text.lstrip()
-        if begun.startswith(THINK_START):
+        if begun.startswith(self._marks.start):
             self._state = "inside"
-            return begun[len(THINK_START) :]
-        if THINK_START.startswith(begun):
+            return begun[len(self._marks.start) :]
+        if self._marks.start.startswith(begun):
             self._held = text
             return ""
         self._state = "outside"
         return text
 
     def _push_inside(self, text: str) -> str:
-        position = text.find(THINK_END)
+        position = text.find(self._marks.end)
         if position >= 0:
             self._reason(text[:position].rstrip())
             self._state = "behind"
-            return text[position + len(THINK_END) :]
-        safe = text[: len(text) - held_length(text, (THINK_END,))].rstrip()
+            return text[position + len(self._marks.end) :]
+        safe = text[: len(text) - held_length(text, (self._marks.end,))].rstrip()
         self._reason(safe)
         self._held = text[len(safe) :]
         return ""

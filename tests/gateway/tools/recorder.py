@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from penstock.gateway.tools.call_parser import CallParser
 from penstock.gateway.tools.formats import ToolFormat
 from penstock.gateway.tools.parser import OutputParser
 
-TOOLS = frozenset({"weather", "get_time"})
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "get_time": {},
+}
+TOOLS = frozenset(SCHEMAS)
 
 
 @dataclass
@@ -42,5 +46,5 @@ def feed(parser: OutputParser, pieces: Iterable[str]) -> None:
 
 def parse_calls(tool_format: ToolFormat, *pieces: str) -> Recorder:
     recorder = Recorder()
-    feed(CallParser(recorder, tool_format.markers, TOOLS), pieces)
+    feed(tool_format.parser(recorder, SCHEMAS), pieces)
     return recorder

@@ -9,17 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.prompts import ToolCall
-from penstock.gateway.tools.call_parser import CallParser
 from penstock.gateway.tools.formats import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
     FORMATS,
     GEMMA,
+    GLM,
+    GRANITE,
+    HARMONY,
     HERMES,
+    KIMI_K2,
     LLAMA3_JSON,
+    MINIMAX_M2,
     MISTRAL,
     MISTRAL_ARGS,
+    PYTHONIC,
+    QWEN3_CODER,
     ToolFormat,
 )
-from tests.gateway.tools.recorder import TOOLS, Recorder, parse_calls
+from tests.gateway.tools.recorder import SCHEMAS, Recorder, parse_calls
 
 PARIS = '{"city": "Paris"}'
 ONE_CALL = Recorder(calls=[("weather", PARIS)])
@@ -61,6 +69,45 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
      Recorder(calls=[("weather", '{"city":"Paris"}'), ("get_time", "{}")])),
     (GEMMA, '```tool_code\n[weather(city="Paris", days=[1, 2]), get_time()]\n```',
      Recorder(calls=[("weather", '{"city":"Paris","days":[1,2]}'), ("get_time", "{}")])),
+    (PYTHONIC, '[weather(city="Paris", days=2), get_time()]',
+     Recorder(calls=[("weather", '{"city":"Paris","days":2}'), ("get_time", "{}")])),
+    (PYTHONIC, '<|python_start|>[weather(city="Paris", dry=true, at=null)]<|python_end|>',
+     Recorder(calls=[("weather", '{"city":"Paris","dry":true,"at":null}')])),
+    (GRANITE, f'<|tool_call|>[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "get_time"}}]',
+     Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
+    (DEEPSEEK_V3, "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+                  f"{PARIS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n```json\n{{}}"
+                  "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     Recorder(text="Let me see.", calls=[("weather", PARIS), ("get_time", "{}")])),
+    (DEEPSEEK_V31, f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+                   "<｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
+    (KIMI_K2, "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+              f"{PARIS}<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{{}}"
+              "<|tool_call_end|><|tool_calls_section_end|>",
+     Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
+    (GLM, "Sure.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Pa\"r\nis</arg_value>\n"
+          "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get_time\n</tool_call>",
+     Recorder(text="Sure.", calls=[("weather", '{"city": "Pa\\"r\\nis", "days": 2}'), ("get_time", "{}")])),
+    (GLM, "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call> Done.",
+     Recorder(text="Done.", calls=[("weather", '{"city": "Paris"}')])),
+    (QWEN3_CODER, "<tool_call>\n<function=weather>\n<parameter=city>\nPa < b\n\nris\n</parameter>\n<parameter=days>\n"
+                  "2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n"
+                  "</tool_call>",
+     Recorder(calls=[("weather", '{"city": "Pa < b\\n\\nris", "days": 2}'), ("get_time", "{}")])),
+    (QWEN3_CODER, "<tool_call>\n<function=get_time>\n<parameter=zone>\nUTC\n</parameter>\n<parameter=all>\ntrue\n"
+                  "</parameter>\n<parameter=of>\n[1, 2]\n</parameter>\n</function>\n</tool_call>",
+     Recorder(calls=[("get_time", '{"zone": "UTC", "all": true, "of": [1, 2]}')])),
+    (MINIMAX_M2, '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+                 '<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
+     Recorder(calls=[("weather", '{"city": "Paris"}'), ("get_time", "{}")])),
+    (HARMONY, "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary "
+              f"to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>",
+     Recorder(reasoning="Hm, <b>.", calls=[("weather", PARIS)])),
+    (HARMONY, f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}", ONE_CALL),
+    (HARMONY, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>First: "
+              "<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>",
+     Recorder(reasoning="Hm.", text="First: Hello.")),
 ]  # fmt: skip
 
 # What looks like a call but is none stays text, to the letter.
@@ -71,6 +118,8 @@ TEXTS: list[tuple[ToolFormat, str]] = [
     (HERMES, "<tool_call></tool_call>"),
     (HERMES, 'see <tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call> there'),
     (HERMES, '<tool_call>{"name": 5}'),
+    (HERMES, '<tool_call>{"name": {"name": "weather"}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": ["weather"]}</tool_call>'),
     (HERMES, '<tool_call>{"name": "weath'),
     (HERMES, '<tool_call>{"arguments": {"city": "Paris"}}</tool_call>'),
     (HERMES, "<tool_call>{'name': 'weather'}</tool_call>"),
@@ -88,6 +137,16 @@ TEXTS: list[tuple[ToolFormat, str]] = [
     (GEMMA, "[1, 2] is a list"),
     (GEMMA, "[weather] is a word, weather(x) no call"),
     (GEMMA, "```python\nprint(1)\n```"),
+    (GLM, "<tool_call>nothing\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    (GLM, "<tool_call>two words\n</tool_call> and more"),
+    (GLM, f"<tool_call>{'weather' * 100}"),
+    (QWEN3_CODER, "<tool_call>\n<function=nothing>\n</function>\n</tool_call>"),
+    (QWEN3_CODER, '<tool_call>\n{"name": "weather"}\n</tool_call>'),
+    (QWEN3_CODER, "a <function=weather> b"),
+    (MINIMAX_M2, '<minimax:tool_call>\n<invoke name="nothing">\n</invoke>'),
+    (HARMONY, "Plain words.\n"),
+    (HARMONY, " to whom it may concern"),
+    (PYTHONIC, "[1, 2] is a list"),
 ]
 
 
@@ -136,9 +195,28 @@ def test_nothing_is_lost_without_a_call(text: str) -> None:
 
 def test_arguments_are_passed_on_while_they_are_written() -> None:
     recorder = Recorder()
-    parser = CallParser(recorder, HERMES.markers, TOOLS)
+    parser = HERMES.parser(recorder, SCHEMAS)
     parser.push('<tool_call>{"name": "weather", "arguments": {"city": "Pa')
     assert recorder.calls == [("weather", '{"city": "Pa')]
+
+
+def test_texts_among_parameters_are_passed_on_while_they_are_written() -> None:
+    recorder = Recorder()
+    parser = QWEN3_CODER.parser(recorder, SCHEMAS)
+    parser.push("<tool_call>\n<function=weather>\n<parameter=city>\nPa\nri")
+    assert recorder.calls == [("weather", '{"city": "Pa\\nri')]
+    parser.push("s\n</para")
+    assert recorder.calls == [("weather", '{"city": "Pa\\nris')]
+    parser.push("meter>\n</function>\n</tool_call>")
+    parser.finish()
+    assert recorder.calls == [("weather", '{"city": "Paris"}'.replace("Paris", "Pa\\nris"))]
+
+
+def test_a_call_that_goes_wrong_among_its_parameters_ends_there() -> None:
+    answer = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\nWell, no."
+    assert parse_calls(QWEN3_CODER, *answer) == Recorder(
+        text="Well, no.", calls=[("weather", '{"city": "Rome"}')]
+    )
 
 
 def test_broken_arguments_reach_the_client_as_they_are() -> None:
@@ -151,7 +229,7 @@ def test_a_broken_call_after_a_good_one_becomes_text() -> None:
     assert recorder == Recorder(text='{"city": "Paris"} ok', calls=[("weather", "{}")])
 
 
-@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
 def test_what_a_format_writes_it_also_reads(tool_format: ToolFormat) -> None:
     calls = (ToolCall("1", "weather", PARIS), ToolCall("2", "get_time", "{}"))
     assert parse_calls(tool_format, tool_format.written(calls)).calls == [

@@ -4,36 +4,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import get_args
 
 import llguidance
 import msgspec
 import pytest
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.gateway_config import GatewayConfig
+from penstock.core.gateway_config import GatewayConfig, ReasoningParser, ToolCallParser
 from penstock.core.grammar_text import MAX_TEXT_BEHIND, grammar_text, token_ids_by_number
 from penstock.core.messages import ModelCard
-from penstock.core.request import Grammar
+from penstock.core.request import Grammar, SamplingParams
 from penstock.engine.grammar import with_unspellable_tokens
 from penstock.gateway.models.served_model import ServedModel
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart, Tool, ToolCall, ToolChoice
+from penstock.gateway.prompts import (
+    ChatMessage,
+    ChatPrompt,
+    GenerationRequest,
+    SamplingOptions,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from penstock.gateway.text.template import ChatTemplate
 from penstock.gateway.tools.answer_form import MAX_FORCED_CALLS, leaves_room_for_calls, tool_grammar
 from penstock.gateway.tools.formats import (
     FORMATS,
     GEMMA,
+    HARMONY,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
     MISTRAL_ARGS,
+    REASONING,
     ToolFormat,
     described_in_words,
-    reasons,
+    reasoning_of,
     tool_format_of,
     with_single_calls,
 )
+from penstock.gateway.tools.harmony import CONTROL_TOKENS
+from penstock.gateway.tools.parser import THINK
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer, engine_ready, model_card
-from tests.gateway.tools.recorder import parse_calls
+from tests.gateway.tools.recorder import Recorder, feed, parse_calls
 
 WEATHER = Tool(
     "weather",
@@ -53,6 +67,15 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("… [TOOL_CALLS] …", "llama", MISTRAL),
         ("… [TOOL_CALLS]…[ARGS] …", "llama", MISTRAL_ARGS),
         ("… <|python_tag|> …", "llama", LLAMA3_JSON),
+        ("… <tool_call>{name}\n<arg_key> …", "glm4_moe", FORMATS["glm45"]),
+        ("… <tool_call>\n<function= …", "qwen3", FORMATS["qwen3_coder"]),
+        ("… <minimax:tool_call> …", "minimax", FORMATS["minimax_m2"]),
+        ("… <|tool_calls_section_begin|> …", "deepseek", FORMATS["kimi_k2"]),
+        ("… <｜tool▁calls▁begin｜> … ```json …", "deepseek", FORMATS["deepseek_v3"]),
+        ("… <｜tool▁calls▁begin｜> …", "deepseek", FORMATS["deepseek_v31"]),
+        ("… <|channel|>commentary …", "gpt_oss", FORMATS["harmony"]),
+        ("… <|tool_call|> …", "granite", FORMATS["granite"]),
+        ("… <|python_start|> …", "llama4", FORMATS["pythonic"]),
         (CHAT_TEMPLATE, "gemma3", GEMMA),
         (CHAT_TEMPLATE, "llama", HERMES),
         (None, "qwen3", HERMES),
@@ -66,10 +89,18 @@ def test_the_template_tells_the_format(template: str | None, architecture: str, 
 
 
 def test_the_template_tells_whether_a_model_thinks() -> None:
-    assert reasons(model_card(chat_template="…<think>…"))
-    assert not reasons(model_card())
-    assert reasons(model_card(), "think")
-    assert not reasons(model_card(chat_template="…<think>…"), "none")
+    assert reasoning_of(model_card(chat_template="…<think>…")) is THINK
+    assert reasoning_of(model_card()) is None
+    assert reasoning_of(model_card(), "qwen3") is THINK
+    assert reasoning_of(model_card(chat_template="…<think>…"), "none") is None
+    assert reasoning_of(model_card(chat_template="…[THINK]…")) == REASONING["mistral"]
+    assert reasoning_of(model_card(chat_template="…<|channel|>…")) is REASONING["harmony"]
+    assert {reasoning_of(model_card(), name) for name in get_args(ReasoningParser)} == {
+        None,
+        *REASONING.values(),
+    }
+    named = [tool_format_of(model_card(), name) for name in get_args(ToolCallParser)]
+    assert [each for each in FORMATS.values() if each not in named] == []
 
 
 def render(template: str, *messages: ChatMessage, tool_format: ToolFormat = HERMES) -> str:
@@ -155,7 +186,7 @@ def test_mistral_gets_ids_of_nine_characters() -> None:
     assert third == "abc123XYZ"
 
 
-@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
 def test_without_a_template_for_it_everything_is_said_in_words(tool_format: ToolFormat) -> None:
     messages = (ChatMessage("system", (TextPart("Be brief."),)), USER, CALLS, RESULT)
     system, user, called, result = described_in_words(messages, (WEATHER, TIME), tool_format)
@@ -167,7 +198,7 @@ def test_without_a_template_for_it_everything_is_said_in_words(tool_format: Tool
     assert user is USER
     assert not called.tool_calls
     assert isinstance(called.content, tuple)
-    assert '{"city": "Rome"}' in called.content[0].text
+    assert called.content[0].text == tool_format.written(CALLS.tool_calls)
     assert result.role == "user"
 
 
@@ -176,6 +207,9 @@ def test_without_a_system_prompt_there_is_one() -> None:
     assert system.role == "system"
     assert user is USER
     assert described_in_words((USER,), (), HERMES) == (USER,)
+
+
+SEVERAL = [tool_format for tool_format in FORMATS.values() if not tool_format.calls_once]
 
 
 def choosing(mode: str, *tools: Tool, name: str | None = None, parallel: bool = True) -> ChatPrompt:
@@ -191,7 +225,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return all(matcher.consume_token(byte) for byte in text.encode()) and bool(matcher.is_accepting())
 
 
-@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("tool_format", SEVERAL, ids=lambda each: each.name)
 def test_the_grammar_of_a_format_is_what_it_writes(tool_format: ToolFormat) -> None:
     rome, time = ToolCall("1", "weather", '{"city": "Rome"}'), ToolCall("2", "get_time", "{}")
     required = tool_grammar(choosing("required", WEATHER, TIME), tool_format)
@@ -210,7 +244,7 @@ def test_the_grammar_of_a_format_is_what_it_writes(tool_format: ToolFormat) -> N
     assert not accepts(single, tool_format.written((rome, time)))
 
 
-@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("tool_format", SEVERAL, ids=lambda each: each.name)
 def test_forced_calls_come_to_an_end(tool_format: ToolFormat) -> None:
     required = tool_grammar(choosing("required", WEATHER, TIME), tool_format)
     assert required is not None
@@ -219,7 +253,7 @@ def test_forced_calls_come_to_an_end(tool_format: ToolFormat) -> None:
     assert not accepts(required, tool_format.written(tuple(calls)))
 
 
-@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("tool_format", SEVERAL, ids=lambda each: each.name)
 @pytest.mark.parametrize("num_calls", [1, 2, MAX_FORCED_CALLS])
 def test_a_model_that_must_call_may_stop_behind_a_call_and_behind_its_separator(
     tool_format: ToolFormat, num_calls: int
@@ -238,13 +272,13 @@ def test_a_model_that_must_call_may_stop_behind_a_call_and_behind_its_separator(
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("tool_format", SEVERAL, ids=lambda each: each.name)
 def test_text_behind_forced_calls_may_begin_but_holds_no_calls(
     tool_format: ToolFormat, *, special: bool
 ) -> None:
     tokenizer = byte_tokenizer()
     if special:
-        tokenizer.add_tokens(list(tool_format.markers.texts))
+        tokenizer.add_tokens([text for text in tool_format.control_texts if len(text) > 1])
     card = model_card(tokenizer=tokenizer)
     time, rome = ToolCall("1", "get_time", "{}"), ToolCall("2", "weather", '{"city": "Rome"}')
     written, another = tool_format.written((time,)), tool_format.written((time, rome))
@@ -263,12 +297,61 @@ def test_text_behind_forced_calls_may_begin_but_holds_no_calls(
     assert not token_matcher(single, card)(tokenizer.encode(f"{written}\nIt is").ids)
 
 
-@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
 def test_a_forced_call_has_no_arguments_but_those_of_its_tool(tool_format: ToolFormat) -> None:
     required = tool_grammar(choosing("required", WEATHER, TIME), tool_format)
     assert required is not None
     for name, arguments in (("weather", '{"city": "Rome", "mood": 1}'), ("get_time", '{"zone": "UTC"}')):
         assert not accepts(required, tool_format.written((ToolCall("1", name, arguments),)))
+
+
+def test_a_turn_in_harmony_has_one_call() -> None:
+    rome, time = ToolCall("1", "weather", '{"city": "Rome"}'), ToolCall("2", "get_time", "{}")
+    required = tool_grammar(choosing("required", WEATHER, TIME), HARMONY)
+    assert required is not None
+    assert accepts(required, HARMONY.written((rome,)))
+    assert not accepts(required, HARMONY.written((rome, time)))
+    assert not accepts(required, HARMONY.written((ToolCall("1", "weather", '{"town": 1}'),)))
+
+
+TYPED = Tool(
+    "typed",
+    None,
+    {
+        "type": "object",
+        "properties": {
+            "mood": {"enum": ["good", "bad"]},
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "places": {"type": "array", "items": {"$ref": "#/$defs/place"}},
+        },
+        "required": ["count"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+    },
+)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "minimax_m2"])
+def test_forced_parameters_have_the_types_of_their_schema(name: str, *, special: bool) -> None:
+    tool_format = FORMATS[name]
+    tokenizer = byte_tokenizer()
+    if special:
+        tokenizer.add_tokens([text for text in tool_format.control_texts if len(text) > 1])
+    grammar = tool_grammar(choosing("named", TYPED, name="typed"), tool_format)
+    assert grammar is not None
+    allows = token_matcher(grammar, model_card(tokenizer=tokenizer))
+
+    def allowed(arguments: str) -> bool:
+        return allows(tokenizer.encode(tool_format.written((ToolCall("1", "typed", arguments),))).ids)
+
+    assert allowed('{"count": 5}')
+    assert allowed('{"mood": "bad", "text": "a < b\\n\\nc", "count": 5, "places": [{"x": 1}]}')
+    assert not allowed('{"text": "a"}')
+    assert not allowed('{"count": "five"}')
+    assert not allowed('{"mood": "odd", "count": 5}')
+    assert not allowed('{"count": 5, "places": [{"x": "y"}]}')
+    assert not allowed('{"count": 5, "other": 1}')
 
 
 def test_strict_tools_leave_the_rest_of_an_answer_free() -> None:
@@ -282,12 +365,13 @@ def test_strict_tools_leave_the_rest_of_an_answer_free() -> None:
     assert tool_grammar(choosing("auto", WEATHER, TIME), HERMES) is None
 
 
-@pytest.mark.parametrize("tool_format", FORMATS.values())
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
 def test_json_or_a_call_instead_of_it(tool_format: ToolFormat) -> None:
     schema = Grammar(
         "json_schema", '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}'
     )
-    if tool_format is LLAMA3_JSON:  # its calls begin as the answer does
+    begins_as_json = tool_format.head.startswith("{") and not tool_format.list_start
+    if begins_as_json or tool_format is HARMONY:
         assert not leaves_room_for_calls(schema, tool_format)
         return
     assert leaves_room_for_calls(schema, tool_format)
@@ -369,9 +453,9 @@ async def test_thoughts_are_bounded_where_tokens_mark_them(*, opens: bool) -> No
         assert (free.grammar is None) == (strict not in tools)
 
 
-def token_matcher(grammar: Grammar, card: ModelCard) -> Callable[[list[int]], bool]:
+def token_matcher(grammar: Grammar, card: ModelCard, eos: int = 256) -> Callable[[list[int]], bool]:
     tokenizer_json = card.tokenizer_json
-    tokenizer = llguidance.LLTokenizer(with_unspellable_tokens(tokenizer_json), eos_token=256)
+    tokenizer = llguidance.LLTokenizer(with_unspellable_tokens(tokenizer_json), eos_token=eos)
     text = grammar_text(grammar, token_ids_by_number(tokenizer_json))
 
     def allows(token_ids: list[int]) -> bool:
@@ -380,3 +464,103 @@ def token_matcher(grammar: Grammar, card: ModelCard) -> Callable[[list[int]], bo
         return all(map(matcher.consume_token, token_ids)) and bool(matcher.is_accepting())
 
     return allows
+
+
+ANSWERS = [
+    (Grammar("json"), '{"x": 1}', "x"),
+    (
+        Grammar("json_schema", '{"type": "object", "properties": {"x": {"type": "integer"}}}'),
+        '{"x": 1}',
+        '{"x": "y"}',
+    ),
+    (Grammar("regex", "[a-c]+"), "abc", "abd"),
+    (Grammar("choice", '["yes", "no"]'), "yes", "maybe"),
+    (Grammar("ebnf", 'start: word "!"\nword: /[a-z]+/'), "hey!", "hey"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "right", "wrong"), ANSWERS, ids=[each.kind for each, _, _ in ANSWERS])
+@pytest.mark.parametrize("opens", [True, False])
+async def test_a_bound_answer_comes_behind_the_thoughts(
+    grammar: Grammar, right: str, wrong: str, *, opens: bool
+) -> None:
+    template = CHAT_TEMPLATE + (
+        "{% if enable_thinking is not false %}<think>{% endif %}" if opens else "{# <think> #}"
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    card = model_card(tokenizer=tokenizer, chat_template=template, max_model_len=4096)
+    model = ServedModel(engine_ready(card), GatewayConfig())
+    prompt = ChatPrompt(messages=(USER,), max_thinking_tokens=6)
+    form = (await model.prepare(prompt, grammar)).form
+    assert form is not None
+    assert form.grammar is not None
+    allows = token_matcher(form.grammar, card)
+    start = [] if opens else [tokenizer.token_to_id("<think>")]
+    end = tokenizer.token_to_id("</think>")
+    for space in ("", "\n\n"):
+        assert allows([*start, *b"hm", end, *(space + right).encode()])
+        assert not allows([*start, *b"hm", end, *(space + wrong).encode()])
+    assert not allows([*start, *b"too long", end, *right.encode()])
+    assert allows([*right.encode()]) != opens
+    recorder = Recorder()
+    feed(form.parser(recorder), [*("" if opens else "<think>"), "hm</think>\n\n", right])
+    assert recorder == Recorder(reasoning="hm", text=right)
+    calm = msgspec.structs.replace(prompt, thinks=False)
+    plain = (await model.prepare(calm, grammar)).form
+    assert plain is not None
+    assert plain.grammar == grammar
+    await model.with_checked_grammar(SamplingParams(max_tokens=1, grammar=form.grammar))
+
+
+async def test_thoughts_and_bound_answers_have_channels_in_harmony() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(list(CONTROL_TOKENS))
+    card = model_card(
+        tokenizer=tokenizer, chat_template=CHAT_TEMPLATE + "{# <|channel|> #}", max_model_len=4096
+    )
+    model = ServedModel(engine_ready(card), GatewayConfig())
+    prompt = ChatPrompt(messages=(USER,), max_thinking_tokens=20)
+    form = (await model.prepare(prompt, Grammar("regex", "[a-c]+"))).form
+    assert form is not None
+    assert form.grammar is not None
+    allows = token_matcher(form.grammar, card)
+    thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>abc"
+    for text, is_right in (
+        (thoughts + final, True),
+        (final, True),
+        (thoughts + final + "d", False),
+        ("abc", False),
+        (thoughts.replace("Hm.", "Hm." * 10) + final, False),
+    ):
+        assert allows(tokenizer.encode(text).ids) == is_right, text
+    recorder = Recorder()
+    feed(form.parser(recorder), list(thoughts + final))
+    assert recorder == Recorder(reasoning="Hm.", text="abc")
+    bound = (await model.prepare(prompt)).form
+    assert bound is not None
+    assert bound.grammar is not None
+    allows = token_matcher(bound.grammar, card, eos=260)  # <|end|> ends no answers in this format
+    assert allows(tokenizer.encode(thoughts + "<|channel|>final<|message|>Anything.").ids)
+    assert not allows(tokenizer.encode(thoughts.replace("Hm.", "Hm." * 10)).ids)
+    forced = (await model.prepare(choosing("required", WEATHER))).form
+    assert forced is not None
+    assert forced.grammar is not None
+    allows = token_matcher(forced.grammar, card)
+    call = HARMONY.written((ToolCall("1", "weather", '{"city": "Rome"}'),))
+    assert allows(tokenizer.encode(thoughts + call).ids)
+    assert allows(tokenizer.encode(call).ids)
+    assert not allows(tokenizer.encode(thoughts + final).ids)
+    shown = {tokenizer.token_to_id(each) for each in CONTROL_TOKENS} - {256}
+    assert bound.shown_token_ids >= shown
+
+
+async def test_a_budget_for_thoughts_that_only_text_marks_is_refused() -> None:
+    card = model_card(chat_template=CHAT_TEMPLATE + "{# <think> #}", max_model_len=4096)
+    model = ServedModel(engine_ready(card), GatewayConfig())
+    asked = GenerationRequest(
+        prompts=(ChatPrompt(messages=(USER,), max_thinking_tokens=5),), sampling=SamplingOptions()
+    )
+    with pytest.raises(InvalidRequest, match="cannot be bounded"):
+        model.check(asked)

@@ -1,0 +1,352 @@
+"""Reads calls between tags: a head with the function's name, and arguments as JSON or as tagged parameters.
+
+Nothing is passed on before the name of a known tool has been read. What turns out to be no call goes back to the
+text, tags included. The joined output does not depend on the pieces in which the text arrives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.gateway.tools.json_calls import ValueSpan
+from penstock.gateway.tools.parser import AnswerSink, first_marker, held_length
+
+MAX_HEAD_CHARS = 512  # no name of a tool, with its tags, is longer
+_WHITE_SPACE = " \t\r\n"
+
+State = Literal["text", "section", "head", "json", "parameters", "value"]
+
+
+class ParameterTags(msgspec.Struct, frozen=True):
+    """How a family writes one parameter: `start`, the name, `middle`, the value, `end`."""
+
+    start: str
+    middle: str
+    end: str
+    name_end: str = ""  # behind the name, before `middle`, perhaps with white space between
+    call_end: str = ""  # behind the last parameter; empty: the end of the section
+    trims_lines: bool = False  # a line break after `middle` and one before `end` do not belong to the value
+
+
+class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """How a family tags its calls. A section begins with one of `opening` and holds calls: `head`, a pattern with the
+    group `name`, up to one of `head_ends`, then the arguments."""
+
+    opening: tuple[str, ...]
+    closing: str
+    head: str
+    head_ends: tuple[str, ...] = ("{",)
+    keeps_head_end: bool = True  # it belongs to what follows
+    call_start: str = ""  # a tag in front of each head
+    ignored: tuple[str, ...] = ()  # tags between the calls of a section
+    parameters: ParameterTags | None = None  # None: the arguments are one JSON object
+    hides_markers: bool = True  # they are control tokens, which do not belong into a text
+
+    @property
+    def head_start(self) -> str:
+        """What each head begins with, if that is always the same, where heads have no tag in front."""
+        start = None if self.call_start else re.match(r"[^\\(\[{*+?.|^$]+", self.head)
+        return "" if start is None else start[0]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts of which some may be control tokens."""
+        tags = re.findall(r"<[^<>\s]+>", self.head.replace("\\", ""))
+        return (*self.opening, self.closing, self.call_start, *self.ignored, *self.head_ends, *tags)
+
+
+class TaggedCallParser:
+    """White space between text and calls belongs to neither."""
+
+    is_reasoning = False
+
+    def __init__(self, sink: AnswerSink, tags: TaggedCalls, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self._sink = sink
+        self._tags = tags
+        self._schemas = schemas
+        self._head = _compiled(tags.head)
+        self._state: State = "text"
+        self._buffer = ""
+        self._raw = ""  # of a section, until its first call has begun
+        self._span: ValueSpan | None = None
+        self._schema: Mapping[str, Any] = {}
+        self._num_parameters = 0
+        self._value: _ParameterValue | None = None
+        self._had_call = False  # in this section
+        self._had_any_call = False
+        self._trims_text = False
+        self._steps: dict[str, Callable[[], bool]] = {
+            "text": self._step_text,
+            "section": self._step_section,
+            "head": self._step_head,
+            "json": self._step_json,
+            "parameters": self._step_parameters,
+            "value": self._step_value,
+        }
+
+    def push(self, text: str) -> None:
+        self._buffer += text
+        while self._buffer and self._steps[self._state]():
+            pass
+
+    def finish(self) -> None:
+        if self._state == "text":
+            rest = self._buffer.lstrip()
+            is_cut_off = self._had_any_call and rest and held_length(rest, self._tags.opening) == len(rest)
+            if not is_cut_off:
+                self._add_text(self._buffer)
+        elif self._state in ("section", "head") and not self._had_call:
+            self._add_text(self._raw + self._buffer)
+        elif self._state == "parameters":
+            self._sink.add_arguments("}")
+        self._buffer = self._raw = ""
+
+    def _step_text(self) -> bool:
+        """Each step takes what it can from the buffer; False asks for more text."""
+        found = first_marker(self._buffer, self._tags.opening)
+        if found is None:
+            safe = self._buffer[: len(self._buffer) - held_length(self._buffer, self._tags.opening)]
+            self._add_text(self._take(len(safe.rstrip())))
+            return False
+        position, marker = found
+        before = self._take(position)
+        self._add_text(before.rstrip())
+        self._raw = before[len(before.rstrip()) :] + ("" if self._tags.hides_markers else marker)
+        self._take(len(marker))
+        self._had_call = False
+        self._state = "section"
+        return True
+
+    def _step_section(self) -> bool:
+        """Between the calls of a section."""
+        tags, body = self._tags, self._buffer
+        marks = (*tags.opening, *tags.ignored) if self._had_call else tags.ignored
+        if body[0] in _WHITE_SPACE:
+            self._skip(1)
+        elif (mark := next((mark for mark in marks if body.startswith(mark)), None)) is not None:
+            self._skip(len(mark), is_mark=True)
+        elif body.startswith(tags.closing):
+            self._skip(len(tags.closing), is_mark=True)
+            self._leave()
+        elif tags.call_start and body.startswith(tags.call_start):
+            self._skip(len(tags.call_start), is_mark=True)
+            self._state = "head"
+        elif any(mark.startswith(body) for mark in (*marks, tags.closing, tags.call_start)) or (
+            self._had_call and tags.head_start.startswith(body)
+        ):
+            return False
+        elif self._had_call and not (tags.head_start and body.startswith(tags.head_start)):
+            self._leave()
+        else:
+            self._state = "head"
+        return True
+
+    def _step_head(self) -> bool:
+        found = first_marker(self._buffer, self._tags.head_ends)
+        if found is None and len(self._buffer) <= MAX_HEAD_CHARS:
+            return False
+        position = 0 if found is None else found[0]
+        if found is not None and not self._tags.keeps_head_end:
+            position += len(found[1])
+        head = self._head.fullmatch(self._buffer[:position])
+        if position > MAX_HEAD_CHARS or head is None or head["name"] not in self._schemas:
+            self._leave()
+            return True
+        self._take(position)
+        self._raw = ""
+        self._had_call = self._had_any_call = True
+        self._sink.begin_call(head["name"])
+        if self._tags.parameters is None:
+            self._span = ValueSpan()
+            self._state = "json"
+        else:
+            properties = self._schemas[head["name"]].get("properties")
+            self._schema = properties if isinstance(properties, dict) else {}
+            self._num_parameters = 0
+            self._sink.add_arguments("{")
+            self._state = "parameters"
+        return True
+
+    def _step_json(self) -> bool:
+        span = self._span
+        assert span is not None
+        end = span.consume(self._buffer, 0)
+        self._sink.add_arguments(self._take(end))
+        if span.is_complete:
+            self._state = "section"
+        elif span.is_broken:
+            self._leave()
+        return bool(self._buffer)
+
+    def _step_parameters(self) -> bool:
+        tags = self._tags.parameters
+        assert tags is not None
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        self._take(len(self._buffer) - len(rest))
+        end = tags.call_end or self._tags.closing
+        if rest.startswith(tags.start):
+            position = rest.find(tags.middle, len(tags.start))
+            if position < 0:
+                if len(rest) <= MAX_HEAD_CHARS:
+                    return False
+                self._end_call()
+                return True
+            name = rest[len(tags.start) : position].strip().removesuffix(tags.name_end).strip()
+            self._take(position + len(tags.middle))
+            self._sink.add_arguments((", " if self._num_parameters else "") + json.dumps(name) + ": ")
+            self._num_parameters += 1
+            self._value = _ParameterValue(tags, self._schema.get(name))
+            self._state = "value"
+        elif rest.startswith(end):
+            self._take(len(end))
+            self._end_call(closes=not tags.call_end)
+        elif tags.start.startswith(rest) or end.startswith(rest):
+            return False
+        else:
+            self._end_call()
+        return True
+
+    def _step_value(self) -> bool:
+        value = self._value
+        assert value is not None
+        num_taken, piece = value.push(self._buffer)
+        self._take(num_taken)
+        if piece:
+            self._sink.add_arguments(piece)
+        if value.is_complete:
+            self._state = "parameters"
+        return value.is_complete
+
+    def _end_call(self, *, closes: bool = False) -> None:
+        self._sink.add_arguments("}")
+        self._state = "section"
+        if closes:
+            self._leave()
+
+    def _skip(self, length: int, *, is_mark: bool = False) -> None:
+        taken = self._take(length)
+        if not self._had_call and not (is_mark and self._tags.hides_markers):
+            self._raw += taken
+
+    def _leave(self) -> None:
+        if self._had_call:
+            self._trims_text = True
+        self._add_text(self._raw)
+        self._raw = ""
+        self._state = "text"
+
+    def _add_text(self, text: str) -> None:
+        if self._trims_text:
+            text = text.lstrip()
+        if text:
+            self._trims_text = False
+            self._sink.add_text(text)
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
+
+
+@lru_cache(maxsize=64)
+def _compiled(head: str) -> re.Pattern[str]:
+    return re.compile(head)
+
+
+class _ParameterValue:
+    """One value on its way from tagged text to JSON. Values that are texts for sure are passed on as they come."""
+
+    __slots__ = ("_has_begun", "_held", "_tags", "_types", "is_complete")
+
+    def __init__(self, tags: ParameterTags, schema: Any) -> None:
+        self._tags = tags
+        self._types = _types_of(schema)
+        self._held = ""
+        self._has_begun = False
+        self.is_complete = False
+
+    def push(self, text: str) -> tuple[int, str]:
+        """How much of `text` was taken, and the JSON that it adds."""
+        end = self._tags.end
+        position = text.find(end)
+        if self._types == {"string"}:
+            return self._push_string(text, position)
+        if position < 0:
+            return 0, ""
+        self.is_complete = True
+        return position + len(end), self._converted(self._trimmed(text[:position]))
+
+    def _push_string(self, text: str, position: int) -> tuple[int, str]:
+        end = self._tags.end
+        closers = (end, "\n" + end) if self._tags.trims_lines else (end,)
+        safe = position if position >= 0 else len(text) - held_length(text, closers)
+        if self._tags.trims_lines and position < 0 and not self._has_begun and text in ("", "\n"):
+            return 0, ""
+        piece = text[:safe]
+        if position >= 0 and self._tags.trims_lines:
+            piece = piece.removesuffix("\n")
+        opening = ""
+        if not self._has_begun and (piece or position >= 0):
+            if self._tags.trims_lines:
+                piece = piece.removeprefix("\n")
+            opening, self._has_begun = '"', True
+        written = opening + json.dumps(piece, ensure_ascii=False)[1:-1]
+        if position < 0:
+            return safe, written
+        self.is_complete = True
+        return position + len(end), written + '"'
+
+    def _trimmed(self, text: str) -> str:
+        return text.removeprefix("\n").removesuffix("\n") if self._tags.trims_lines else text
+
+    def _converted(self, text: str) -> str:
+        """JSON of one of the types that the schema allows, else a text."""
+        try:
+            value = json.loads(text.strip(), parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        fits = not self._types or _type_name(value) in self._types
+        fits = fits or ("number" in self._types and isinstance(value, int) and not isinstance(value, bool))
+        return json.dumps(value if fits and not isinstance(value, str) else text, ensure_ascii=False)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _type_name(value: Any) -> str:
+    for kind, name in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (str, "string"),
+        (list, "array"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return "null" if value is None else "object"
+
+
+def _types_of(schema: Any) -> set[str]:
+    """The types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    if isinstance(given, str):
+        return {given}
+    if isinstance(given, list):
+        return {each for each in given if isinstance(each, str)}
+    if isinstance(values := schema.get("enum"), list) and values:
+        return {_type_name(value) for value in values}
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(keyword), list):
+            types = [_types_of(branch) for branch in branches]
+            return set().union(*types) if all(types) else set()
+    return set()
