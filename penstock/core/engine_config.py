@@ -13,6 +13,7 @@ from penstock.core.request import SamplingDefaults
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4", "fp8"]
+LoadFormat = Literal["auto", "pt", "random"]
 ModelImplementation = Literal["auto", "native", "transformers"]
 
 
@@ -67,9 +68,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
     seed: Annotated[int, Meta(description="Seed for requests that bring none, and for random weights.")] = 0
     load_format: Annotated[
-        Literal["auto", "random"],
+        LoadFormat,
         Meta(
-            description="auto reads the checkpoint; random fills weights from config.json alone, for benchmarks."
+            description="auto reads safetensors or GGUF; pt reads pytorch_model.bin, unpickling tensors only; random "
+            "fills weights from config.json alone, for benchmarks."
         ),
     ] = "auto"
 

@@ -11,11 +11,10 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from penstock.core.engine_config import ModelImplementation, Quantization
+from penstock.core.engine_config import LoadFormat, ModelImplementation, Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
 from penstock.kernels.interface import Ops
@@ -30,7 +29,8 @@ from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layout import LayoutSource
 from penstock.models.model import Model
-from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
+from penstock.models.quantized_floats import open_folder
+from penstock.models.quantized_source import SafetensorsSource
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
@@ -115,7 +115,6 @@ def _known_families() -> str:
 
 logger = logging.getLogger(__name__)
 
-LoadFormat = Literal["auto", "random"]
 
 UNPACKED = 1.25  # times the bytes of the weights as they come: more than scales and padding add
 _LARGEST_ROPE_TABLE = 1 << 28  # elements: 1 GiB
@@ -131,10 +130,9 @@ class Checkpoint:
     gguf: GGUFFile | None
     quantization: StoredQuantization | None = None
 
-    def source(self) -> WeightSource:
+    def source(self, *, is_pickled: bool = False) -> WeightSource:
         if self.gguf is None:
-            files = SafetensorsSource(self.path)
-            stored = files if self.quantization is None else QuantizedSource(files, self.quantization)
+            stored = open_folder(self.path, self.quantization, is_pickled=is_pickled)
             return LayoutSource(stored, self.architecture.layout(self.config))
         return LayoutSource(GGUFSource(self.gguf), self.architecture.gguf_layout(self.config))
 
@@ -222,7 +220,7 @@ def weight_source(
 ) -> WeightSource:
     if load_format == "random":
         return RandomSource(seed, norm_offset=checkpoint.config.norm_offset, device=device)
-    return checkpoint.source()
+    return checkpoint.source(is_pickled=load_format == "pt")
 
 
 def is_encoder(path: Path) -> bool:

@@ -27,8 +27,6 @@ from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeig
 from penstock.models.stored_quantization import AWQ, GPTQ, MXFP4, Compressed, Scaled, StoredQuantization
 from penstock.models.weights import Part, Stacked, take_part
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _READABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -39,6 +37,9 @@ def _text_name(name: str) -> str:
 
 class SafetensorsSource:
     """Reads tensors from disk when asked for. A file is opened, and mapped, with its first tensor."""
+
+    single_name = "model.safetensors"
+    index_name = "model.safetensors.index.json"
 
     def __init__(self, folder: Path) -> None:
         self._open_files: dict[Path, Any] = {}
@@ -100,25 +101,32 @@ class SafetensorsSource:
 
     def _locate(self, folder: Path) -> Mapping[str, Path]:
         """Return the file of each tensor."""
-        index = folder / _INDEX
+        index = folder / self.index_name
         if index.exists():
             files = _read_index(index)
             for file in sorted(set(files.values())):
                 if not file.exists():
                     raise ModelLoadError(
-                        f"{folder} lacks {file.name}, which its {_INDEX} names.",
+                        f"{folder} lacks {file.name}, which its {index.name} names.",
                         hint="Fetch the missing file again.",
                     )
             return files
-        single = folder / _SINGLE
+        single = folder / self.single_name
         if not single.exists():
-            raise ModelLoadError(f"{folder} has neither {_SINGLE} nor {_INDEX}.")
+            has_pickles = any(folder.glob("pytorch_model*.bin"))
+            raise ModelLoadError(
+                f"{folder} has neither {single.name} nor {index.name}.",
+                hint="Read its .bin files with --load-format pt." if has_pickles else None,
+            )
         return dict.fromkeys(self._guarded(single, lambda opened: opened.keys()), single)
+
+    def _open(self, file: Path) -> Any:
+        return safe_open(file, framework="pt")
 
     def _guarded(self, file: Path, read: Callable[[Any], Any]) -> Any:
         try:
             if file not in self._open_files:
-                self._open_files[file] = safe_open(file, framework="pt")
+                self._open_files[file] = self._open(file)
             return read(self._open_files[file])
         except (SafetensorError, OSError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
@@ -173,7 +181,7 @@ class QuantizedSource:
 
     def is_quantized(self, name: str) -> bool:
         stem = name.removesuffix(".weight")
-        beside = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+        beside = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
         return any(f"{stem}.{each}" in self._names for each in beside)
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:

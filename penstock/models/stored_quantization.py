@@ -15,16 +15,15 @@ from penstock.models.config import Fields
 _HINT = "Use the unquantized checkpoint with --quantization int8, int4 or fp8, or a GGUF file."
 # Known by name, for the sentence of the refusal.
 _REFUSED = {
-    "bitsandbytes": "bitsandbytes",
     "bitnet": "BitNet",
     "aqlm": "AQLM",
     "quip": "QuIP",
     "hqq": "HQQ",
     "eetq": "EETQ",
     "torchao": "torchao",
-    "modelopt": "ModelOpt",
 }
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_FLOAT4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,18 @@ class MXFP4:
     """Stacked experts in float4 (e2m1), each 32 inputs with a power of two. Everything else is plain."""
 
 
-StoredQuantization = AWQ | GPTQ | Scaled | Compressed | MXFP4
+@dataclass(frozen=True, slots=True)
+class Float4:
+    """Four-bit floats, two to a byte, with a scale for each 16 inputs (NVFP4) or 32 (MXFP4); other matrices as in
+    `Scaled`. compressed-tensors and ModelOpt name the tensors differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes:
+    """bitsandbytes: nf4, fp4 or int8, as the tensors of each matrix say."""
+
+
+StoredQuantization = AWQ | GPTQ | Scaled | Compressed | MXFP4 | Float4 | BitsAndBytes
 
 
 def stored_quantization(fields: Fields) -> StoredQuantization | None:
@@ -87,14 +97,22 @@ def stored_quantization(fields: Fields) -> StoredQuantization | None:
             return Scaled(_block(inner.raw("weight_block_size"), inner))
         case "fbgemm_fp8":
             return Scaled()
+        case "compressed-tensors" if inner.raw("format") in _FLOAT4_FORMATS:
+            return Float4()
         case "compressed-tensors":
             return _compressed(inner)
         case "mxfp4":
             return MXFP4()
+        case "modelopt":
+            algorithm = inner.text("quant_algo", "unknown")
+            _require(inner, "quant_algo", algorithm, ("FP8", "NVFP4"))
+            return Float4() if algorithm == "NVFP4" else Scaled()
+        case "bitsandbytes":
+            return BitsAndBytes()
     shown = _REFUSED.get(method, repr(method))
     raise ModelLoadError(
         f"{fields.where} describes weights quantized by {shown}, which cannot be read; "
-        "known are AWQ, GPTQ, fp8, MXFP4 and compressed-tensors.",
+        "known are AWQ, GPTQ, fp8, MXFP4, compressed-tensors, ModelOpt and bitsandbytes.",
         hint=_HINT,
     )
 

@@ -21,6 +21,7 @@ from penstock.core.engine_config import Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import DenseWeight, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
+from penstock.models.quantized_floats import open_folder
 from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
@@ -156,9 +157,8 @@ class TransformersCheckpoint:
         except ModelLoadError as error:
             raise ModelLoadError(f"{unknown.message} {error.message}", hint=error.hint) from error
 
-    def source(self) -> WeightSource:
-        files = SafetensorsSource(self.path)
-        return files if self.quantization is None else QuantizedSource(files, self.quantization)
+    def source(self, *, is_pickled: bool = False) -> WeightSource:
+        return open_folder(self.path, self.quantization, is_pickled=is_pickled)
 
     def load(
         self,

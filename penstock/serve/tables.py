@@ -46,6 +46,8 @@ _OWN_SETTINGS = frozenset(
         "max_model_len",
         "quantization",
         "load_format",
+        "model_implementation",
+        "trust_remote_code",
         "generation_config",
         "override_generation_config",
     }

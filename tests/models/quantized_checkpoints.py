@@ -188,6 +188,97 @@ def float8(kind: str) -> Layout:
     return Layout(settings, quantize)
 
 
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def fp4_codes(values: Tensor) -> Tensor:
+    """The nearest codes of four-bit floats: the sign is the highest bit."""
+    magnitudes = (values.abs().unsqueeze(-1) - FP4).abs().argmin(-1)
+    return (magnitudes + 8 * (values < 0)).to(torch.uint8)
+
+
+def float4(kind: str) -> Layout:
+    """`kind`: nvfp4 or mxfp4 of compressed-tensors, or modelopt."""
+    group = 32 if kind == "mxfp4" else 16
+
+    def quantize(weight: Tensor) -> Quantized:
+        rows, columns = weight.shape
+        grouped = weight.view(rows, -1, group)
+        wanted = grouped.abs().amax(2) / 6
+        overall = wanted.max() / 448
+        if kind == "mxfp4":
+            stored = (wanted.log2().ceil() + 127).to(torch.uint8)
+            scales = torch.exp2(stored.float() - 127)
+        else:
+            stored = (wanted / overall).to(torch.float8_e4m3fn)
+            scales = stored.float() * overall
+        codes = fp4_codes(grouped / scales.unsqueeze(2)).view(rows, columns)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        signs = torch.where(codes >= 8, -1.0, 1.0)
+        dense = FP4[(codes & 7).long()] * signs * spread(scales, group)
+        tensors = {"weight_packed": packed, "weight_scale": stored}
+        if kind == "nvfp4":
+            tensors["weight_global_scale"] = (1 / overall).view(1)
+        if kind == "modelopt":
+            tensors = {"weight": packed, "weight_scale": stored, "weight_scale_2": overall}
+        return Quantized(tensors, dense)
+
+    if kind == "modelopt":
+        return Layout({"quant_method": "modelopt", "quant_algo": "NVFP4"}, quantize)
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": group}
+    return compressed(f"{kind}-pack-quantized", weights, quantize)
+
+
+def bitsandbytes(kind: str) -> Layout:
+    """`kind`: nf4, nf4 nested, or int8."""
+    levels = torch.tensor(
+        [-1, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1]
+    )
+
+    def as_int8(weight: Tensor) -> Quantized:
+        largest = weight.abs().amax(dim=1)
+        codes = (weight * 127 / largest[:, None]).round()
+        return Quantized({"weight": codes.to(torch.int8), "SCB": largest}, codes * largest[:, None] / 127)
+
+    def quantize(weight: Tensor) -> Quantized:
+        blocks = weight.flatten().view(-1, 64)
+        absmax = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
+        beside = {"absmax": absmax}
+        if kind == "nf4 nested":
+            offset, nested_levels = float(absmax.mean()), torch.linspace(-1, 1, 256)
+            outer = torch.cat([part.abs().amax(keepdim=True) for part in (absmax - offset).split(32)])
+            wide = outer.repeat_interleave(32)[: len(absmax)]
+            codes = ((absmax - offset)[:, None] / wide[:, None] - nested_levels).abs().argmin(1)
+            absmax = nested_levels[codes] * wide + offset
+            state |= {"nested_blocksize": 32, "nested_offset": offset}
+            beside = {
+                "absmax": codes.to(torch.uint8),
+                "nested_absmax": outer,
+                "nested_quant_map": nested_levels,
+            }
+        codes = (blocks / absmax[:, None])[:, :, None].sub(levels).abs().argmin(2)
+        flat = codes.flatten().to(torch.uint8)
+        beside["quant_map"] = levels.clone()
+        beside["quant_state.bitsandbytes__nf4"] = torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        )
+        tensors = {"weight": (flat[::2] << 4 | flat[1::2]).view(-1, 1)}
+        tensors |= {f"weight.{name}": tensor for name, tensor in beside.items()}
+        return Quantized(tensors, (levels[codes] * absmax[:, None]).view(weight.shape))
+
+    settings = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": kind != "int8",
+        "load_in_8bit": kind == "int8",
+    }
+    return Layout(settings, as_int8 if kind == "int8" else quantize)
+
+
+def modelopt_float8() -> Layout:
+    return Layout({"quant_method": "modelopt", "quant_algo": "FP8"}, float8("tensor").quantize)
+
+
 LAYOUTS: dict[str, Layout] = {
     "AWQ": awq(32),
     "AWQ of groups of 16": awq(16),
@@ -206,6 +297,13 @@ LAYOUTS: dict[str, Layout] = {
     "compressed float8": float8("compressed"),
     "float8 with one scale": float8("tensor"),
     "float8 in blocks": float8("blocks"),
+    "ModelOpt float8": modelopt_float8(),
+    "ModelOpt NVFP4": float4("modelopt"),
+    "compressed NVFP4": float4("nvfp4"),
+    "compressed MXFP4": float4("mxfp4"),
+    "bitsandbytes int8": bitsandbytes("int8"),
+    "bitsandbytes nf4": bitsandbytes("nf4"),
+    "bitsandbytes nf4, nested": bitsandbytes("nf4 nested"),
 }
 
 

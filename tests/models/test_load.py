@@ -39,6 +39,36 @@ def change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("code ran",)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_pickles_are_read_when_asked_for(
+    is_split: bool, llama: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(llama.folder / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((llama.folder / "config.json").read_bytes())
+    if not is_split:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        shards = {name: f"pytorch_model-{index % 2}.bin" for index, name in enumerate(tensors)}
+        for file in set(shards.values()):
+            torch.save({name: tensors[name] for name in tensors if shards[name] == file}, tmp_path / file)
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelLoadError, match=r"neither model\.safetensors") as caught:
+        load_model(tmp_path, TorchOps())
+    assert "--load-format pt" in str(caught.value.hint)
+    got = logits_of(tmp_path, load_format="pt")
+    torch.testing.assert_close(got, logits_of(llama.folder))
+    for file in tmp_path.glob("*.bin"):
+        torch.save({"model.norm.weight": _Evil()}, file)
+    with pytest.raises(ModelLoadError, match="cannot be unpickled safely"):
+        load_model(tmp_path, TorchOps(), load_format="pt")
+    assert "code ran" not in capsys.readouterr().out
+
+
 def test_shards(tmp_path: Path) -> None:
     reference = make_reference("llama", tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -55,9 +55,10 @@ def test_weights_decode_without_loss_and_stay_packed(name: str, folder: Path) ->
     source = open_checkpoint(folder).source()
     for stem, rows, columns in ((UP, 96, 64), ("model.layers.1.mlp.down_proj", 64, 96)):
         weight = source.matrix(f"{stem}.weight", rows, columns)
-        assert isinstance(weight, GroupQuantWeight | Float8Weight)
+        assert isinstance(weight, DenseWeight if "nf4" in name else GroupQuantWeight | Float8Weight)
         assert weight.shape == (rows, columns)
-        torch.testing.assert_close(weight.dequantize(), dense[f"{stem}.weight"], rtol=1e-5, atol=1e-6)
+        values = weight.values if isinstance(weight, DenseWeight) else weight.dequantize()
+        torch.testing.assert_close(values, dense[f"{stem}.weight"], rtol=1e-5, atol=1e-6)
     assert isinstance(source.matrix("lm_head.weight", 320, 64), DenseWeight)
 
 
@@ -112,13 +113,17 @@ def settings_of(folder: Path, **quantization: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes, which cannot"),
+        ({"quant_method": "hqq"}, "quantized by HQQ, which cannot"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "quant_algo 'W4A8_AWQ', which cannot be read",
+        ),
         ({"quant_method": "sorcery"}, "quantized by 'sorcery', which cannot be read; known are AWQ, GPTQ"),
         ({"bits": 4}, "quantized by 'unknown'"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', which cannot be read; known: gemm"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3, which cannot be read; known: 4 and 8"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "not two sizes"),
         (
             {
@@ -155,6 +160,19 @@ def damage(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
         ("GPTQ", f"{UP}.g_idx", torch.full((64,), -1, dtype=torch.int32), "does not share out"),
         ("float8 in blocks", f"{UP}.weight_scale_inv", torch.ones(2, 3), r"\[2, 3\], which blocks of 48"),
         ("compressed float8", f"{UP}.weight_scale", torch.ones(5), "96 rows has 5 scales"),
+        ("ModelOpt NVFP4", f"{UP}.weight_scale", torch.ones(96, 5), r"\[96, 5\], which groups of 16 or 32"),
+        (
+            "bitsandbytes nf4",
+            f"{UP}.weight.absmax",
+            torch.ones(5),
+            "5 blocks of 64, which 96 × 64 do not fill",
+        ),
+        (
+            "bitsandbytes nf4",
+            f"{UP}.weight.quant_state.bitsandbytes__nf4",
+            torch.zeros(3),
+            "does not describe",
+        ),
         ("SmoothQuant int8", f"{UP}.weight", torch.zeros(96, 64, dtype=torch.int16), r"torch\.int16"),
     ],
 )

@@ -1,0 +1,171 @@
+"""Reads matrices of four-bit floats (NVFP4, MXFP4) and of bitsandbytes from folders. Knows no architecture.
+
+Twice a four-bit float is a whole number, so those stay packed in eight bits without loss. The sixteen levels of
+bitsandbytes' nf4 and fp4 are no multiples of anything and become plain numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
+from penstock.models.pickled_source import PickledSource
+from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
+from penstock.models.stored_quantization import BitsAndBytes, Float4, Scaled, StoredQuantization
+from penstock.models.weights import Part, take_columns
+
+logger = logging.getLogger(__name__)
+
+_GROUPS = (32, 16)  # that all backends take
+# Twice the numbers of the format: the second eight are negative.
+_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+
+
+def float4_weight(packed: Tensor, scales: Tensor, factor: float, group: int) -> GroupQuantWeight:
+    """Decode uint8 [rows, in / 2], the first number in the low half of a byte. `scales` [rows, in / group] are
+    floats, or exponents of two with a bias of 127 in uint8; `factor` multiplies all of them."""
+    rows = packed.shape[0]
+    codes = _DOUBLED[torch.stack([packed & 0xF, packed >> 4], dim=-1).view(rows, -1).long()]
+    wide = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
+    return GroupQuantWeight(codes, wide * (factor / 2), None, group, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitState:
+    """The tensors beside a matrix of bitsandbytes, whose values are levels[code] × absmax of their block."""
+
+    settings: dict[str, Any]  # the JSON in `quant_state`
+    levels: Tensor  # float32 [16]
+    absmax: Tensor  # float32, or uint8 codes of `nested`
+    nested_levels: Tensor | None = None  # float32 [256]
+    nested_absmax: Tensor | None = None
+
+    def block_scales(self) -> Tensor:
+        if self.nested_levels is None or self.nested_absmax is None:
+            return self.absmax.float()
+        size = int(self.settings["nested_blocksize"])
+        outer = self.nested_absmax.float().repeat_interleave(size)[: self.absmax.numel()]
+        return self.nested_levels.float()[self.absmax.long()] * outer + float(self.settings["nested_offset"])
+
+
+def read_state(raw: Tensor, name: str) -> dict[str, Any]:
+    """Read the JSON that bitsandbytes stores as bytes."""
+    try:
+        settings = json.loads(bytes(raw.tolist()).decode())
+        if isinstance(settings, dict) and int(settings["blocksize"]) > 0:
+            return settings
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ModelLoadError(f"{name} does not describe a quantized matrix.")
+
+
+def four_bit_values(packed: Tensor, state: FourBitState, blocks: range) -> Tensor:
+    """Decode whole blocks: bytes of two codes, the first in the high half, to a row of numbers."""
+    flat = packed.flatten()
+    codes = torch.stack([flat >> 4, flat & 0xF], dim=-1).flatten()
+    scales = state.block_scales()[blocks.start : blocks.stop]
+    size = int(state.settings["blocksize"])
+    return state.levels.float()[codes.long()] * scales.repeat_interleave(size)[: codes.numel()]
+
+
+def open_folder(
+    folder: Path, kind: StoredQuantization | None, *, is_pickled: bool = False
+) -> SafetensorsSource | QuantizedSource:
+    """Open the weights of a folder, whose settings describe them as `kind`."""
+    files = PickledSource(folder) if is_pickled else SafetensorsSource(folder)
+    match kind:
+        case None:
+            return files
+        case Float4():
+            return Float4Source(files, Scaled())  # matrices in eight bits may be among those in four
+        case BitsAndBytes():
+            return BitsAndBytesSource(files, kind)
+        case _:
+            return QuantizedSource(files, kind)
+
+
+class Float4Source(QuantizedSource):
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
+        stem = name.removesuffix(".weight")
+        names, read = self.names(), self.files.tensor
+        is_compressed = f"{stem}.weight_packed" in names
+        if not is_compressed and f"{stem}.weight_scale_2" not in names:
+            return super().matrix(name, rows, columns, part)
+        wanted = part or Part(range(rows), range(columns))
+        all_scales = read(f"{stem}.weight_scale")
+        group = next((size for size in _GROUPS if all_scales.shape == (rows, columns // size)), None)
+        if group is None or columns % group:
+            raise ModelLoadError(
+                f"The scales of {stem} are {list(all_scales.shape)}, which groups of 16 or 32 do not give."
+            )
+        factor = 1.0
+        if f"{stem}.weight_global_scale" in names:
+            factor = 1 / float(read(f"{stem}.weight_global_scale").float().max())
+        elif not is_compressed:
+            factor = float(read(f"{stem}.weight_scale_2").float().max())
+        stored = f"{stem}.weight_packed" if is_compressed else name
+        packed = read(stored, (rows, columns // 2), (wanted.rows, range(columns // 2)))
+        scales = all_scales[wanted.rows.start : wanted.rows.stop]
+        return take_columns(float4_weight(packed, scales, factor, group), wanted.columns)
+
+
+class BitsAndBytesSource(QuantizedSource):
+    _has_told = False  # that weights are unpacked
+
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
+        names = self.names()
+        wanted = part or Part(range(rows), range(columns))
+        weight: WeightData
+        if f"{name}.absmax" in names:
+            weight = self._four_bits(name, rows, columns, wanted.rows)
+        elif f"{name.removesuffix('.weight')}.SCB" in names:
+            weight = self._eight_bits(name, rows, columns, wanted.rows)
+        else:
+            return super().matrix(name, rows, columns, part)
+        return take_columns(weight, wanted.columns)
+
+    def _eight_bits(self, name: str, rows: int, columns: int, own: range) -> WeightData:
+        scales = self.files.tensor(f"{name.removesuffix('.weight')}.SCB", (rows,), (own,)).float() / 127
+        codes = self.files.tensor(name, (rows, columns), (own, range(columns)))
+        weight = GroupQuantWeight(codes, scales.view(-1, 1), None, columns, 8)
+        group = next((size for size in _GROUPS if columns % size == 0), None)
+        return DenseWeight(weight.dequantize()) if group is None else weight.regrouped(group)
+
+    def _four_bits(self, name: str, rows: int, columns: int, own: range) -> DenseWeight:
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("four-bit weights of bitsandbytes are unpacked to the compute type")
+        states = sorted(each for each in self.names() if each.startswith(f"{name}.quant_state."))
+        if not states:
+            raise ModelLoadError(f"{name} of bitsandbytes has no quant_state beside it.")
+        state = FourBitState(
+            read_state(self.files.tensor(states[0]), states[0]),
+            self.files.tensor(f"{name}.quant_map", (16,)),
+            self.files.tensor(f"{name}.absmax"),
+            self._beside(name, "nested_quant_map"),
+            self._beside(name, "nested_absmax"),
+        )
+        size, count = int(state.settings["blocksize"]), rows * columns
+        if state.absmax.numel() != -(-count // size) or size % 2:
+            raise ModelLoadError(
+                f"{name} has {state.absmax.numel()} blocks of {size}, which {rows} × {columns} do not fill."
+            )
+        blocks = range(own.start * columns // size, -(-own.stop * columns // size))
+        num_bytes = -(-count // 2)
+        span = range(blocks.start * size // 2, min(num_bytes, blocks.stop * size // 2))
+        packed = self.files.tensor(name, (num_bytes, 1), (span, range(1)))
+        values = four_bit_values(packed, state, blocks)
+        first = own.start * columns - blocks.start * size
+        return DenseWeight(values[first : first + len(own) * columns].view(len(own), columns))
+
+    def _beside(self, name: str, suffix: str) -> Tensor | None:
+        stored = f"{name}.{suffix}"
+        return self.files.tensor(stored) if stored in self.names() else None
