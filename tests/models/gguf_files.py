@@ -44,9 +44,18 @@ ARCHITECTURES = {
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "phimoe": gguf.MODEL_ARCH.PHIMOE,
+    "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
 }
 # Families whose converters put the rows of rotary pairs beside each other.
-PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee", "mixtral")
+PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
@@ -96,7 +105,7 @@ def write_model(
     architecture = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=max_tensors)
     _write_settings(writer, config)
-    if getattr(config, "num_experts_per_tok", None):
+    if getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None):
         _write_expert_settings(writer, config, spoil)
     Vocabulary().write(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -105,11 +114,22 @@ def write_model(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        if ".experts." in name:
-            stored_values[name] = _write_experts(writer, name, values, kind)
+        if ".experts." in name or "_linear." in name:
+            stored_values[name] = _write_experts(
+                writer, name, values, kind, is_transposed=config.model_type == "gpt_oss"
+            )
+            continue
+        if name.endswith("kv_b_proj.weight"):
+            _write_absorbed(writer, name, values, config)
+            continue
+        if name.endswith(("e_score_correction_bias", ".sinks")):
+            part = "attn_sinks.weight" if name.endswith("sinks") else "exp_probs_b.bias"
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{part}", values.flatten())
             continue
         stored = _stored_form(name, values, config)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
+        if ".router." in name:
+            stored_name = f"blk.{name.split('.')[2]}.ffn_gate_inp.{name.split('.')[-1]}"
         if values.ndim == 1 or "_norm." in name:
             writer.add_tensor(stored_name, stored)
             continue
@@ -213,10 +233,10 @@ def _ungrouped(values: np.ndarray, config: Any) -> np.ndarray:
 
 
 def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -> None:
-    count = getattr(config, "num_experts", None) or config.num_local_experts
-    writer.add_expert_count(count)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(getattr(config, name) for name in counts if getattr(config, name, None)))
     if spoil != "expert_used_count":
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_used_count(getattr(config, "moe_k", None) or config.num_experts_per_tok)
     if spoil == "expert_gating_func":
         writer.add_expert_gating_func(_Unknown())
     if hasattr(config, "moe_intermediate_size"):
@@ -224,7 +244,37 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
     if getattr(config, "shared_expert_intermediate_size", 0):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if hasattr(config, "norm_topk_prob"):
-        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_norm(config.norm_topk_prob and config.model_type != "deepseek_v2")
+    if getattr(config, "n_shared_experts", None):
+        writer.add_expert_shared_count(config.n_shared_experts)
+    if getattr(config, "moe_num_shared_experts", None):
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+    if hasattr(config, "first_k_dense_replace"):
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if hasattr(config, "routed_scaling_factor"):
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if getattr(config, "n_group", None):
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if hasattr(config, "kv_lora_rank"):
+        writer.add_kv_lora_rank(config.kv_lora_rank)
+        if config.q_lora_rank:
+            writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+        rope = config.rope_parameters
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope.get("mscale_all_dim", 1.0))
+
+
+def _write_absorbed(writer: GGUFWriter, name: str, values: np.ndarray, config: Any) -> None:
+    """Write keys [H, C, N] and values [H, V, C] apart, as newer converters do."""
+    layer, plain = name.split(".")[2], config.qk_nope_head_dim
+    by_head = values.reshape(config.num_attention_heads, plain + config.v_head_dim, config.kv_lora_rank)
+    keys = np.ascontiguousarray(by_head[:, :plain].transpose(0, 2, 1))
+    writer.add_tensor(f"blk.{layer}.attn_k_b.weight", keys)
+    writer.add_tensor(f"blk.{layer}.attn_v_b.weight", np.ascontiguousarray(by_head[:, plain:]))
 
 
 class _Unknown:
@@ -232,12 +282,26 @@ class _Unknown:
 
 
 def _write_experts(
-    writer: GGUFWriter, name: str, values: np.ndarray, kind: GGMLQuantizationType
+    writer: GGUFWriter,
+    name: str,
+    values: np.ndarray,
+    kind: GGMLQuantizationType,
+    *,
+    is_transposed: bool = False,
 ) -> np.ndarray:
     """Write the experts of a layer as one tensor for each part, and return what was stored in transformers' form."""
     layer = name.split(".")[2]
+    is_gate_up = name.endswith(("gate_up_proj", "gate_up_proj_bias", "input_linear.weight"))
+    if name.endswith("_bias"):
+        pairs = {"gate": values[:, ::2], "up": values[:, 1::2]} if is_gate_up else {"down": values}
+        for part, biases in pairs.items():
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.bias", np.ascontiguousarray(biases))
+        return values
     parts = {"down": values}
-    if name.endswith("gate_up_proj"):
+    if is_transposed:
+        values = values.transpose(0, 2, 1)
+        parts = {"gate": values[:, ::2], "up": values[:, 1::2]} if is_gate_up else {"down": values}
+    elif is_gate_up:
         parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
     kept = []
     for part, matrices in parts.items():

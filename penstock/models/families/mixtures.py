@@ -14,7 +14,7 @@ from penstock.models.decoder import Decoder, PreNormDecoder
 from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, expert_layout, load_experts, num_experts
 from penstock.models.families.granite import Granite
 from penstock.models.families.llama import Llama
-from penstock.models.gguf_config import common_gguf_config, gguf_experts
+from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
@@ -183,7 +183,9 @@ class Olmoe(_Mixture):
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         config = common_gguf_config(file, cls.name)
-        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=False))
+        limit = metadata_fields(file).optional_number("attention.clamp_kqv")
+        experts = gguf_experts(file, config, normalizes=False)
+        return dataclasses.replace(config, experts=experts, qkv_limit=limit)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
