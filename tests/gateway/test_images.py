@@ -1,0 +1,251 @@
+"""Images of requests: what is refused before it costs anything, what is refused after decoding, and how images are
+fetched by URL without a way into the internal network."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.gateway_config import GatewayConfig
+from penstock.gateway.images import ImageFetcher, ImageLoader, check_images, checked_image, decode_data_url
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart, image_parts
+from tests.models.vision_checkpoints import picture, png
+
+CONFIG = GatewayConfig()
+PART = ImagePart(url="data:", param="messages[0].content")
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def data_url(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A small PNG file whose header promises more pixels than anybody should decode."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_formats(kind: str) -> None:
+    loaded = checked_image(PART, encoded(picture(40, 30), kind), CONFIG)
+    assert (loaded.width, loaded.height) == (40, 30)
+
+
+def test_a_lying_photograph_is_measured_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    loaded = checked_image(PART, encoded(picture(40, 30), "JPEG", exif=exif), CONFIG)
+    assert (loaded.width, loaded.height) == (30, 40)
+
+
+def test_an_animation_counts_as_its_first_frame() -> None:
+    frames = [picture(20, 20, seed) for seed in range(3)]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert checked_image(PART, data, CONFIG).width == 20
+
+
+@pytest.mark.parametrize(
+    ("data", "config", "says"),
+    [
+        pytest.param(b"", CONFIG, "is empty", id="empty"),
+        pytest.param(b"<svg/>", CONFIG, "in no format", id="svg"),
+        pytest.param(encoded(picture(8, 8), "BMP"), CONFIG, "in no format", id="bmp"),
+        pytest.param(encoded(picture(8, 8), "TIFF"), CONFIG, "in no format", id="tiff"),
+        pytest.param(png(picture(300, 300))[:2000], CONFIG, "is damaged", id="cut"),
+        pytest.param(encoded(picture(300, 300), "JPEG")[:900], CONFIG, "is damaged", id="cut-jpeg"),
+        pytest.param(bomb(60_000, 60_000), CONFIG, "", id="bomb"),
+        pytest.param(bomb(9_000, 9_000), CONFIG, "9000 × 9000 pixels", id="large"),
+        pytest.param(
+            png(picture(64, 64)), GatewayConfig(max_image_bytes=100), "more than the 100", id="bytes"
+        ),
+        pytest.param(png(picture(64, 64)), GatewayConfig(max_image_pixels=64), "64 × 64 pixels", id="pixels"),
+    ],
+)
+def test_bad_images_are_refused_with_their_place(data: bytes, config: GatewayConfig, says: str) -> None:
+    with pytest.raises(InvalidRequest, match="image") as refused:
+        checked_image(PART, data, config)
+    assert says in refused.value.message
+    assert refused.value.param == PART.param
+
+
+@pytest.mark.parametrize(
+    "url", ["data:image/png,abc", "data:image/png;base64,a*b", "data:image/png;base64,abc"]
+)
+def test_bad_data_urls(url: str) -> None:
+    with pytest.raises(InvalidRequest):
+        decode_data_url(msgspec.structs.replace(PART, url=url))
+
+
+def chat(*parts: TextPart) -> ChatPrompt:
+    return ChatPrompt(messages=(ChatMessage("user", parts),))
+
+
+def test_cheap_checks_come_before_reading() -> None:
+    prompt = chat(*[PART] * 3, TextPart("hi"))
+    with pytest.raises(InvalidRequest, match="takes text only"):
+        check_images([prompt], "m", CONFIG, sees=False)
+    with pytest.raises(InvalidRequest, match="has 3 images, and at most 2"):
+        check_images([prompt], "m", GatewayConfig(max_images=2), sees=True)
+    long = chat(ImagePart(url="data:image/png;base64," + "A" * 4000))
+    with pytest.raises(InvalidRequest, match="more than the 100 bytes"):
+        check_images([long], "m", GatewayConfig(max_image_bytes=100), sees=True)
+    # A model of texts reads a note in place of an image that came out of a tool.
+    check_images([chat(ImagePart(url="data:", stand_in="[An image]"))], "m", CONFIG, sees=False)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        name = self.path.lstrip("/")
+        if name == "elsewhere":
+            return self._answer(302, b"", location="http://other.example/cat.png")
+        if name == "moved":
+            return self._answer(302, b"", location="/cat.png")
+        if name == "loop":
+            return self._answer(302, b"", location="/loop")
+        if name == "page":
+            return self._answer(200, b"<html>", kind="text/html")
+        if name == "large":
+            return self._answer(200, b"x" * 5000)
+        if name == "slow":
+            self.server.released.wait(10)  # type: ignore[attr-defined]
+        if name != "cat.png":
+            return self._answer(404, b"")
+        return self._answer(200, png(picture(20, 10)))
+
+    def _answer(self, status: int, body: bytes, kind: str = "image/png", location: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if location is not None:
+            self.send_header("Location", location)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.released = threading.Event()  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.released.set()  # type: ignore[attr-defined]
+    server.shutdown()
+
+
+def fetch(url: str, **settings: Any) -> bytes:
+    config = GatewayConfig(**{"allowed_image_hosts": ("127.0.0.1",), **settings})
+    return asyncio.run(ImageFetcher(config).fetch(ImagePart(url=url)))
+
+
+def test_an_image_is_fetched_from_a_named_host(host: str) -> None:
+    assert fetch(f"http://{host}/cat.png") == png(picture(20, 10))
+    assert fetch(f"http://{host}/moved") == png(picture(20, 10))
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("none", "status 404"),
+        ("page", "text/html"),
+        ("elsewhere", "'other.example' may not be fetched"),
+        ("loop", "redirected too often"),
+        ("large", "more than the 4,000 bytes"),
+        ("slow", "took longer than 0.2 s"),
+    ],
+)
+def test_fetches_that_fail(host: str, path: str, says: str) -> None:
+    timeout_s = 0.2 if path == "slow" else 20.0
+    with pytest.raises(InvalidRequest) as refused:
+        fetch(f"http://{host}/{path}", max_image_bytes=4000, image_fetch_timeout_s=timeout_s)
+    assert says in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "says"),
+    [
+        ("http://127.0.0.1/a.png", (), "may not be fetched"),
+        ("http://127.0.0.1/a.png", ("images.example",), "may not be fetched"),
+        ("http://evil-images.example/a.png", ("images.example", "*.images.example"), "may not be fetched"),
+        ("ftp://images.example/a.png", ("images.example",), "must begin with"),
+        ("file:///etc/passwd", ("images.example",), "must begin with"),
+        ("http://u:p@images.example/a.png", ("images.example",), "password"),
+        ("http://[::1/a.png", ("images.example",), "not valid"),
+    ],
+)
+def test_urls_that_are_never_asked(url: str, hosts: tuple[str, ...], says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        fetch(url, allowed_image_hosts=hosts)
+    assert says in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.0.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "::1",
+        "fe80::1",
+        "fd00::1",
+        "::ffff:127.0.0.1",
+        "64:ff9b::7f00:1",
+        "2002:7f00:1::",
+    ],
+)
+def test_a_named_host_with_a_private_address_is_not_asked(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolve(*_: Any, **__: Any) -> list[Any]:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return [(family, socket.SOCK_STREAM, 6, "", (address, 80))]
+
+    async def ask() -> bytes:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
+        config = GatewayConfig(allowed_image_hosts=("images.example",))
+        return await ImageFetcher(config).fetch(ImagePart(url="http://images.example/a.png"))
+
+    with pytest.raises(InvalidRequest, match="leads into an internal network"):
+        asyncio.run(ask())
+
+
+def test_all_images_of_a_chat_are_loaded_and_an_error_names_its_place() -> None:
+    good = ImagePart(url=data_url(png(picture(20, 10))), param="messages[0].content")
+    bad = ImagePart(url=data_url(b"nothing"), param="messages[1].content")
+    loader = ImageLoader(CONFIG)
+    loaded = asyncio.run(loader.load(chat(good, TextPart("and"), good), "w"))
+    assert [part.loaded.width for part in image_parts(loaded) if part.loaded] == [20, 20]
+    with pytest.raises(InvalidRequest) as refused:
+        asyncio.run(loader.load(chat(good, bad), "w"))
+    assert refused.value.param == "messages[1].content"
+    with pytest.raises(InvalidRequest, match="stores no files"):
+        asyncio.run(loader.load(chat(ImagePart(file_id="file-1")), "w"))
