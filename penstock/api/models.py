@@ -33,6 +33,7 @@ class ModelEntry(msgspec.Struct):
     ]  # of requests that do not say; empty where an external server decides
     object: str = "model"
     owned_by: str = "penstock"
+    input_modalities: list[str] | msgspec.UnsetType = msgspec.UNSET  # of a model that takes more than text
 
 
 class ModelList(msgspec.Struct):
@@ -73,6 +74,14 @@ class ModelsEndpoints:
         model = listed.model
         owner = "external" if isinstance(model, ExternalModel) else "penstock"
         stated = model.card.sampling_defaults.stated() if isinstance(model, ServedModel) else {}
+        sees = isinstance(model, ServedModel) and model.card.vision is not None
         return ModelEntry(
-            listed.name, self._started, model.max_model_len, model.name, listed.parent, stated, owned_by=owner
+            listed.name,
+            self._started,
+            model.max_model_len,
+            model.name,
+            listed.parent,
+            stated,
+            owned_by=owner,
+            input_modalities=["text", "image"] if sees else msgspec.UNSET,
         )

@@ -16,12 +16,15 @@ HARNESS = Path(__file__).with_name("page_harness.js")
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
 
 
-def seen(owners: list[str], deltas: list[dict[str, str]]) -> dict[str, Any]:
-    models = {"data": [{"id": f"model-{owner}", "owned_by": owner} for owner in owners]}
+def seen(
+    owners: list[str], deltas: list[dict[str, str]], pasted: str = "", modalities: list[str] | None = None
+) -> dict[str, Any]:
+    more = {} if modalities is None else {"input_modalities": modalities}
+    models = {"data": [{"id": f"model-{owner}", "owned_by": owner, **more} for owner in owners]}
     events = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"]
     done = subprocess.run(
-        ["node", str(HARNESS), str(PAGE), json.dumps(models), "".join(lines)],
+        ["node", str(HARNESS), str(PAGE), json.dumps(models), "".join(lines), pasted],
         capture_output=True,
         text=True,
         timeout=60,
@@ -49,3 +52,13 @@ def test_a_model_that_does_not_reason_has_nothing_to_unfold() -> None:
 def test_the_page_promises_privacy_only_where_no_external_server_answers() -> None:
     assert "Nothing leaves this server." in seen(["penstock", "penstock"], [])["welcome"]
     assert seen(["penstock", "external"], [])["welcome"] == "Ask anything."
+
+
+def test_a_pasted_image_is_sent_to_a_model_that_sees_and_to_no_other() -> None:
+    url = "data:image/png;base64,aGk="
+    (asked,) = seen(["penstock"], [{"content": "Hi"}], url, ["text", "image"])["asked"][:1]
+    assert asked["content"] == [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "Hello?"},
+    ]
+    assert seen(["penstock"], [{"content": "Hi"}], url)["asked"][0]["content"] == "Hello?"

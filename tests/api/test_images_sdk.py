@@ -151,6 +151,11 @@ def test_responses(served: Served, tiny: TinyVision) -> None:
     assert answer.usage.input_tokens == num_prompt
 
 
+def test_the_list_of_models_says_what_a_model_takes(served: Served) -> None:
+    (entry,) = httpx.get(f"{served.url}/v1/models").json()["data"]
+    assert entry["input_modalities"] == ["text", "image"]
+
+
 def test_ollama_and_plain_text(served: Served, tiny: TinyVision) -> None:
     body = {"model": str(tiny.folder), "stream": False, "options": {"num_predict": 2, "temperature": 0}}
     image = base64.b64encode(png(CAT)).decode()

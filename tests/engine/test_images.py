@@ -21,7 +21,7 @@ from penstock.engine.build import Engine, build_engine
 from penstock.gateway.images import checked_image
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart
-from tests.engine.tiny import run, tokens
+from tests.engine.tiny import run, teach_short_answers, tokens
 from tests.models.vision_checkpoints import CHECKPOINTS, TinyVision, make_vision, picture, png
 
 NUM_TOKENS = 12
@@ -90,6 +90,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(model, engine, prompts, answers)
 
 
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    return make_vision("idefics3", tmp_path_factory.mktemp("vision") / "smallest")
+
+
 def test_answers_are_those_of_transformers(case: Case) -> None:
     for number, (prompt, answer) in enumerate(zip(case.prompts, case.answers, strict=True)):
         events = run(case.engine, [request(f"alone-{number}", prompt)])
@@ -113,6 +118,29 @@ def test_chunks_through_images_and_preemption_change_nothing(case: Case) -> None
     assert case.answers_of(small) == case.answers
 
 
+def test_preempted_requests_go_on_with_their_images(smallest: TinyVision) -> None:
+    engine, small = vision_engine(smallest), vision_engine(smallest, 16)
+    served = ServedModel(engine.ready, GatewayConfig())
+    prompts = [asyncio.run(served.prepare(chat([picture(90, 60, seed)]))) for seed in range(4)]
+    teach_short_answers(small)
+    made = [
+        run(each, [request(str(number), prompt, max_tokens=60) for number, prompt in enumerate(prompts)])
+        for each in (engine, small)
+    ]
+    assert small.loop.stats().num_preemptions > 0
+    for number in range(len(prompts)):
+        assert tokens(made[0][str(number)]) == tokens(made[1][str(number)])
+
+
+def test_an_answer_goes_on_at_another_engine(smallest: TinyVision) -> None:
+    engine = vision_engine(smallest)
+    served = ServedModel(engine.ready, GatewayConfig())
+    whole = request("whole", asyncio.run(served.prepare(chat(PICTURES))))
+    answer = tokens(run(engine, [whole])["whole"])
+    rest = msgspec.structs.replace(whole, id="rest", output_token_ids=tuple(answer[:5]))
+    assert tokens(run(vision_engine(smallest), [rest])["rest"]) == answer[5:]
+
+
 def test_the_same_tokens_with_another_image_share_no_block(case: Case) -> None:
     engine = case.engine
     served = ServedModel(engine.ready, GatewayConfig())
@@ -125,11 +153,6 @@ def test_the_same_tokens_with_another_image_share_no_block(case: Case) -> None:
     assert (events["other"][0].num_cached_tokens or 0) <= one.images[0].start
     assert (events["again"][0].num_cached_tokens or 0) > one.images[0].end - 16
     assert tokens(events["other"]) != tokens(events["again"])
-
-
-@pytest.fixture(scope="module")
-def smallest(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
-    return make_vision("idefics3", tmp_path_factory.mktemp("vision") / "smallest")
 
 
 def test_tiles_are_spread_over_steps_while_answers_stream(smallest: TinyVision) -> None:

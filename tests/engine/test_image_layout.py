@@ -1,0 +1,88 @@
+"""The gateway's rules for image tokens agree with transformers' image processors, at sizes as published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from PIL import Image
+from transformers import (
+    GotOcr2ImageProcessorPil,
+    Idefics3ImageProcessorPil,
+    PixtralImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+)
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.image_layout import VisionCard, image_layout
+
+SIZES = [
+    (1, 1),
+    (7, 5),
+    (64, 64),
+    (100, 37),
+    (37, 100),
+    (333, 500),
+    (640, 480),
+    (481, 1023),
+    (900, 60),
+    (33, 700),
+]
+
+
+def card(family: str, **numbers: int) -> VisionCard:
+    return VisionCard(
+        family=family, template_token="<i>", image_token="<i>", image_token_id=1, numbers=numbers
+    )
+
+
+def process(processor: Any, size: tuple[int, int], **options: Any) -> Any:
+    return processor(images=[Image.new("RGB", size, (90, 20, 10))], return_tensors="pt", **options)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_tiles_of_idefics3(size: tuple[int, int]) -> None:
+    tile, longest = 64, 4 * 64  # a sixth of the published sizes, in the same relation
+    processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": longest}, max_image_size={"longest_edge": tile}
+    )
+    made = process(processor, size, return_row_col_info=True)
+    numbers = {"tile_size": tile, "longest_edge": longest, "splits": 1, "tile_tokens": 9, "tile_patches": 16}
+    layout = image_layout(card("idefics3", **numbers), *size)
+    assert layout.num_tiles == made["pixel_values"].shape[1]
+    rows, columns = made["rows"][0][0], made["cols"][0][0]
+    assert layout.text.count("\n") == (rows + 1 if rows else 0)
+    assert layout.runs == (9,) * (rows * columns + 1)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_grids_of_qwen(size: tuple[int, int]) -> None:
+    bounds = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 200}
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": bounds["min_pixels"], "longest_edge": bounds["max_pixels"]}
+    )
+    _, height, width = process(processor, size)["image_grid_thw"][0].tolist()
+    layout = image_layout(card("qwen_vl", patch_size=14, merge_size=2, **bounds), *size)
+    assert (layout.grid, layout.tile_patches) == ((height // 2, width // 2), height * width)
+    with pytest.raises(InvalidRequest, match="too narrow"):
+        image_layout(card("qwen_vl", patch_size=14, merge_size=2, **bounds), 201, 1)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_of_pixtral(size: tuple[int, int]) -> None:
+    processor = PixtralImageProcessorPil(size={"longest_edge": 256})
+    made = process(processor, size, patch_size={"height": 32, "width": 32})
+    height, width = (int(side) for side in made["image_sizes"][0])
+    layout = image_layout(card("pixtral", patch_size=16, merge_size=2, longest_edge=256), *size)
+    assert layout.runs == (width // 32,) * (height // 32)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_tiles_of_internvl(size: tuple[int, int]) -> None:
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": 64, "width": 64}, crop_to_patches=True, min_patches=1, max_patches=12
+    )
+    made = process(processor, size, crop_to_patches=True)
+    numbers = {"tile_size": 64, "splits": 1, "min_tiles": 1, "max_tiles": 12, "tile_tokens": 4}
+    layout = image_layout(card("internvl", tile_patches=16, **numbers), *size)
+    assert layout.num_tiles == len(made["pixel_values"])
