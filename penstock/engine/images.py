@@ -8,9 +8,10 @@ when they are needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from penstock.engine.image_steps import RopePlaces, seeing_both_ways, with_rope_
 from penstock.kernels.interface import AttentionBatch, KVStore
 from penstock.models.config import ArchitectureConfig
 from penstock.models.decoder import Decoder
-from penstock.models.model import Model
+from penstock.models.model import Model, StagedModel
 from penstock.models.vision import Pixels, VisionModel
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,13 @@ class _Live:
     rope: RopePlaces | None
 
 
+@runtime_checkable
+class RunsInner(Protocol):
+    """A rank's part of a model, around the part itself."""
+
+    def run_inner(self, run: Callable[[StagedModel], Tensor]) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedImages:
     """The rows of a step that the encoder's output replaces. Columns beyond the hidden size are added to the same
@@ -138,7 +146,12 @@ class PlacedImages:
 
     def forward(self, model: Model, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         """Run a model as `Model.forward` does, with these rows in place of embeddings."""
-        assert isinstance(model, Decoder), "models that see images are decoders"
+        if isinstance(model, RunsInner):
+            return model.run_inner(lambda inner: self._run(inner, token_ids, batch, kv))
+        return self._run(model, token_ids, batch, kv)
+
+    def _run(self, model: Model, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        assert isinstance(model, Decoder), "the loader has checked this"
         residual = model.embed(token_ids)
         at = self.staging.to_device(self.at)
         first, *deeper = self.rows.to(residual.dtype).split(residual.shape[1], dim=1)

@@ -5,13 +5,14 @@ processors too."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
 from PIL import Image
+from torch import Tensor
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.gateway_config import GatewayConfig
@@ -130,6 +131,29 @@ def test_preempted_requests_go_on_with_their_images(smallest: TinyVision) -> Non
     assert small.loop.stats().num_preemptions > 0
     for number in range(len(prompts)):
         assert tokens(made[0][str(number)]) == tokens(made[1][str(number)])
+
+
+class RankPart:
+    """A model within another object, as a rank of a tensor-parallel engine has it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def run_inner(self, run: Callable[[Any], Tensor]) -> Tensor:
+        return run(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_a_rank_runs_its_part_of_the_model(smallest: TinyVision) -> None:
+    engine = vision_engine(smallest)
+    served = ServedModel(engine.ready, GatewayConfig())
+    prompt = asyncio.run(served.prepare(chat(PICTURES)))
+    answer = tokens(run(engine, [request("whole", prompt)])["whole"])
+    executor: Any = vision_engine(smallest)
+    executor.loop.executor._model = RankPart(executor.loop.executor._model)
+    assert tokens(run(executor, [request("part", prompt)])["part"]) == answer
 
 
 def test_an_answer_goes_on_at_another_engine(smallest: TinyVision) -> None:

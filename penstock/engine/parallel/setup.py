@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,11 @@ class RankModel:
                 return self._model.normed(residual)
             self._link.send(residual)
             return residual
+
+    def run_inner(self, run: Callable[[StagedModel], Tensor]) -> Tensor:
+        """Run this rank's part in another way than `forward`. There must be one stage."""
+        with _no_second_try():
+            return run(self._model)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         with _no_second_try():
