@@ -14,6 +14,8 @@ from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Tier
 from penstock.gateway.prompts import CacheMark, ChatPrompt, GenerationRequest, TextPart, Usage
+from tests.api.conftest import direct_client
+from tests.gateway.fake_engine import FakeEngine
 
 FIVE_MINUTES, HOUR = CacheMark(300.0), CacheMark(3600.0)
 SHORT = {"type": "ephemeral"}
@@ -182,3 +184,25 @@ def test_edits_of_the_context_are_named_and_not_made() -> None:
     assert not request_from(context_management=None).warnings
     with pytest.raises(InvalidRequest, match="context_management"):
         request_from(context_management={"edits": ["clear"]})
+
+
+async def test_an_unknown_path_answers_in_the_shape_of_the_client() -> None:
+    async with direct_client(FakeEngine()) as client:
+        plain = await client.get("/v1/nothing")
+        answer = await client.get("/v1/nothing", headers={"anthropic-version": "2023-06-01"})
+    assert (plain.status_code, answer.status_code) == (404, 404)
+    assert plain.json()["error"]["message"] == answer.json()["error"]["message"]
+    assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "not_found_error")
+
+
+async def test_a_count_names_edits_that_were_skipped() -> None:
+    body = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    async with direct_client(FakeEngine()) as client:
+        plain = (await client.post("/v1/messages/count_tokens", json=body)).json()
+        edited = (
+            await client.post("/v1/messages/count_tokens", json=body | {"context_management": edits})
+        ).json()
+    assert plain.keys() == {"input_tokens"}
+    assert edited["input_tokens"] == plain["input_tokens"]
+    assert "clear_tool_uses_20250919" in edited["warnings"][0]["message"]

@@ -21,14 +21,16 @@ from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.prompts import RequestWarning
 
 # The later versions took temperature, top_p and top_k away; the models here have them, so they always work.
 OLDEST_VERSION = "2023-06-01"
 _VERSION = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 
 
-class TokenCount(msgspec.Struct):
+class TokenCount(msgspec.Struct, omit_defaults=True):
     input_tokens: int
+    warnings: tuple[RequestWarning, ...] = ()
 
 
 class AnthropicEndpoints:
@@ -68,7 +70,7 @@ class AnthropicEndpoints:
         model = self._gateway.catalogue.permitted(principal, wire.model)
         async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
             count = await self._gateway.count_tokens(model, wire.prompt(), principal)
-        return json_response(TokenCount(count))
+        return json_response(TokenCount(count, wire.warnings))
 
 
 def check_version(request: Request) -> None:

@@ -215,6 +215,11 @@ class CountTokensRequest(ExtensionFields, kw_only=True):
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+
+    @property
+    def warnings(self) -> tuple[RequestWarning, ...]:
+        return self.context_management.warnings() if self.context_management else ()
 
     def prompt(self) -> ChatPrompt:
         messages = (*system_message(self.system), *chat_messages(self.messages))
@@ -262,7 +267,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     thread: dict[str, Any] | None = None
-    context_management: ContextManagement | None = None
 
     def to_generation(self) -> GenerationRequest:
         if self.thread is not None:
@@ -288,7 +292,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             tier=Tier.PRIORITY if self.service_tier == "auto" else Tier.DEFAULT,
             endpoint="messages",
             user=self.metadata.user_id if self.metadata else None,
-            warnings=self.context_management.warnings() if self.context_management else (),
+            warnings=self.warnings,
         )
         return self.extended_request(request, has_tier=self.service_tier is not None)
 

@@ -95,13 +95,17 @@ def is_anthropic(scope: Scope) -> bool:
     if path.startswith(_MESSAGES_PATH):
         return path[len(_MESSAGES_PATH) :][:1] in ("", "/")
     if path.startswith(_SHARED_PATHS):
-        return any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
+        return _names_anthropic_version(scope)
     return False
 
 
-def error_response_for(scope: Scope, error: PenstockError) -> Response:
-    """The answer to a request that failed before its answer began."""
-    for_anthropic = is_anthropic(scope)
+def _names_anthropic_version(scope: Scope) -> bool:
+    return any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
+
+
+def error_response_for(scope: Scope, error: PenstockError, *, is_unknown_path: bool = False) -> Response:
+    """The answer to a request that failed before its answer began. Where the path tells no API, a header does."""
+    for_anthropic = is_anthropic(scope) or (is_unknown_path and _names_anthropic_version(scope))
     headers = _error_headers(error, for_anthropic=for_anthropic)
     if for_anthropic:
         body = anthropic_error_body(error, _request_id(scope))
@@ -202,7 +206,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     method, path = request.method, request.url.path
     if error.status_code == 404:
         error = NotFound(f"There is nothing at {path}.", hint=_hint(request))
-        return error_response_for(request.scope, error)
+        return error_response_for(request.scope, error, is_unknown_path=True)
     message = f"{path} does not take {method}." if error.status_code == 405 else error.detail
     body: msgspec.Struct
     if is_anthropic(request.scope):
