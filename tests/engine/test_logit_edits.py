@@ -57,7 +57,14 @@ def test_all_but_the_last_of_the_top_tokens_are_excluded(
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return tiny_engine(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"), eos_token_id=[2, 5000])
+    (folder / "generation_config.json").write_text('{"temperature": 0.01, "top_k": 20}')
+    return tiny_engine(folder)
+
+
+def test_the_card_tells_what_the_makers_recommend_and_no_end_that_the_model_lacks(engine: Engine) -> None:
+    assert engine.card.sampling_defaults.stated() == {"temperature": 0.01, "top_k": 20}
+    assert engine.card.eos_token_ids == (2,)
 
 
 def answer(engine: Engine, name: str, **sampling: object) -> list[int]:
