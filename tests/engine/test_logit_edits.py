@@ -63,8 +63,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def test_the_card_tells_what_the_makers_recommend_and_no_end_that_the_model_lacks(engine: Engine) -> None:
-    assert engine.card.sampling_defaults.stated() == {"temperature": 0.01, "top_k": 20}
-    assert engine.card.eos_token_ids == (2,)
+    assert engine.ready.model.sampling_defaults.stated() == {"temperature": 0.01, "top_k": 20}
+    assert engine.ready.model.eos_token_ids == (2,)
 
 
 def answer(engine: Engine, name: str, **sampling: object) -> list[int]:
