@@ -32,6 +32,7 @@ from penstock.models.transformers_model import (
     PackedTable,
     TransformersModel,
     attend,
+    decoder_name,
 )
 from penstock.models.transformers_probe import RECORDING, Recording, check_rope, probe, recorded_mask
 from penstock.models.weights import NamedProduct, OnProgress, RandomSource, WeightLoader, WeightSource
@@ -230,7 +231,7 @@ def _skeleton(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             )
     except Exception as error:  # whatever the settings make of transformers' code
         raise ModelLoadError(f"Transformers cannot build the model: {_reason(error)}.") from error
-    if not type(network)._can_set_attn_implementation() or not hasattr(network, network.base_model_prefix):
+    if not type(network)._can_set_attn_implementation() or decoder_name(network) is None:
         raise ModelLoadError(
             f"Transformers runs {type(network).__name__} with attention of its own, which cannot be replaced "
             "by paged attention."

@@ -221,6 +221,14 @@ class PagedPass:
             raise ModelLoadError("The model does not call attention the same number of times in every pass.")
 
 
+def decoder_name(network: Any) -> str | None:
+    """Return the attribute of a causal language model that holds all but its head; None if there is no such one."""
+    if hasattr(network, network.base_model_prefix):
+        return str(network.base_model_prefix)
+    inner = [name for name, module in network.named_children() if hasattr(module, "base_model_prefix")]
+    return inner[0] if len(inner) == 1 else None
+
+
 class TransformersModel:
     """A decoder of the transformers library behind the engine's interface."""
 
@@ -244,7 +252,10 @@ class TransformersModel:
         self.products: Sequence[NamedProduct] = ()
         self.records_graphs = False  # until a probe shows that the forward pass never waits for the GPU
         self.network = network
-        self.decoder = getattr(network, network.base_model_prefix)
+        name = decoder_name(network)
+        assert name is not None, "a network without a decoder was refused"
+        self._decoder_name = name
+        self.decoder = getattr(network, name)
         self._ops = ops
 
     def bind(self, calls: Sequence[AttentionCall]) -> None:
@@ -262,7 +273,7 @@ class TransformersModel:
             windows=tuple(call.window for call in calls),
         )
         self._given = GivenStates()
-        setattr(self.network, self.network.base_model_prefix, self._given)
+        setattr(self.network, self._decoder_name, self._given)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         RUNTIME.ops = self._ops

@@ -93,7 +93,9 @@ def _window(allowed: Callable[..., Tensor], num_positions: int) -> int | None:
         windows.append(None if count == position + 1 else count)
     widest = {window for window in windows if window is not None}
     if len(widest) > 1:
-        raise ModelLoadError("its attention is cut in chunks, not in windows")
+        raise ModelLoadError(
+            "its attention is cut in chunks, which work only if --max-model-len is at most one chunk."
+        )
     window = next(iter(widest), None)
     if window is not None and any(each is None for each in windows) and window <= num_positions // 2:
         raise ModelLoadError("some tokens see all tokens before them, and others a window")

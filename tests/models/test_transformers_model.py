@@ -192,6 +192,25 @@ def test_a_window_longer_than_the_probe_is_seen(tmp_path: Path) -> None:
     )
 
 
+def test_attention_in_chunks_works_within_one_chunk(tmp_path: Path) -> None:
+    settings = {
+        **SMALL,
+        **EXPERTS,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 96,
+    }
+    model = _model(transformers.Llama4TextConfig, **settings, attention_chunk_size=64)
+    reference, ops = save_random("llama4", model, tmp_path), TorchOps()
+    with pytest.raises(ModelLoadError, match="only if --max-model-len is at most one chunk"):
+        load_model(tmp_path, ops, implementation="transformers")
+    short = load_model(tmp_path, ops, implementation="transformers", max_model_len=64)
+    prompt = random_prompt(40, seed=8)
+    torch.testing.assert_close(
+        PagedRunner(short, ops).prompt_logits(prompt, 16), reference.logits(prompt), **TOLERANCE
+    )
+
+
 def test_angles_that_depend_on_the_batch_are_limited(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
     save_random("llama", _model(transformers.LlamaConfig, **SMALL, rope_parameters=rope), tmp_path)
