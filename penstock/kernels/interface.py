@@ -121,6 +121,7 @@ class AttentionLayer:
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
     sinks: Tensor | None = None  # float32 [H]: a logit of each head that takes weight, and has no value
+    chunk: int | None = None  # a token sees the tokens of its chunk: positions n × chunk to (n + 1) × chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.blocks import ComposedOps
+from penstock.kernels.chunks import within_chunks
 from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
@@ -183,7 +184,7 @@ class NativeOps(ComposedOps):
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
         qkv = self._fitted(qkv)
-        struct = self._describe(layer, batch)
+        struct = self._describe(layer, batch, cache.block_size)
         out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=self.dtype)
         self._library.attend(
             struct,
@@ -203,7 +204,7 @@ class NativeOps(ComposedOps):
         if qkv.input_order is not None or output.input_order is not None:
             return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
         x = self._fitted(x)
-        struct = self._describe(layer, batch)
+        struct = self._describe(layer, batch, cache.block_size)
         y = torch.empty((x.shape[0], output.out_features), dtype=self.dtype)
         self._library.attention(
             qkv.handle,
@@ -251,7 +252,7 @@ class NativeOps(ComposedOps):
             residual.add_(self.attention(normed, qkv, output, layer, cache, batch))
             return
         self._check_residual(residual)
-        struct = self._describe(layer, batch)
+        struct = self._describe(layer, batch, cache.block_size)
         self._library.attention_block(
             qkv.handle,
             output.handle,
@@ -292,7 +293,7 @@ class NativeOps(ComposedOps):
         if (
             not isinstance(kv, NativeKVStore)
             or activation not in ACTIVATION_CODES
-            or any(map(_is_reordered, layers))
+            or any(_is_reordered(layer) or layer.attention.chunk for layer in layers)
         ):
             return None
         structs = (DecoderLayerStruct * len(layers))(*map(self._describe_decoder_layer, layers))
@@ -352,8 +353,11 @@ class NativeOps(ComposedOps):
         if residual.dtype is not self.dtype or not residual.is_contiguous():
             raise ValueError("the residual is updated in place and must be contiguous, of the backend's type")
 
-    def _describe(self, layer: AttentionLayer, batch: AttentionBatch) -> AttentionLayerStruct:
+    def _describe(
+        self, layer: AttentionLayer, batch: AttentionBatch, block_size: int
+    ) -> AttentionLayerStruct:
         """The layer in C form; the batch's is left in `_batch_struct`."""
+        batch = within_chunks(batch, layer.chunk, block_size)
         if batch is not self._batch:
             self._describe_batch(batch)
         return self._describe_layer(layer)

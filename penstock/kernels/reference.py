@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.blocks import ComposedOps
+from penstock.kernels.chunks import within_chunks
 from penstock.kernels.interface import (
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
@@ -165,6 +166,7 @@ class TorchOps(ComposedOps):
         cache.values.write(slots, value)
 
         output = torch.empty_like(query)
+        batch = within_chunks(batch, layer.chunk, cache.keys.entries.shape[1])
         starts = batch.query_starts.tolist()
         context_lens = batch.context_lens.tolist()
         for request in range(batch.num_requests):

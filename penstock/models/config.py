@@ -145,6 +145,9 @@ class ArchitectureConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     head_norms: bool = False  # RMS norms of query and key heads, where only the settings tell
+    attention_chunk: int | None = None  # tokens that see each other, in layers with rope
+    tuned_from: float | None = None  # the position from which layers without rope scale queries ...
+    tuning: float = 0.0  # ... and how much
     parallel_blocks: bool = False  # attention and MLP read the same residual
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None

@@ -21,6 +21,7 @@ def make_layer(
     head_norms: bool = False,
     max_positions: int = 2048,
     sinks: bool = False,
+    chunk: int | None = None,
 ) -> AttentionLayer:
     half = head_dim // 2
     frequencies = 10000.0 ** (-torch.arange(half) / half)
@@ -36,6 +37,7 @@ def make_layer(
         q_norm=torch.rand(head_dim) + 0.5 if head_norms else None,
         k_norm=torch.rand(head_dim) + 0.5 if head_norms else None,
         sinks=torch.randn(num_heads) * 2 if sinks else None,
+        chunk=chunk,
     )
 
 

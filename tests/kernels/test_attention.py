@@ -26,6 +26,7 @@ LAYERS = {
     "softcap": {"softcap": 5.0},
     "norms": {"head_norms": True},
     "sinks": {"sinks": True, "window": 60},
+    "chunks": {"chunk": 48},
     "all": {"window": 100, "softcap": 20.0, "head_norms": True, "sinks": True},
 }
 LENGTHS = [1, 15, 16, 17, 100, 230]

@@ -92,6 +92,7 @@ class Heads:
     softcap: float | None = None
     norms: bool = False
     sinks: bool = False
+    chunk: int | None = None
 
     def layer(self, bench: Bench, max_positions: int) -> AttentionLayer:
         norms = [
@@ -109,6 +110,7 @@ class Heads:
             q_norm=norms[0],
             k_norm=norms[1],
             sinks=torch.randn(self.count, device=bench.device) * 2 if self.sinks else None,
+            chunk=self.chunk,
         )
 
 

@@ -62,6 +62,7 @@ WHOLE = Bench(torch.device("cpu"), torch.float32)
         Heads(2, 2, 16, window=21),
         Heads(4, 1, 32, window=150, softcap=3.0),
         Heads(4, 2, 16, window=37, sinks=True),
+        Heads(4, 2, 16, chunk=32),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.chunks import within_chunks
 from penstock.kernels.interface import (
     Activation,
     Attend,
@@ -77,6 +78,7 @@ def attention(
     that is given. The first `batch.num_decodes` requests have one query token each. `flashinfer` computes the prompts
     that it accepts."""
     out = torch.empty_like(q) if out is None else out
+    batch = within_chunks(batch, layer.chunk, cache.block_size)
     if batch.num_decodes:
         decode_attention(q, cache, out, layer, batch)
     if batch.num_requests > batch.num_decodes and not (

@@ -1,0 +1,134 @@
+"""Llama 4, text: attention within chunks with norms of queries and keys, some layers that know no positions and scale
+queries by them, and experts whose input is weighted. Reads the text part of multimodal checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.decoder import Decoder
+from penstock.models.experts import expert_layout, load_experts
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.layers import Attention, Block, LayerLoader
+from penstock.models.layout import Layout, StackedPart, rotated_rows
+
+_GATE_UP = ("mlp.experts.gate_up_proj", "")
+_EXPERTS = {
+    "gate_proj": StackedPart(*_GATE_UP, 0, 2, transposed=True),
+    "up_proj": StackedPart(*_GATE_UP, 1, 2, transposed=True),
+    "down_proj": StackedPart("mlp.experts.down_proj", "", transposed=True),
+}
+_NAMES = {"feed_forward": "mlp", "router": "gate", "shared_expert": "shared_experts"}
+
+
+@dataclass(frozen=True, slots=True)
+class TunedAttention:
+    """Attention whose queries are scaled by a number for each position."""
+
+    inner: Attention
+    scales: Tensor  # float32 [positions]
+
+    def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
+        layer = self.inner.layer
+        qkv = ops.linear(x, self.inner.qkv)
+        queries = qkv[:, : layer.num_heads * layer.head_dim]
+        queries.copy_(queries * self.scales[batch.positions.long()].unsqueeze(1))
+        return ops.add_up(ops.linear(ops.attend(qkv, layer, cache, batch), self.inner.output))
+
+
+class Llama4(Decoder):
+    name = "llama4"
+    huggingface_names = (
+        "Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration",
+        "llama4_text",
+        "llama4",
+    )
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = Fields({**fields.values, **(fields.raw("text_config") or {})}, fields.where)
+        config = common_huggingface_config(fields, cls.name)
+        layers = range(config.num_layers)
+        rotates = fields.raw("no_rope_layers")  # 1 for a layer with rope, in spite of the name
+        if not rotates:
+            interval = fields.integer("no_rope_layer_interval", 4)
+            rotates = [(index + 1) % interval for index in layers]
+        if not isinstance(rotates, list) or len(rotates) != config.num_layers:
+            raise ModelLoadError(f"{fields.where} lists no_rope_layers that do not match its layers.")
+        step = fields.integer("interleave_moe_layer_step", 1)
+        mixtures = fields.raw("moe_layers") or list(range(step - 1, config.num_layers, step))
+        inner = fields.integer("intermediate_size")
+        has_bias = fields.flag("attention_bias", False)
+        return dataclasses.replace(
+            config,
+            intermediate_size=fields.integer("intermediate_size_mlp", inner),
+            unrotated_layers=frozenset(index for index in layers if not rotates[index]),
+            head_norms=fields.flag("use_qk_norm", True),
+            attention_chunk=fields.integer("attention_chunk_size", 8192),
+            tuned_from=fields.number("floor_scale", 8192.0)
+            if fields.flag("attn_temperature_tuning", True)
+            else None,
+            tuning=fields.number("attn_scale", 0.1),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            experts=ExpertsConfig(
+                count=fields.integer("num_local_experts"),
+                per_token=fields.integer("num_experts_per_tok", 1),
+                intermediate_size=inner,
+                normalizes=False,
+                scoring="sigmoid",
+                dense_layers=frozenset(index for index in layers if index not in mixtures),
+                shared_intermediate_size=inner,
+            ),
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        raise ModelLoadError(
+            f"{file.path.name} holds Llama 4, which is read from safetensors only.",
+            hint="Give the folder of the original checkpoint.",
+        )
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = rotated_rows(config, interleaved=True, head_norms=False)
+        return expert_layout(config, _NAMES, _EXPERTS, rows)
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        config, experts = self.config, self.config.experts
+        assert experts is not None
+        is_dense = load.index in experts.dense_layers
+        return Block(
+            attention_norm=load.rms_norm("input_layernorm"),
+            attention=self._load_attention(load),
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load.gated_mlp(intermediate_size=config.intermediate_size)
+            if is_dense
+            else load_experts(load, weighs_input=True),
+        )
+
+    def _load_attention(self, load: LayerLoader) -> Attention | TunedAttention:
+        config, attention = self.config, load.attention()
+        if load.index in config.unrotated_layers:
+            if config.tuned_from is None:
+                return attention
+            positions = torch.arange(self.max_model_len, device=load.weights.ops.device)
+            scales = torch.log1p(torch.floor((positions + 1.0) / config.tuned_from)) * config.tuning + 1.0
+            return TunedAttention(attention, scales)
+        # Norms behind the rotation, which does not change lengths, have no weights.
+        ones = torch.ones(config.head_dim, device=load.weights.ops.device) if config.head_norms else None
+        layer = dataclasses.replace(attention.layer, chunk=config.attention_chunk, q_norm=ones, k_norm=ones)
+        return dataclasses.replace(attention, layer=layer)
+
+    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
+        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
