@@ -40,6 +40,8 @@ from penstock.api.openai.responses_endpoints import ResponsesEndpoints
 from penstock.api.openai.responses_history import StoredBodies
 from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
 from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
+from penstock.api.scoring.endpoints import ScoringEndpoints
+from penstock.api.scoring.rerank import RerankEndpoints
 from penstock.api.websocket.endpoint import WebSocketEndpoint
 from penstock.api.websocket.responses import PATH as RESPONSES_PATH
 from penstock.api.websocket.responses import ResponsesSession
@@ -47,6 +49,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.batches.runner import StoredWork
+from penstock.gateway.embeddings.scores import Scores
 from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses.objects import ObjectStore
@@ -87,6 +90,7 @@ def create_app(
         Middleware(Authenticate, authenticator, origins),
     ]
     embeddings = Embeddings(gateway)
+    scores = Scores(embeddings)
     objects = objects or ObjectStore(Database("sqlite://"), max_workspace_bytes=MAX_MEMORY_BYTES)
     stored = Responses(gateway, responses or MemoryResponses(), StoredBodies())
     responses_api = ResponsesEndpoints(stored, objects)
@@ -101,8 +105,10 @@ def create_app(
         *AnthropicEndpoints(gateway).routes(),
         *OpenAIEndpoints(gateway, chats).routes(),
         *responses_api.routes(),
-        *ModerationEndpoints(gateway).routes(),
+        *ModerationEndpoints(gateway, embeddings).routes(),
         *EmbeddingEndpoints(embeddings).routes(),
+        *RerankEndpoints(scores).routes(),
+        *ScoringEndpoints(embeddings, scores).routes(),
     ]
     app = Application(
         routes=[

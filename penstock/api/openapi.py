@@ -64,7 +64,7 @@ from penstock.api.files import (
     UploadObject,
     UploadPart,
 )
-from penstock.api.http.errors import AnthropicErrorBody, ErrorBody, OllamaErrorBody
+from penstock.api.http.errors import AnthropicErrorBody, CohereErrorBody, ErrorBody, OllamaErrorBody
 from penstock.api.models import ModelEntry, ModelList
 from penstock.api.ollama.answers import ChatPart, GeneratePart
 from penstock.api.ollama.endpoints import EmbeddingsResponse, EmbedResponse
@@ -99,6 +99,15 @@ from penstock.api.openai.responses_endpoints import (
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.stored_chats import CompletionChanges, CompletionDeleted, StoredList
+from penstock.api.scoring.endpoints import (
+    ClassificationList,
+    CreateClassification,
+    CreatePooling,
+    CreateScores,
+    PooledList,
+    ScoreList,
+)
+from penstock.api.scoring.rerank import RerankRequest, RerankResponse
 from penstock.core.cluster_view import ClusterView, ReleaseOrder
 from penstock.gateway.ledger.usage_store import UsagePage
 
@@ -109,6 +118,11 @@ JSON_LINES = "application/x-ndjson"
 
 _REFERENCE = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_ERRORS: dict[str, type[msgspec.Struct]] = {
+    "/v1/messages": AnthropicErrorBody,
+    "/api/": OllamaErrorBody,
+    "/v2/": CohereErrorBody,
+}  # others: OpenAI's
 _WITH_BODY = frozenset({"POST", "PATCH", "PUT"})
 
 
@@ -175,7 +189,7 @@ Schemas = Mapping[type[msgspec.Struct], dict[str, Any]]
 
 def _schemas(operations: Sequence[Operation]) -> tuple[Schemas, dict[str, Any]]:
     """A reference to each shape, and what the references stand for."""
-    shapes: list[type[msgspec.Struct]] = [ErrorBody, AnthropicErrorBody, OllamaErrorBody]
+    shapes: list[type[msgspec.Struct]] = [ErrorBody, *_ERRORS.values()]
     for operation in operations:
         shapes += [
             shape
@@ -218,9 +232,8 @@ def _responses(route: Route, operation: Operation, schemas: Schemas) -> dict[str
     content: dict[str, Any] = {operation.content_type: {"schema": schema}}
     if operation.streams:
         content[operation.stream_type] = {"schema": {"type": "string"}}
-    is_anthropic = route.path.startswith("/v1/messages")
-    is_ollama = route.path.startswith("/api/")
-    error = schemas[AnthropicErrorBody if is_anthropic else OllamaErrorBody if is_ollama else ErrorBody]
+    shapes = (shape for prefix, shape in _ERRORS.items() if route.path.startswith(prefix))
+    error = schemas[next(shapes, ErrorBody)]
     return {
         "200": {"description": "The answer.", "content": content},
         "default": {"description": "A refusal or a failure.", "content": {JSON: {"schema": error}}},
@@ -289,6 +302,19 @@ INFERENCE: dict[str, Operation] = {
     "GET /v1/conversations/{conversation_id}/items/{item_id}": Operation(response=InputItem),
     "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Operation(response=ConversationObject),
     "POST /v1/embeddings": Operation(request=CreateEmbeddings, response=EmbeddingList),
+    **{
+        f"POST {path}": Operation(request=RerankRequest, response=RerankResponse)
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    },
+    **{
+        f"POST {path}": Operation(request=CreateScores, response=ScoreList)
+        for path in ("/v1/score", "/score")
+    },
+    **{
+        f"POST {path}": Operation(request=CreateClassification, response=ClassificationList)
+        for path in ("/v1/classify", "/classify")
+    },
+    "POST /pooling": Operation(request=CreatePooling, response=PooledList),
     "POST /v1/moderations": Operation(request=CreateModeration, response=ModerationList),
     "POST /v1/messages": Operation(request=MessagesRequest, response=Message, streams=True),
     "POST /v1/messages/count_tokens": Operation(request=CountTokensRequest, response=TokenCount),

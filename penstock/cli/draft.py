@@ -166,7 +166,7 @@ def encoded(card: ModelCard, conversations: list[Conversation]) -> list[list[int
     from penstock.gateway.prompts import ChatMessage, ChatPrompt
     from penstock.gateway.text.template import ChatTemplate
 
-    if not card.tokenizer_json or card.is_encoder:
+    if not card.tokenizer_json or not card.generates:
         raise ConfigError(f"{card.name} has no tokenizer, or writes no text.")
     tokenizer = Tokenizer.from_str(card.tokenizer_json.decode())
     start = [card.bos_token_id] if card.add_bos_token and card.bos_token_id is not None else []

@@ -56,7 +56,7 @@ def generate(prompt: str, max_tokens: int, temperature: float, top_p: float, con
                 hint="Put the model's tokenizer.json into its folder.",
             )
         engine = OfflineEngine(fetch_drafter(config), path)
-    if engine.card.is_encoder:
+    if not engine.card.generates:
         engine.close()
         raise UsageError(
             f"'{config.model.model}' is an embedding model and writes no text.",

@@ -169,6 +169,7 @@ def print_banner(
         ("Chat page", f"{url}/"),
         ("Model", describe_weights(card)),
         *([("Also", ", ".join(others))] if others else []),
+        *([("Vectors", describe_vectors(card))] if card.embedding_size else []),
         ("Context", f"{card.max_model_len:,} tokens"),
         ("KV cache", f"{ready.num_kv_blocks * ready.block_size:,} tokens{each}"),
     ]
@@ -191,6 +192,18 @@ def describe_weights(card: ModelCard) -> str:
     rounding = f"; {card.rounding}" if card.rounding else ""
     code = "; run by the code of transformers" if card.implementation == "transformers" else ""
     return f"{count}{word} parameters, {precision}{rounding}{code}"
+
+
+def describe_vectors(card: ModelCard) -> str:
+    """What the model makes of a text besides tokens, how, and which of its files says so."""
+    pooler = card.pooler
+    said_by = f"by {pooler.source}" if pooler.source else "which none of the model's files names"
+    pooling = f"pooling {card.pooling!r}, {said_by}"
+    if pooler.scores_pairs:
+        return f"a score for each pair of texts; {pooling}"
+    if pooler.labels:
+        return f"{len(pooler.labels)} labels; {pooling}"
+    return f"{card.embedding_size:,} numbers{'' if pooler.normalizes else ', not normalized'}; {pooling}"
 
 
 def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> None:

@@ -251,7 +251,7 @@ async def _answer_once(client: EngineClient, ready: EngineReady, request_id: str
         prompt_token_ids=(token_id,) * num_tokens,
         sampling=SamplingParams(max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
         cache_salt=request_id,  # the cached prefix of this request matches no other
-        pooling=card.pooling if card.is_encoder else None,
+        pooling=None if card.generates else card.pooling,
     )
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()

@@ -9,7 +9,7 @@ Times never cross as absolute values, because two processes need not share a clo
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -75,6 +75,26 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 ToEngine: TypeAlias = AddRequest | AbortRequests | Hello | RestartKVEvents | Shutdown
 
 
+class PoolerCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a model turns texts into vectors or scores, as its own files say."""
+
+    source: str = ""  # the file that names the pooling; empty when no file does
+    normalizes: bool = True  # whether embeddings are scaled to length 1
+    matryoshka: tuple[int, ...] | None = (
+        None  # sizes that vectors may be cut to; empty: any size; None: no other
+    )
+    cut_to: int | None = None  # numbers that the files keep of a vector
+    prompts: dict[str, str] = {}  # texts to put in front of an input, by name
+    default_prompt: str = ""  # the name of the prompt of inputs that name none
+    lower_cases: bool = False
+    similarity: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
+    labels: tuple[str, ...] = ()  # of a classifier, whose vectors are logits
+    is_multi_label: bool = False  # whether several labels may apply to one text
+    scores_pairs: bool = False  # whether the model reads a query and a document together, and gives one score
+    score_activation: Literal["sigmoid", "none"] = "sigmoid"  # from the logit of a pair to its score
+    asks_yes_or_no: bool = False  # a language model that is asked whether the document fits the query
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """All that a gateway needs to know about a served model. It travels with EngineReady, so that a gateway needs
     no model files, no torch, and may run on another machine."""
@@ -96,7 +116,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     rounding: str = ""  # what the kernels round besides: see Ops.rounding
     embedding_size: int = 0  # of embedding vectors; 0 without embeddings
     pooling: Pooling = "mean"  # of embeddings, unless the request says otherwise
-    is_encoder: bool = False  # makes embeddings only: no tokens, and no other pooling
+    pooler: PoolerCard = PoolerCard()
+    is_encoder: bool = False  # every token sees the whole text: no tokens are generated, and no KV is kept
+    generates: bool = True  # whether the model has a head for tokens
     named_templates: dict[str, str] = {}  # further chat templates by name, such as tool_use
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # for requests that do not say
     implementation: str = "native"  # whose code runs the model: native or transformers

@@ -38,8 +38,9 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""  # the schema, the pattern, the grammar, a JSON list of choices, or the tags as JSON
 
 
-# Which hidden states of the last layer make up an embedding: the mean of all, the last token's, or the first's.
-Pooling: TypeAlias = Literal["mean", "last", "first"]
+# How the hidden states of the last layer become a vector: their mean, the last token's, the first token's, the mean
+# with weights that rise with the position, the maximum of each number; "all" keeps one vector for each token.
+Pooling: TypeAlias = Literal["mean", "last", "first", "weighted_mean", "max", "all"]
 
 
 class CacheBreakpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +148,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     )
     deadline_s: float | None = None  # on the engine's clock; set from AddRequest.timeout_s on arrival
     pooling: Pooling | None = None  # the answer is one vector instead of tokens
+    normalizes: bool | None = None  # scale the vector to length 1; None does as the model's files say
+    second_text_at: int = (
+        0  # the token at which the second text of a pair begins, for encoders; 0: a single text
+    )
     model: str = ""  # the name that the client asked for; empty where there is only one
     adapter: Adapter | None = None  # LoRA weights that are added to the model's own for this request
     output_token_ids: tuple[int, ...] = ()

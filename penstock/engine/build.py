@@ -219,7 +219,7 @@ def _load_ranks(
 
 
 def _is_encoder(model_path: Path) -> bool:
-    from penstock.models.load import is_encoder
+    from penstock.models.encoders.load import is_encoder
 
     return is_encoder(model_path)
 
@@ -229,7 +229,8 @@ def _load_encoder(
 ) -> Loaded:
     from penstock.engine.device import choose_ops
     from penstock.engine.pooling import EncoderExecutor
-    from penstock.models.load import load_encoder, load_tokenizer, weights_identity
+    from penstock.models.encoders.load import load_encoder
+    from penstock.models.load import load_tokenizer, weights_identity
     from penstock.models.tokenizer import numbered_tokenizer_json
 
     settings = config.model
@@ -237,14 +238,15 @@ def _load_encoder(
     ops = choose_ops(
         msgspec.structs.replace(config, model=msgspec.structs.replace(settings, dtype="float32"))
     )
-    model = load_encoder(
+    encoder = load_encoder(
         model_path, ops, load_format=settings.load_format, seed=settings.seed, on_progress=on_progress
     )
-    max_text_len = min(settings.max_model_len or model.config.max_text_len, model.config.max_text_len)
+    model = encoder.model
+    max_text_len = min(settings.max_model_len or encoder.max_text_len, encoder.max_text_len)
     tokenizer = load_tokenizer(model_path)
     card = ModelCard(
         name=settings.served_model_name or settings.model,
-        architecture="bert",
+        architecture=model.name,
         vocab_size=model.config.vocab_size,
         max_model_len=max_text_len,
         tokenizer_json=(
@@ -259,12 +261,14 @@ def _load_encoder(
         num_parameters=model.num_parameters,
         dtype="float32",
         quantization=None,
-        embedding_size=model.config.hidden_size,
-        pooling=model.config.pooling,
+        embedding_size=encoder.head.size,
+        pooling=encoder.settings.pooling,
+        pooler=encoder.settings.card,
         is_encoder=True,
+        generates=False,
         weights_id=f"random-{settings.seed}"
         if settings.load_format == "random"
         else weights_identity(model_path),
     )
     blocks_per_text = max_text_len // config.cache.block_size + 1
-    return Loaded(EncoderExecutor(model, clock), card, config.scheduler.max_num_seqs * blocks_per_text)
+    return Loaded(EncoderExecutor(encoder, clock), card, config.scheduler.max_num_seqs * blocks_per_text)

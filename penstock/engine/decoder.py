@@ -43,6 +43,7 @@ from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.images import ImageEncoder, ImageQueue
 from penstock.engine.loaded import Loaded, Progress
+from penstock.engine.pooling import VectorMaker
 from penstock.engine.sampler import Sampler
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
@@ -50,8 +51,16 @@ from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, O
 from penstock.kernels.states import StateStore, state_bytes
 from penstock.models.decoder import Decoder as NativeDecoder
 from penstock.models.generation import sampling_defaults
-from penstock.models.load import load_model, load_tokenizer, load_vision_part, weights_identity
+from penstock.models.load import (
+    load_model,
+    load_pooling_head,
+    load_tokenizer,
+    load_vision_part,
+    pooling_settings,
+    weights_identity,
+)
 from penstock.models.model import Model, state_layers
+from penstock.models.pooling import PoolingSettings
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.tokenizer import numbered_tokenizer_json
 from penstock.models.vision import VisionModel
@@ -118,6 +127,10 @@ def load_decoder(
     )
     leave_cores_to(whole_ops)
     model = setup.model(loaded, ops)
+    pooling = pooling_settings(model_path)
+    head = load_pooling_head(
+        model_path, pooling, model, whole_ops, config.model.load_format, config.model.seed
+    )
     is_cuda = ops.device.type == "cuda"
     has_states = bool(state_layers(model))
     if has_states:
@@ -135,12 +148,18 @@ def load_decoder(
             _warm_up(config, model, ops, clock)
         sizes = _agreed_sizes(_cache_sizes(config, model, ops, drafter), setup)
         num_blocks = sizes.num_blocks
-        max_model_len = _fit_context(config, model.max_model_len, num_blocks)
+        max_model_len = _fit_context(config, _longest(model, pooling), num_blocks)
         memory = _allocate(config, model, ops, num_blocks, setup)
         card, compiler = description.result()
     kv = memory.kv
     card = msgspec.structs.replace(
-        card, max_model_len=max_model_len, vision=vision.card if vision is not None else None
+        card,
+        max_model_len=max_model_len,
+        embedding_size=head.size,
+        pooling=pooling.pooling,
+        pooler=pooling.card,
+        generates=not pooling.only_pools,
+        vision=vision.card if vision is not None else None,
     )
     max_rows = sizes.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)
@@ -188,6 +207,7 @@ def load_decoder(
         lora=lora,
         states=drafter.states if drafter else None,
         images=images,
+        vectors=VectorMaker(head, normalizes=pooling.card.normalizes),
     )
     setup.connect(executor, rows, compiler)
     return Loaded(
@@ -357,7 +377,6 @@ def _card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> Mod
         quantization=config.model.quantization,
         rounding=ops.rounding,
         implementation=model.implementation,
-        embedding_size=architecture.hidden_size,
         weights_id=_weights_id(config, model_path),
     )
 
@@ -366,6 +385,13 @@ def _weights_id(config: EngineConfig, model_path: Path) -> str:
     if config.model.load_format == "random":
         return f"random-{config.model.seed}"
     return weights_identity(model_path)
+
+
+def _longest(model: Model, pooling: PoolingSettings) -> int:
+    """Return the longest context; of a model that makes vectors, what its files allow, and room for one token."""
+    if not pooling.only_pools or pooling.max_text_len is None:
+        return model.max_model_len
+    return min(model.max_model_len, pooling.max_text_len + 1)
 
 
 def _fit_context(config: EngineConfig, model_max_len: int, num_kv_blocks: int) -> int:

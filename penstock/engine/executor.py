@@ -26,7 +26,7 @@ from penstock.engine.drafters.model import HiddenStates
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.images import ImageEncoder, PlacedImages
-from penstock.engine.pooling import HiddenPooler, sampled_vector
+from penstock.engine.pooling import HiddenPooler, VectorMaker, sampled_vector
 from penstock.engine.prompt_scores import PromptScorer, Scores
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
@@ -79,6 +79,7 @@ class ModelExecutor:
         lora: LoRAModel | None = None,
         states: HiddenStates | None = None,
         images: ImageEncoder | None = None,
+        vectors: VectorMaker | None = None,
     ) -> None:
         """`states` keeps the hidden states of every step, for heads that draft."""
         self._model = model
@@ -94,7 +95,7 @@ class ModelExecutor:
         self._lora = lora
         self._states = states
         self._images = images
-        self._pooler = HiddenPooler()
+        self._pooler = HiddenPooler(vectors)
         self._scorer = PromptScorer(model, staging, sampler.vocab_size, has_logits=sampler.has_logits)
         self._live: dict[str, _Live] = {}
         self._submitted: deque[_Submitted] = deque()

@@ -1,5 +1,5 @@
-"""Makes embeddings from hidden states, in a decoder's steps or by an encoder's executor. Knows no queue, client or
-text.
+"""Makes vectors from hidden states, in a decoder's steps or by an encoder's executor: embeddings, or the logits of a
+classifier. Knows no queue, client or text.
 
 Sums over a prompt's chunks are kept in double precision, so that the single-precision result does not depend on how a
 prompt was cut into chunks.
@@ -22,67 +22,105 @@ from penstock.core.clock import Clock
 from penstock.core.plan import NOT_A_NUMBER, Chunk, SampledToken, StepPlan, StepResult
 from penstock.core.request import Pooling, Request
 from penstock.engine.batch import HostStep
-from penstock.models.bert import BertEncoder
+from penstock.models.encoders.load import LoadedEncoder
+from penstock.models.pooling_head import Head
 
 if TYPE_CHECKING:
     from penstock.engine.grammar_masks import CompiledGrammar
 
 
+class VectorMaker:
+    """Turns pooled states into results: through the model's head, and to length 1 if the model or the request says
+    so."""
+
+    def __init__(self, head: Head | None = None, *, normalizes: bool = True) -> None:
+        self._head = head
+        self._normalizes = normalizes
+
+    def finish(self, pooled: Tensor, request: Request) -> Tensor:
+        """Make float32 [size] of the pooled states, float64 [rows, hidden]; the results of rows stand end to end."""
+        normalizes = self._normalizes if request.normalizes is None else request.normalizes
+        made = []
+        for row in pooled:
+            vector = row if self._head is None else self._head(row.float()[None])[0].double()
+            made.append(unit_vector(vector) if normalizes else vector.float())
+        return torch.cat(made)
+
+
 class HiddenPooler:
     """Follows the requests with pooling, from `begin` to `end`."""
 
-    def __init__(self) -> None:
-        self._poolings: dict[str, Pooling] = {}
-        self._sums: dict[str, Tensor] = {}  # of prompts that are partly computed
+    def __init__(self, maker: VectorMaker | None = None) -> None:
+        self._maker = maker or VectorMaker()
+        self._requests: dict[str, Request] = {}
+        self._partial: dict[str, Tensor] = {}  # of prompts that are partly computed
 
     def begin(self, request: Request) -> None:
         if request.pooling is not None:
-            self._poolings[request.id] = request.pooling
+            self._requests[request.id] = request
 
     def end(self, request_id: str) -> None:
-        self._poolings.pop(request_id, None)
-        self._sums.pop(request_id, None)
+        self._requests.pop(request_id, None)
+        self._partial.pop(request_id, None)
 
     @property
     def request_ids(self) -> Collection[str]:
-        return self._poolings.keys()
+        return self._requests.keys()
 
     def pools(self, request_id: str) -> bool:
-        return request_id in self._poolings
+        return request_id in self._requests
 
     def any_of(self, chunks: Sequence[Chunk]) -> bool:
-        return bool(self._poolings) and any(chunk.request_id in self._poolings for chunk in chunks)
+        return bool(self._requests) and any(chunk.request_id in self._requests for chunk in chunks)
 
     def take(self, hidden: Tensor, step: HostStep, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
-        """Read this step's hidden states [T, hidden]; returns the unit vectors, float32 on the device, of the prompts
-        that ended in it."""
-        finished = {}
+        """Read this step's hidden states [T, hidden]; returns the vectors, float32 on the device, of the prompts that
+        ended in it."""
+        finished: dict[str, Tensor] = {}
+        partial: dict[str, Tensor] = {}
         for index, chunk in enumerate(chunks):
-            pooling = self._poolings.get(chunk.request_id)
-            if pooling is None:
+            request = self._requests.get(chunk.request_id)
+            if request is None or request.pooling is None:
                 continue
             states = hidden[int(step.chunk_starts[index]) : int(step.chunk_starts[index + 1])]
-            pooled = self._pool(chunk, pooling, states)
+            before = self._partial.get(chunk.request_id) if chunk.start else None
+            pooled = pool_states(states, request.pooling, chunk.start, before)
             if chunk.samples:
-                self._sums.pop(chunk.request_id, None)
-                finished[chunk.request_id] = unit_vector(pooled)
+                mean = _mean(pooled, request.pooling, len(request.prompt_token_ids))
+                finished[chunk.request_id] = self._maker.finish(mean, request)
             else:
-                self._sums[chunk.request_id] = pooled
+                partial[chunk.request_id] = pooled
+        self._partial.update(partial)  # at the end: a step that lacks memory is taken again in pieces
         return finished
 
-    def _pool(self, chunk: Chunk, pooling: Pooling, states: Tensor) -> Tensor:
-        pooled = pool_states(states, pooling)
-        if pooling == "last" or chunk.start == 0:
-            return pooled
-        before = self._sums[chunk.request_id]
-        return before if pooling == "first" else before + pooled
+
+def pool_states(states: Tensor, pooling: Pooling, start: int = 0, before: Tensor | None = None) -> Tensor:
+    """Pool [length, hidden], the states of tokens from position `start` on, to float64 [rows, hidden], together with
+    what was pooled `before` them. Means are sums, until the prompt has ended."""
+    match pooling:
+        case "last":
+            return states[-1:].double()
+        case "first":
+            return states[:1].double() if before is None else before
+        case "all":
+            return states.double() if before is None else torch.cat([before, states.double()])
+        case "max":
+            pooled = states.double().amax(dim=0, keepdim=True)
+            return pooled if before is None else torch.maximum(before, pooled)
+        case "mean":
+            pooled = states.double().sum(dim=0, keepdim=True)
+        case "weighted_mean":
+            weights = torch.arange(start + 1, start + len(states) + 1, device=states.device)
+            pooled = (states.double() * weights[:, None]).sum(dim=0, keepdim=True)
+    return pooled if before is None else before + pooled
 
 
-def pool_states(states: Tensor, pooling: Pooling) -> Tensor:
-    """Pool [length, hidden] to float64 [hidden]. For a mean this is the sum, since only the direction matters."""
+def _mean(pooled: Tensor, pooling: Pooling, num_tokens: int) -> Tensor:
     if pooling == "mean":
-        return states.double().sum(dim=0)
-    return states[0 if pooling == "first" else -1].double()
+        return pooled / num_tokens
+    if pooling == "weighted_mean":
+        return pooled / (num_tokens * (num_tokens + 1) / 2)
+    return pooled
 
 
 def unit_vector(vector: Tensor) -> Tensor:
@@ -100,31 +138,37 @@ def sampled_vector(request_id: str, vector: Tensor) -> SampledToken:
 
 
 class EncoderExecutor:
-    def __init__(self, model: BertEncoder, clock: Clock) -> None:
-        self._model = model
+    def __init__(self, loaded: LoadedEncoder, clock: Clock) -> None:
+        self._model = loaded.model
+        self._maker = VectorMaker(loaded.head, normalizes=loaded.settings.card.normalizes)
+        self._pooling = loaded.settings.pooling
         self._clock = clock
-        self._texts: dict[str, tuple[int, ...]] = {}
+        self._requests: dict[str, Request] = {}
         self._submitted: deque[StepResult] = deque()
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
-        self._texts[request.id] = request.prompt_token_ids
+        self._requests[request.id] = request
 
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
         """Do nothing: no tokens follow a text."""
 
     def remove(self, request_id: str) -> None:
-        self._texts.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
     def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
         started_s = self._clock.now()
-        request_ids = [chunk.request_id for chunk in plan.chunks if chunk.samples]
+        requests = [self._requests[chunk.request_id] for chunk in plan.chunks if chunk.samples]
         sampled = []
-        if request_ids:
+        if requests:
             with torch.inference_mode():
-                texts = [self._texts[request_id] for request_id in request_ids]
-                for request_id, states in zip(request_ids, self._model.hidden_states(texts), strict=True):
-                    pooled = pool_states(states, self._model.config.pooling)
-                    sampled.append(sampled_vector(request_id, unit_vector(pooled)))
+                all_states = self._model.hidden_states(
+                    [request.prompt_token_ids for request in requests],
+                    [request.second_text_at for request in requests],
+                )
+                for request, states in zip(requests, all_states, strict=True):
+                    pooling = request.pooling or self._pooling
+                    pooled = _mean(pool_states(states, pooling), pooling, len(states))
+                    sampled.append(sampled_vector(request.id, self._maker.finish(pooled, request)))
         self._submitted.append(StepResult(plan.step_id, tuple(sampled), self._clock.now() - started_s))
         return ()
 

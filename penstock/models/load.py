@@ -18,7 +18,6 @@ from penstock.core.engine_config import LoadFormat, ModelImplementation, Quantiz
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
 from penstock.kernels.interface import Ops
-from penstock.models import bert
 from penstock.models.config import ArchitectureConfig, Fields, read_settings
 from penstock.models.decoder import Decoder
 from penstock.models.families import FAMILIES
@@ -29,6 +28,14 @@ from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layout import LayoutSource
 from penstock.models.model import Model
+from penstock.models.pooling import (
+    PoolingSettings,
+    architectures,
+    generating_name,
+    gguf_pooling,
+    read_pooling,
+)
+from penstock.models.pooling_head import Head, decoder_head
 from penstock.models.quantized_floats import open_folder
 from penstock.models.quantized_source import SafetensorsSource
 from penstock.models.sharding import WHOLE, Shard
@@ -69,13 +76,14 @@ class UnknownArchitecture(ModelLoadError):
 
 
 def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
-    """Find the architecture by the class in `architectures`, else by `model_type`."""
-    named = fields.raw("architectures")
-    asked = [str(name) for name in named] if isinstance(named, list) else []
+    """Find the architecture by the class in `architectures`, else by `model_type`. A decoder without a head, or with
+    a head for classification, is found by its name with a head for tokens."""
+    asked = list(architectures(fields))
     if not asked and fields.has("model_type"):
         asked = [fields.text("model_type")]
+    names = {*asked, *map(generating_name, asked)}
     for architecture in FAMILIES:
-        if any(_with_head(name) in architecture.huggingface_names for name in asked):
+        if names.intersection(architecture.huggingface_names):
             return architecture
     if not asked:
         raise ModelLoadError(f"{fields.where} names neither architectures nor a model_type.")
@@ -98,15 +106,6 @@ def architecture_for_gguf(file: GGUFFile) -> type[Decoder]:
         f"The architecture {asked!r} of {file.path.name} is not known; known are {known}.",
         hint="Give the folder of the original checkpoint, with --model-implementation transformers.",
     )
-
-
-def _with_head(name: str) -> str:
-    """Return the class with an output head for a class without one, which checkpoints for embeddings name."""
-    return f"{name.removesuffix('Model')}ForCausalLM" if _is_headless(name) else name
-
-
-def _is_headless(name: str) -> bool:
-    return name.endswith("Model") and not name.endswith("LMHeadModel")
 
 
 def _known_families() -> str:
@@ -144,15 +143,31 @@ def open_checkpoint(path: Path) -> Checkpoint:
         fields = text_fields(path, _read_config(path / "config.json"))
         architecture = architecture_for_huggingface(fields)
         config = architecture.config_from_huggingface(fields)
-        named = fields.raw("architectures")
-        if isinstance(named, list) and named and _is_headless(str(named[0])):
-            # The embedding stands in for the head, which embeddings do not need.
+        pooling = read_pooling(path, fields, is_decoder=True)
+        if pooling.only_pools and pooling.score_tokens is None:  # there may be no head for tokens
             config = dataclasses.replace(config, tie_embeddings=True)
         config = dataclasses.replace(config, rope_axes=tuple(fields.raw("rope_axes") or ()))
         return Checkpoint(path, architecture, config, None, stored_quantization(fields))
     file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
     return Checkpoint(path, architecture, architecture.config_from_gguf(file), file)
+
+
+def pooling_settings(path: Path) -> PoolingSettings:
+    """Read from a decoder's files how it makes vectors."""
+    if path.is_dir():
+        return read_pooling(path, _read_config(path / "config.json"), is_decoder=True)
+    return gguf_pooling(GGUFFile(path), is_decoder=True)
+
+
+def load_pooling_head(
+    path: Path, settings: PoolingSettings, model: Model, ops: Ops, load_format: LoadFormat, seed: int
+) -> Head:
+    """Load the layers behind a decoder's pooling."""
+    source: WeightSource = RandomSource(seed, norm_offset=0.0, device=ops.device)
+    if load_format != "random" and settings.num_labels is not None:  # GGUF files have no such layers
+        source = SafetensorsSource(path)
+    return decoder_head(settings, model.config.hidden_size, WeightLoader(source, ops), model.logits)
 
 
 def open_any_checkpoint(
@@ -221,31 +236,6 @@ def weight_source(
     if load_format == "random":
         return RandomSource(seed, norm_offset=checkpoint.config.norm_offset, device=device)
     return checkpoint.source(is_pickled=load_format == "pt")
-
-
-def is_encoder(path: Path) -> bool:
-    """Say whether the model makes embeddings and nothing else."""
-    if not (path / "config.json").is_file():
-        return False
-    named = _read_config(path / "config.json").raw("architectures")
-    return isinstance(named, list) and any(name in bert.HUGGINGFACE_NAMES for name in named)
-
-
-def load_encoder(
-    path: Path,
-    ops: Ops,
-    *,
-    load_format: LoadFormat = "auto",
-    seed: int = 0,
-    on_progress: OnProgress | None = None,
-) -> bert.BertEncoder:
-    config = bert.encoder_config(path, _read_config(path / "config.json"))
-    source: WeightSource = (
-        RandomSource(seed, norm_offset=0.0, device=ops.device)
-        if load_format == "random"
-        else SafetensorsSource(path)
-    )
-    return bert.BertEncoder(config, WeightLoader(source, ops, on_progress=on_progress))
 
 
 def load_vision_part(path: Path, ops: Ops, *, load_format: LoadFormat = "auto") -> TransformersVision | None:

@@ -16,6 +16,7 @@ import pytest
 from penstock.core.errors import Overloaded, PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
+from penstock.core.messages import PoolerCard
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
@@ -47,6 +48,7 @@ def embed(request: Request) -> list[TokenEvent | PenstockError]:
 
 
 def embedding_engine(**card: Any) -> FakeEngine:
+    card.setdefault("pooler", PoolerCard(matryoshka=()))
     return FakeEngine(embed, engine_ready(model_card(embedding_size=SIZE, **card)))
 
 
@@ -130,7 +132,7 @@ def test_models_that_only_do_the_other_thing(serve: Serve) -> None:
     writer = serve(FakeEngine(embed))
     with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
         writer.sdk().embeddings.create(model="bytes", input="a")
-    encoder = serve(embedding_engine(is_encoder=True))
+    encoder = serve(embedding_engine(is_encoder=True, generates=False))
     with pytest.raises(openai.BadRequestError, match="writes no text"):
         encoder.sdk().chat.completions.create(model="bytes", messages=[{"role": "user", "content": "a"}])
     with pytest.raises(openai.BadRequestError, match="pooling 'mean' only"):

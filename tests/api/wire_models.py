@@ -150,6 +150,7 @@ WITHOUT_MODEL = {
     f"DELETE {RESPONSE}",  # the SDK returns nothing
     "GET /v1/files/{file_id}/content",
     "GET /v1/usage",
+    *("POST /v1/rerank", "POST /v1/score", "POST /v1/classify"),  # not OpenAI's
     "POST /v1/load_lora_adapter",
     "POST /v1/unload_lora_adapter",
 }

@@ -17,10 +17,12 @@ from tokenizers.models import WordLevel
 from penstock import __version__
 from penstock.cli.app import MODULES, penstock
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.serve import describe_weights
+from penstock.cli.serve import describe_vectors, describe_weights
 from penstock.cluster.replica import ReplicaSpec
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError, ModelLoadError, UsageError
+from penstock.core.messages import PoolerCard
+from penstock.core.request import Pooling
 from penstock.serve import server
 from tests.gateway.fake_engine import model_card
 
@@ -246,3 +248,20 @@ def test_the_banner_says_how_weights_are_kept(
     assert describe_weights(card) == expected
     rounded = msgspec.structs.replace(card, rounding="products rounded to bfloat16")
     assert describe_weights(rounded) == (f"{expected}; {rounded.rounding}" if num_parameters else expected)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "pooler", "expected"),
+    [
+        ("last", PoolerCard(), "8 numbers; pooling 'last', which none of the model's files names"),
+        ("mean", PoolerCard(source="a.json", normalizes=False), "8 numbers, not normalized; "
+         "pooling 'mean', by a.json"),
+        ("first", PoolerCard(source="b", labels=("x", "y")), "2 labels; pooling 'first', by b"),
+        ("last", PoolerCard(source="b", labels=("x",), scores_pairs=True), "a score for each pair of texts; "
+         "pooling 'last', by b"),
+    ],
+    ids=["default", "file", "labels", "pairs"],
+)  # fmt: skip
+def test_the_banner_says_which_pooling_is_used(pooling: Pooling, pooler: PoolerCard, expected: str) -> None:
+    card = model_card(embedding_size=8, pooling=pooling, pooler=pooler)
+    assert describe_vectors(card) == expected

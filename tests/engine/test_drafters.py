@@ -17,7 +17,7 @@ from penstock.engine.drafters.combination import Drafters, build_drafter
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.serve.config import resolve
 
-from ..models.test_bert import write_bert
+from ..models.test_encoders import write_bert
 from .tiny import request, run, tiny_engine, tokens, write_tiny_model
 
 

@@ -1,7 +1,8 @@
 """Errors in the shape of the API that was called. Nothing of an unforeseen exception reaches the client.
 
 An Anthropic route answers in Anthropic's shape whatever goes wrong: an unknown path below it, a wrong method, a body
-that is too large, a missing key. So does Ollama's API, below /api. Every other route answers in OpenAI's.
+that is too large, a missing key. So does Ollama's API, below /api, and Cohere's, below /v2. Every other route answers
+in OpenAI's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ANTHROPIC_OVERLOADED = 529
 
 _MESSAGES_PATH = "/v1/messages"
 _OLLAMA_PATHS = "/api/"
+_COHERE_PATHS = "/v2/"
 # Both APIs have these paths; Anthropic's clients always send their version header.
 _SHARED_PATHS = ("/v1/models", "/v1/files")  # in which the headers tell the two APIs apart
 _ANTHROPIC_VERSION = b"anthropic-version"
@@ -83,6 +85,17 @@ class OllamaErrorBody(msgspec.Struct, frozen=True):
     error: str
 
 
+class CohereErrorBody(msgspec.Struct, frozen=True):
+    id: str | None
+    message: str
+
+
+def is_cohere(scope: Scope) -> bool:
+    """Whether a request was made to Cohere's API."""
+    path: str = scope["path"]
+    return path.startswith(_COHERE_PATHS)
+
+
 def is_ollama(scope: Scope) -> bool:
     """Whether a request was made to Ollama's API."""
     path: str = scope["path"]
@@ -110,7 +123,10 @@ def error_response_for(scope: Scope, error: PenstockError, *, is_unknown_path: b
     if for_anthropic:
         body = anthropic_error_body(error, _request_id(scope))
         return Response(body, anthropic_status(error), headers, media_type="application/json")
-    body = ollama_error_body(error) if is_ollama(scope) else error_body(error)
+    if is_cohere(scope):
+        body = msgspec.json.encode(CohereErrorBody(_request_id(scope), sentence(error)))
+    else:
+        body = ollama_error_body(error) if is_ollama(scope) else error_body(error)
     return Response(body, error.status, headers, media_type="application/json")
 
 
@@ -214,6 +230,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         body = AnthropicErrorBody(detail, _request_id(request.scope))
     elif is_ollama(request.scope):
         body = OllamaErrorBody(message)
+    elif is_cohere(request.scope):
+        body = CohereErrorBody(_request_id(request.scope), message)
     else:
         body = ErrorBody(ErrorDetail(message, "invalid_request_error", None, None))
     content = msgspec.json.encode(body)

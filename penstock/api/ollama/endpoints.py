@@ -34,6 +34,7 @@ from penstock.api.ollama.requests import (
     GenerateRequest,
 )
 from penstock.api.openai.embeddings import ENTRIES_AT_ONCE, run_job
+from penstock.gateway.embeddings.inputs import Reading, Truncation
 from penstock.gateway.embeddings.run import numbers
 from penstock.gateway.embeddings.service import EmbeddingAnswer, EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
@@ -155,7 +156,7 @@ class OllamaEndpoints:
                 inputs=inputs,
                 model=name,
                 dimensions=dimensions,
-                truncates=truncates,
+                reading=Reading(truncation=Truncation() if truncates else None),
                 principal=principal_of(request),
                 request_id=request_id_of(request),
                 timeout_s=timeout_s_of(request),

@@ -194,7 +194,7 @@ def _model_info(model: AnsweringModel) -> dict[str, Any]:
 def _capabilities(model: AnsweringModel) -> list[str]:
     if not isinstance(model, ServedModel):
         return ["completion"]
-    if model.card.is_encoder:
+    if not model.card.generates:
         return ["embedding"]
     tools = ["tools"] if model.dialect.tool_format is not None else []
     sees = ["vision"] if model.card.vision is not None else []

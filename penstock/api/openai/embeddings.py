@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Literal
+from collections.abc import Callable, Collection
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,23 +16,81 @@ from penstock.api.http.answers import Departure, WholeAnswer
 from penstock.api.http.context import CACHE_HEADER, principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.identity import RateLimits
 from penstock.core.request import Pooling
+from penstock.gateway.embeddings.inputs import Input, Reading, Role, RoledText, Truncation
 from penstock.gateway.embeddings.run import numbers
-from penstock.gateway.embeddings.service import EmbeddingAnswer, EmbeddingJob, EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.service import EmbeddingAnswer, EmbeddingRequest, Embeddings
 
-EXTENSION_FIELDS = ("dimensions", "encoding_format", "pooling")
+EXTENSION_FIELDS = (
+    "dimensions",
+    "encoding_format",
+    "input_type",
+    "normalize",
+    "pooling",
+    "prompt_name",
+    "truncate_prompt_tokens",
+)
+# Fields of vLLM's, Jina's and Voyage's servers.
+REFUSED_FIELDS = (
+    "cache_salt",
+    "chat_template",
+    "embed_dtype",
+    "embedding_type",
+    "endianness",
+    "late_chunking",
+    "messages",
+    "output_dimension",
+    "output_dtype",
+    "priority",
+    "task",
+)
 ENTRIES_AT_ONCE = 32
+_ROLES: dict[str, Role] = {
+    "query": "query",
+    "search_query": "query",
+    "document": "document",
+    "passage": "document",
+    "search_document": "document",
+}
 
 
-class CreateEmbeddings(msgspec.Struct, kw_only=True):
-    """`pooling` is our own; the rest is OpenAI's."""
+def refusing(names: Collection[str]) -> Callable[[str, Any], None]:
+    """Return a check that refuses fields of other servers by name, unless their values ask for nothing."""
+
+    def check(name: str, value: Any) -> None:
+        if name in names and value:
+            raise InvalidRequest(f"The field {name!r} is not supported here.", param=name)
+
+    return check
+
+
+class ReadingFields(msgspec.Struct, kw_only=True):
+    """How texts become tokens, in vLLM's words."""
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool = True
+
+    def reading(
+        self, *, prompt_name: str | None = None, max_document_tokens: int | None = None, cuts: bool = False
+    ) -> Reading:
+        """`cuts` cuts texts to the model's length even when the request does not say so."""
+        asked = self.truncate_prompt_tokens
+        truncation = None
+        if asked is not None or max_document_tokens is not None or cuts:
+            truncation = Truncation(
+                None if asked == -1 else asked, self.truncation_side or "right", max_document_tokens
+            )
+        return Reading(prompt_name, truncation, self.add_special_tokens)
+
+
+class TextsToRead(ReadingFields, kw_only=True):
+    """Texts, or token ids of texts."""
 
     input: str | list[str | int | list[int]]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
     user: str | None = None
-    pooling: Pooling | None = None
 
     def inputs(self) -> tuple[str | tuple[int, ...], ...]:
         given = self.input
@@ -47,6 +106,26 @@ class CreateEmbeddings(msgspec.Struct, kw_only=True):
         return tuple(
             each if isinstance(each, str) else tuple(each) for each in given if not isinstance(each, int)
         )
+
+
+class CreateEmbeddings(TextsToRead, kw_only=True):
+    """`pooling` and `normalize` are extensions, as are `prompt_name` and `input_type`, which choose the prompt that
+    the model's files have for the inputs; the rest is OpenAI's."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    input_type: Literal["query", "document", "passage", "search_query", "search_document"] | None = None
+
+    def roled_inputs(self) -> tuple[Input, ...]:
+        if self.input_type is None:
+            return self.inputs()
+        if self.prompt_name is not None:
+            raise InvalidRequest("input_type and prompt_name exclude each other.", param="input_type")
+        role = _ROLES[self.input_type]
+        return tuple(RoledText(each, role) if isinstance(each, str) else each for each in self.inputs())
 
 
 class EmbeddingEntry(msgspec.Struct):
@@ -70,7 +149,7 @@ class EmbeddingList(msgspec.Struct):
 class EmbeddingEndpoints:
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
-        self._decoder = BodyDecoder(CreateEmbeddings, EXTENSION_FIELDS)
+        self._decoder = BodyDecoder(CreateEmbeddings, EXTENSION_FIELDS, refusing(REFUSED_FIELDS))
 
     def routes(self) -> list[Route]:
         return [Route("/v1/embeddings", self.create, methods=["POST"])]
@@ -79,11 +158,13 @@ class EmbeddingEndpoints:
         wire = await self._decoder.read(request)
         job = await self._embeddings.open(
             EmbeddingRequest(
-                inputs=wire.inputs(),
+                inputs=wire.roled_inputs(),
                 model=wire.model,
                 dimensions=wire.dimensions,
-                pooling=wire.pooling,
-                uses_cache=request.headers.get(CACHE_HEADER, "").strip().lower() != "off",
+                pooling=_one_vector(wire.pooling),
+                normalizes=wire.normalize,
+                reading=wire.reading(prompt_name=wire.prompt_name),
+                uses_cache=uses_cache(request),
                 principal=principal_of(request),
                 request_id=request_id_of(request),
                 user=wire.user,
@@ -95,9 +176,32 @@ class EmbeddingEndpoints:
         return WholeAnswer(body, answer.rate_limits)
 
 
-async def run_job(job: EmbeddingJob, request: Request) -> EmbeddingAnswer:
-    """Until the answer is there or the client has gone, whichever comes first."""
+def _one_vector(pooling: Pooling | None) -> Pooling | None:
+    if pooling == "all":
+        raise InvalidRequest(
+            "An embedding is one vector; /pooling gives one for each token.", param="pooling"
+        )
+    return pooling
 
+
+def uses_cache(request: Request) -> bool:
+    return request.headers.get(CACHE_HEADER, "").strip().lower() != "off"
+
+
+AnswerT = TypeVar("AnswerT", covariant=True)
+
+
+class Job(Protocol[AnswerT]):
+    @property
+    def rate_limits(self) -> RateLimits: ...
+
+    def cancel(self) -> None: ...
+
+    async def run(self) -> AnswerT: ...
+
+
+async def run_job(job: Job[AnswerT], request: Request) -> AnswerT:
+    """Run a job until the answer is there or the client has gone, whichever comes first."""
     departure = Departure(request)
     departure.hand_over(job)
     try:

@@ -25,7 +25,8 @@ from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
-from penstock.models.load import Checkpoint, is_encoder, open_any_checkpoint
+from penstock.models.encoders.load import is_encoder
+from penstock.models.load import Checkpoint, open_any_checkpoint
 from penstock.models.model import HasLatents, HasStates, Model, StagedModel, staged
 from penstock.models.transformers_load import TransformersCheckpoint, refuse_shards
 from penstock.models.weights import NamedProduct

@@ -1,125 +1,61 @@
-"""The steps of a request for embeddings: checked, admitted, looked up, tokenized, reserved, computed, settled.
+"""The steps of a request for vectors: checked, admitted, looked up, tokenized, reserved, computed, settled.
 
-Accounts, tiers and drains treat the request like any other; only its answers are vectors. Knows no HTTP. The cache
-holds vectors of texts that were embedded before: exact matches only, bounded in bytes, for each workspace separately.
-The workspace's name is a part of every key, so no other workspace can read or time its entries. Keys are digests: no
-text is kept.
+Accounts, tiers and drains treat the request like any other; only its answers are vectors: embeddings, or the logits
+of a classifier. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Literal, TypeAlias
 
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
-from penstock.core.errors import ContextLengthExceeded, InvalidRequest, PenstockError
+from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.figures import parse_bytes
 from penstock.core.identity import OPEN_PRINCIPAL, Principal, RateLimits
+from penstock.core.messages import ModelCard
 from penstock.core.request import Pooling, Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Claim, Outcome
-from penstock.gateway.checks import check_token_ids
+from penstock.gateway.embeddings.cache import CachedVector, EmbeddingCache, cache_key
+from penstock.gateway.embeddings.inputs import (
+    Input,
+    Pair,
+    Reading,
+    RoledText,
+    Tokens,
+    check_reading,
+    num_characters,
+    tokens_of,
+)
 from penstock.gateway.embeddings.run import EmbeddingRun, shortened
 from penstock.gateway.gateway import Gateway, granted_tier
-from penstock.gateway.metrics.table import metric
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
 from penstock.gateway.telemetry import current_record
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
 
-_ENTRY_BYTES = 200  # what Python needs for an entry besides its vector
-
-
-class CachedVector(msgspec.Struct, frozen=True):
-    vector: bytes
-    num_tokens: int  # of the text, which need not be tokenized again to be counted
-
-
-class EmbeddingCache(Collector):
-    """Least recently used entries are dropped first. `begin` tells models, and versions of one model, apart."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._entries: OrderedDict[bytes, CachedVector] = OrderedDict()  # least recently used first
-        self._models: dict[str, tuple[object, int]] = {}
-        self._num_generations = 0
-        self.num_hits = 0
-        self.num_misses = 0
-
-    def begin(self, name: str, model: object) -> int:
-        """A number for the keys of a model's vectors. `model` is whatever stands for it; another object, such as
-        after a restart, stands for other weights."""
-        known, generation = self._models.get(name, (None, 0))
-        if known is not model:
-            generation = self._num_generations = self._num_generations + 1
-            self._models[name] = model, generation
-        return generation
-
-    def get(self, key: bytes) -> CachedVector | None:
-        found = self._entries.get(key)
-        if found is None:
-            self.num_misses += 1
-            return None
-        self.num_hits += 1
-        self._entries.move_to_end(key)
-        return found
-
-    def put(self, key: bytes, entry: CachedVector) -> None:
-        size = _size(entry)
-        if size > self._max_bytes or key in self._entries:
-            return
-        self._entries[key] = entry
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes:
-            _, dropped = self._entries.popitem(last=False)
-            self._num_bytes -= _size(dropped)
-
-    def collect(self) -> Iterator[Metric]:
-        yield metric("embedding_cache_hits", self.num_hits)
-        yield metric("embedding_cache_misses", self.num_misses)
-        yield metric("embedding_cache_bytes", self._num_bytes)
-
-
-def cache_key(
-    workspace_id: str,
-    generation: int,
-    pooling: Pooling,
-    text: str | tuple[int, ...],
-    *,
-    truncates: bool = False,
-) -> bytes:
-    """A text that may be cut has a key of its own: where nothing is cut, a text that is too long is refused."""
-    digest = hashlib.blake2b(digest_size=24)
-    content = msgspec.msgpack.encode((workspace_id, generation, pooling, text, truncates))
-    digest.update(content)
-    return digest.digest()
-
-
-def _size(entry: CachedVector) -> int:
-    return len(entry.vector) + _ENTRY_BYTES
-
-
 MAX_INPUTS = 2048
+MAX_PAIR_TOKENS = 1 << 20  # of all pairs of a request: a small request can repeat one text in many pairs
+MAX_NUMBERS = 1 << 24  # of an answer that has one vector for each token
 
 Status: TypeAlias = Literal["completed", "cancelled", "failed"]
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One vector for each input: a text, or the token ids of one."""
+    """One vector for each input."""
 
-    inputs: tuple[str | tuple[int, ...], ...]
+    inputs: tuple[Input, ...]
+    labels: tuple[str, ...] = ()  # of inputs, for errors; empty: input[0], input[1], …
+    endpoint: str = "embeddings"
     model: str | None = None
     dimensions: int | None = None  # None leaves vectors as long as the model makes them
     pooling: Pooling | None = None  # None takes the model's own
-    truncates: bool = False  # cut inputs that are too long, instead of refusing them
+    normalizes: bool | None = None  # None does as the model's files say
+    reading: Reading = Reading()
     uses_cache: bool = True
     principal: Principal = OPEN_PRINCIPAL
     request_id: str = ""
@@ -140,12 +76,12 @@ class _Text(msgspec.Struct):
 
     key: bytes
     known: CachedVector | None
-    token_ids: tuple[int, ...] = ()
+    tokens: Tokens = Tokens(())
     vector: bytes = b""
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) if self.known is None else self.known.num_tokens
+        return len(self.tokens.ids) if self.known is None else self.known.num_tokens
 
 
 class Embeddings:
@@ -156,12 +92,15 @@ class Embeddings:
         self._cache = EmbeddingCache(parse_bytes(gateway.config.embedding_cache_memory))
         gateway.metrics.register(self._cache)
 
+    def model_of(self, principal: Principal, name: str | None) -> ServedModel:
+        return self._gateway.catalogue.permitted(principal, name)
+
     async def open(self, request: EmbeddingRequest) -> EmbeddingJob:
         """Everything that can be refused is refused here. The job must be run or cancelled."""
         gateway = self._gateway
         gateway.check_accepting()
-        model = gateway.catalogue.permitted(request.principal, request.model)
-        pooling = _checked_pooling(request, model)
+        model = self.model_of(request.principal, request.model)
+        pooling = _checked_pooling(request, model.card)
         signed = gateway.tiers.capped(_as_generation(request))
         if (record := current_record.get()) is not None:
             record.note(signed)
@@ -169,7 +108,7 @@ class Embeddings:
             request_id=request.request_id or uuid.uuid4().hex,
             principal=request.principal,
             model=model.card.name,
-            endpoint="embeddings",
+            endpoint=request.endpoint,
             tier=granted_tier(signed),
             user=request.user,
         )
@@ -188,7 +127,7 @@ class Embeddings:
         requests = [
             Request(
                 id=f"{claim.request_id}-{index}",
-                prompt_token_ids=text.token_ids,
+                prompt_token_ids=text.tokens.ids,
                 sampling=SamplingParams(max_tokens=1),
                 tenant=request.principal.workspace_id,
                 tier=claim.tier,
@@ -196,32 +135,40 @@ class Embeddings:
                 adapter=model.adapter,
                 region=gateway.catalogue.settings.region_of(request.principal),
                 pooling=pooling,
+                normalizes=request.normalizes,
+                second_text_at=text.tokens.second_at,
             )
             for index, text in enumerate(missing)
         ]
         run = EmbeddingRun(gateway.engine, requests, _timeout_s(request, gateway))
         cache = self._cache if request.uses_cache else None
-        return EmbeddingJob(gateway, account, run, texts, cache, request.dimensions, on_over)
+        dimensions = _dimensions(request, model.card)
+        return EmbeddingJob(gateway, account, run, texts, cache, dimensions, on_over)
 
     async def _texts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[_Text]:
         generation = self._cache.begin(model.card.name, model)
-        texts = []
-        num_characters = 0
+        workspace_id = request.principal.workspace_id
+        texts: list[_Text] = []
+        num_waiting_characters = num_pair_tokens = 0
         for index, given in enumerate(request.inputs):
-            num_characters += len(given)
-            if num_characters > DIRECT_ENCODE_CHARS:  # many short texts are as much work as a long one
-                num_characters = 0
+            num_waiting_characters += num_characters(given)
+            if (
+                num_waiting_characters > DIRECT_ENCODE_CHARS
+            ):  # many short texts are as much work as a long one
+                num_waiting_characters = 0
                 await asyncio.sleep(0)
-            if not given:
-                raise InvalidRequest(f"input[{index}] is empty.", param="input")
-            key = cache_key(
-                request.principal.workspace_id, generation, pooling, given, truncates=request.truncates
-            )
-            known = self._cache.get(key) if request.uses_cache else None
-            text = _Text(key, known)
-            if known is None:
-                text.token_ids = await _token_ids(given, index, model, truncates=request.truncates)
+            key = cache_key(workspace_id, generation, pooling, request.normalizes, given, request.reading)
+            text = _Text(key, self._cache.get(key) if request.uses_cache else None)
+            if text.known is None:
+                label = request.labels[index] if request.labels else f"input[{index}]"
+                text.tokens = await tokens_of(given, label, model, request.reading)
             texts.append(text)
+            if isinstance(given, Pair):
+                num_pair_tokens += text.num_tokens
+                _check_total(num_pair_tokens, MAX_PAIR_TOKENS, "tokens of pairs")
+        if pooling == "all":
+            num_numbers = sum(text.num_tokens for text in texts) * model.card.embedding_size
+            _check_total(num_numbers, MAX_NUMBERS, "numbers in the answer")
         return texts
 
 
@@ -302,74 +249,78 @@ class EmbeddingJob:
         self._account.settle(outcome)
 
 
-async def _token_ids(
-    given: str | tuple[int, ...], index: int, model: ServedModel, *, truncates: bool = False
-) -> tuple[int, ...]:
-    card = model.card
-    longest = card.max_model_len if card.is_encoder else card.max_model_len - 1
-    characters_per_token = model.tokenizer.max_characters_per_token if isinstance(given, str) else 1
-    if truncates:
-        given = given[: longest * characters_per_token]
-    at_least = len(given) // characters_per_token
-    if at_least > longest:  # before it is tokenized
-        raise _too_long(index, f"at least {at_least}", longest)
-    if isinstance(given, tuple):
-        check_token_ids(given, card.vocab_size, param=f"input[{index}]")
-        token_ids = given
-    elif card.is_encoder:
-        token_ids = await model.tokenizer.encode_with_template(given)
-    else:
-        token_ids = await model.tokenizer.encode(given, add_special_tokens=True)
-    if len(token_ids) > longest and truncates:  # an encoder reads the end of a text in its last token
-        token_ids = (*token_ids[: longest - 1], token_ids[-1]) if card.is_encoder else token_ids[:longest]
-    if len(token_ids) > longest:
-        raise _too_long(index, str(len(token_ids)), longest)
-    if not token_ids:
-        raise InvalidRequest(f"input[{index}] has no tokens.", param="input")
-    return model.known(token_ids, f"input[{index}]")
+def _check_total(number: int, most: int, what: str) -> None:
+    if number > most:
+        raise InvalidRequest(
+            f"This request would have more than the {most:,} {what} that one request may have.",
+            hint="Send several smaller requests.",
+        )
 
 
-def _too_long(index: int, num_tokens: str, longest: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {longest} tokens. However, input[{index}] has {num_tokens} tokens.",
-        param="input",
-        hint="Split it, and embed the parts.",
-    )
-
-
-def _checked_pooling(request: EmbeddingRequest, model: ServedModel) -> Pooling:
-    card = model.card
+def _checked_pooling(request: EmbeddingRequest, card: ModelCard) -> Pooling:
     if not card.embedding_size:
         raise InvalidRequest(f"The model {card.name!r} makes no embeddings.", param="model")
+    param = (request.labels or ("input",))[0].partition("[")[0]
     if not request.inputs:
-        raise InvalidRequest("There must be at least one input.", param="input")
+        raise InvalidRequest("There must be at least one input.", param=param)
     if len(request.inputs) > MAX_INPUTS:
         raise InvalidRequest(
             f"There are {len(request.inputs)} inputs; one request may have at most {MAX_INPUTS}.",
-            param="input",
+            param=param,
         )
-    if request.dimensions is not None and not 1 <= request.dimensions <= card.embedding_size:
-        raise InvalidRequest(
-            f"dimensions must be between 1 and {card.embedding_size}, not {request.dimensions}.",
-            param="dimensions",
-        )
-    if card.is_encoder and request.pooling not in (None, card.pooling):
+    check_reading(request.reading, card)
+    _dimensions(request, card)
+    if request.pooling in (None, card.pooling):
+        return card.pooling
+    if request.pooling == "all" and not card.pooler.labels:
+        return "all"
+    if card.is_encoder or card.pooler.source:
         raise InvalidRequest(f"This model was trained for pooling {card.pooling!r} only.", param="pooling")
-    return request.pooling or card.pooling
+    assert request.pooling is not None
+    return request.pooling
+
+
+def _dimensions(request: EmbeddingRequest, card: ModelCard) -> int | None:
+    """Return how many numbers of a vector are kept; None keeps all of them."""
+    asked, size, allowed = request.dimensions, card.embedding_size, card.pooler.matryoshka
+    if asked is None:
+        return card.pooler.cut_to if not card.pooler.labels and request.pooling != "all" else None
+    if not 1 <= asked <= size:
+        raise InvalidRequest(f"dimensions must be between 1 and {size}, not {asked}.", param="dimensions")
+    if asked == size:
+        return None
+    if allowed is None:
+        raise InvalidRequest(
+            f"The files of the model {card.name!r} do not say that its vectors may be cut; they have {size} numbers.",
+            param="dimensions",
+            hint='The operator may add "is_matryoshka": true to its config.json, if the model was trained for it.',
+        )
+    if allowed and asked not in allowed:
+        listed = ", ".join(map(str, allowed))
+        raise InvalidRequest(f"dimensions must be one of {listed}, not {asked}.", param="dimensions")
+    return asked
+
+
+def _prompt(given: Input) -> TextPrompt | TokenPrompt:
+    if isinstance(given, Pair):
+        return TextPrompt(f"{given.first}\n{given.second}")
+    return (
+        TokenPrompt(given)
+        if isinstance(given, tuple)
+        else TextPrompt(given.text if isinstance(given, RoledText) else given)
+    )
 
 
 def _as_generation(request: EmbeddingRequest) -> GenerationRequest:
     """The same request as limits and tiers know requests."""
     return GenerationRequest(
-        prompts=tuple(
-            TextPrompt(given) if isinstance(given, str) else TokenPrompt(given) for given in request.inputs
-        ),
+        prompts=tuple(map(_prompt, request.inputs)),
         sampling=SamplingOptions(),
         model=request.model,
         tier=request.tier,
         principal=request.principal,
         request_id=request.request_id,
-        endpoint="embeddings",
+        endpoint=request.endpoint,
         user=request.user,
         timeout_s=request.timeout_s,
     )

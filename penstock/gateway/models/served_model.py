@@ -176,11 +176,15 @@ class ServedModel:
     def check(self, request: GenerationRequest) -> None:
         """Everything that can be checked cheaply: options, and lengths that cannot fit the context however the
         prompt is tokenized. Raises InvalidRequest."""
-        if self.card.is_encoder:
+        if not self.card.generates:
+            made, path = "embeddings", "/v1/embeddings"
+            if self.card.pooler.labels:
+                is_reranker = self.card.pooler.scores_pairs
+                made, path = ("scores", "/v1/rerank") if is_reranker else ("labels", "/v1/classify")
             raise InvalidRequest(
-                f"The model {self.card.name!r} makes embeddings and writes no text.",
+                f"The model {self.card.name!r} makes {made} and writes no text.",
                 param="model",
-                hint="Ask /v1/embeddings.",
+                hint=f"Ask {path}.",
             )
         check_request(request, self.card.vocab_size)
         self.check_images(request.prompts)

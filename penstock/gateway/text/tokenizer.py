@@ -12,7 +12,7 @@ from codecs import utf_8_decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from tokenizers import Encoding, Tokenizer
@@ -219,16 +219,41 @@ class TextTokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode_marked, text, plain_ranges, positions)
 
-    async def encode_with_template(self, text: str) -> tuple[int, ...]:
-        """Token ids with every special token that the tokenizer itself puts around a text, as encoders expect."""
+    async def encode_with_template(
+        self,
+        text: str,
+        second: str | None = None,
+        *,
+        max_tokens: int | None = None,
+        max_second: int | None = None,
+        side: Literal["left", "right"] = "right",
+    ) -> tuple[tuple[int, ...], int]:
+        """Token ids with every special token that the tokenizer itself puts around a text or a pair of texts, and the
+        place at which the second text begins for the model; 0 if the model does not tell texts apart. More than
+        `max_tokens` are cut away on one `side`, special tokens excepted, from the longer text of a pair first; of the
+        second text at most `max_second` are kept."""
 
-        def encode() -> list[int]:
-            ids: list[int] = _encoded(self._tokenizer, text, add_special_tokens=True).ids
-            return ids
+        def encode() -> tuple[tuple[int, ...], int]:
+            first = _encoded(self._tokenizer, text)
+            other = None if second is None else _encoded(self._tokenizer, second)
+            if other is not None and max_second is not None:
+                other.truncate(max_second, direction=side)
+            if max_tokens is not None:
+                extra = self._tokenizer.num_special_tokens_to_add(other is not None) + len(self._missing_bos)
+                room = _shared_room(
+                    max(0, max_tokens - extra), len(first), 0 if other is None else len(other)
+                )
+                first.truncate(room[0], direction=side)
+                if other is not None:
+                    other.truncate(room[1], direction=side)
+            whole = self._tokenizer.post_process(first, other, add_special_tokens=True)
+            ids, kinds = tuple(whole.ids), whole.type_ids
+            second_at = kinds.index(1) + len(self._missing_bos) if other is not None and 1 in kinds else 0
+            return (*self._missing_bos, *ids), second_at
 
-        if len(text) <= DIRECT_ENCODE_CHARS:
-            return tuple(encode())
-        return tuple(await asyncio.get_running_loop().run_in_executor(self._threads, encode))
+        if len(text) + len(second or "") <= DIRECT_ENCODE_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text, special tokens included."""
@@ -310,11 +335,27 @@ class TextTokenizer:
             yield position, _encoded(self._tokenizer, text[position:])
 
     @cached_property
+    def _missing_bos(self) -> tuple[int, ...]:
+        """The beginning-of-sequence token, if the tokenizer's own template does not write it."""
+        return () if self._tokenizer.encode("a").ids[:1] == [*self.bos_ids] else self.bos_ids
+
+    @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
         """The same tokenizer without special tokens. Few chats need it, and it takes a moment to build."""
         tokenizer = Tokenizer.from_buffer(self._card.tokenizer_json)
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+
+def _shared_room(room: int, first: int, second: int) -> tuple[int, int]:
+    """Share out `room` over two texts of these lengths: the longer text is cut first, down to the shorter one."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:

@@ -1,0 +1,266 @@
+"""/v1/score, /v1/classify and /pooling, in vLLM's shapes: decode, compute, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from typing import Literal, TypeAlias
+
+import msgspec
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock.api.http.answers import WholeAnswer
+from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
+from penstock.api.http.parsing import BodyDecoder
+from penstock.api.openai.embeddings import (
+    ENTRIES_AT_ONCE,
+    EmbeddingUsage,
+    ReadingFields,
+    TextsToRead,
+    refusing,
+    run_job,
+    uses_cache,
+)
+from penstock.core.errors import InvalidRequest
+from penstock.core.messages import ModelCard
+from penstock.gateway.embeddings.run import BYTES_PER_NUMBER, numbers
+from penstock.gateway.embeddings.scores import ScoreRequest, Scores, probabilities
+from penstock.gateway.embeddings.service import EmbeddingAnswer, EmbeddingRequest, Embeddings
+
+REFUSED_FIELDS = (
+    *(
+        "cache_salt",
+        "chat_template",
+        "embed_dtype",
+        "endianness",
+        "messages",
+        "mm_processor_kwargs",
+        "priority",
+    ),
+    *("softmax", "step_tag_id", "returned_token_ids"),
+)
+Texts: TypeAlias = str | list[str]
+
+
+class CreateScores(ReadingFields, kw_only=True):
+    """The first texts have three names in vLLM's versions, and so have the second texts. One first text goes with
+    every second text."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    model: str | None = None
+    instruction: str | None = None
+    use_activation: bool | None = None
+    user: str | None = None
+
+    def sides(self) -> tuple[tuple[str, Texts], tuple[str, Texts]]:
+        """Return the texts of both sides, with the name that the request has for them."""
+        found = []
+        for names in (("text_1", "queries", "data_1"), ("text_2", "documents", "data_2")):
+            given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
+            if len(given) != 1:
+                raise InvalidRequest(f"The request needs {names[0]}, under exactly one name.", param=names[0])
+            found += given
+        return found[0], found[1]
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreList(msgspec.Struct):
+    id: str
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    object: str = "list"
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class CreateClassification(TextsToRead, kw_only=True):
+    use_activation: bool | None = None  # false leaves logits as they are
+    activation: bool | None = None  # the same, in older versions
+
+    @property
+    def activates(self) -> bool:
+        return self.use_activation is not False and self.activation is not False
+
+
+class Classification(msgspec.Struct):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(msgspec.Struct):
+    id: str
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+    object: str = "list"
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class CreatePooling(CreateClassification, kw_only=True):
+    """`task` says what is made of each input: one vector, one for each token, or the probabilities of labels."""
+
+    task: Literal["embed", "token_embed", "classify"] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class Pooled(msgspec.Struct):
+    index: int
+    data: list[float | list[float]] | str  # numbers, or vectors of tokens
+    object: str = "pooling"
+
+
+class PooledList(msgspec.Struct):
+    id: str
+    model: str
+    data: list[Pooled]
+    usage: EmbeddingUsage
+    object: str = "list"
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class ScoringEndpoints:
+    def __init__(self, embeddings: Embeddings, scores: Scores) -> None:
+        self._embeddings = embeddings
+        self._scores = scores
+        refuses = refusing(REFUSED_FIELDS)
+        self._score_decoder = BodyDecoder(CreateScores, ("truncate_prompt_tokens",), refuses)
+        self._class_decoder = BodyDecoder(CreateClassification, ("truncate_prompt_tokens",), refuses)
+        self._pooling_decoder = BodyDecoder(CreatePooling, ("truncate_prompt_tokens", "task"), refuses)
+
+    def routes(self) -> list[Route]:
+        handlers = {"score": self.score, "classify": self.classify}
+        return [
+            *(Route(f"/v1/{name}", handler, methods=["POST"]) for name, handler in handlers.items()),
+            *(Route(f"/{name}", handler, methods=["POST"]) for name, handler in handlers.items()),
+            Route("/pooling", self.pool, methods=["POST"]),
+        ]
+
+    async def score(self, request: Request) -> ASGIApp:
+        wire = await self._score_decoder.read(request)
+        (first_name, first), (second_name, second) = wire.sides()
+        job = await self._scores.open(
+            ScoreRequest(
+                queries=(first,) if isinstance(first, str) else tuple(first),
+                documents=(second,) if isinstance(second, str) else tuple(second),
+                query_label=first_name,
+                document_label=second_name,
+                instruction=wire.instruction,
+                activates=wire.use_activation is not False,
+                endpoint="score",
+                model=wire.model,
+                reading=wire.reading(),
+                uses_cache=uses_cache(request),
+                principal=principal_of(request),
+                request_id=request_id_of(request),
+                user=wire.user,
+                timeout_s=timeout_s_of(request),
+            )
+        )
+        answer = await run_job(job, request)
+        data = [Score(index, score) for index, score in enumerate(answer.scores)]
+        num_tokens = answer.usage.prompt_tokens
+        usage = EmbeddingUsage(num_tokens, num_tokens)
+        body = ScoreList(f"score-{request_id_of(request)}", answer.model, data, usage)
+        return WholeAnswer(msgspec.json.encode(body), answer.rate_limits)
+
+    async def classify(self, request: Request) -> ASGIApp:
+        wire = await self._class_decoder.read(request)
+        card = self._card(request, wire.model)
+        check_classifier(card)
+        answer = await self._vectors(request, wire, "classify")
+        data = []
+        for index, vector in enumerate(answer.vectors):
+            probs = _numbers_of_labels(card, vector, wire.activates)
+            best = card.pooler.labels[max(range(len(probs)), key=probs.__getitem__)]
+            data.append(Classification(index, best, probs, len(probs)))
+        body = ClassificationList(f"classify-{request_id_of(request)}", answer.model, data, _usage(answer))
+        return WholeAnswer(msgspec.json.encode(body), answer.rate_limits)
+
+    async def pool(self, request: Request) -> ASGIApp:
+        wire = await self._pooling_decoder.read(request)
+        card = self._card(request, wire.model)
+        task = wire.task or ("classify" if card.pooler.labels else "embed")
+        if task == "classify":
+            check_classifier(card)
+        elif card.pooler.labels:
+            raise InvalidRequest(f"The model {card.name!r} makes labels, and no vectors.", param="task")
+        answer = await self._vectors(request, wire, "pooling", pools_tokens=task == "token_embed")
+        data = []
+        for index, vector in enumerate(answer.vectors):
+            data.append(Pooled(index, _pooled(card, wire, task, vector)))
+            if index % ENTRIES_AT_ONCE == ENTRIES_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        body = PooledList(f"pool-{request_id_of(request)}", answer.model, data, _usage(answer))
+        encoded = await asyncio.to_thread(msgspec.json.encode, body)
+        return WholeAnswer(encoded, answer.rate_limits)
+
+    def _card(self, request: Request, model: str | None) -> ModelCard:
+        return self._embeddings.model_of(principal_of(request), model).card
+
+    async def _vectors(
+        self, request: Request, wire: CreateClassification, endpoint: str, *, pools_tokens: bool = False
+    ) -> EmbeddingAnswer:
+        dimensions, normalizes = (
+            (wire.dimensions, wire.normalize) if isinstance(wire, CreatePooling) else (None, None)
+        )
+        job = await self._embeddings.open(
+            EmbeddingRequest(
+                inputs=wire.inputs(),
+                endpoint=endpoint,
+                model=wire.model,
+                dimensions=dimensions,
+                normalizes=normalizes,
+                pooling="all" if pools_tokens else None,
+                reading=wire.reading(),
+                uses_cache=uses_cache(request) and not pools_tokens,
+                principal=principal_of(request),
+                request_id=request_id_of(request),
+                user=wire.user,
+                timeout_s=timeout_s_of(request),
+            )
+        )
+        return await run_job(job, request)
+
+
+def check_classifier(card: ModelCard) -> None:
+    if not card.pooler.labels:
+        raise InvalidRequest(f"The model {card.name!r} has no labels to classify texts by.", param="model")
+
+
+def _pooled(
+    card: ModelCard, wire: CreatePooling, task: str, vector: bytes
+) -> list[float | list[float]] | str:
+    if wire.encoding_format == "base64":
+        return base64.b64encode(vector).decode()
+    if task == "classify":
+        return [*_numbers_of_labels(card, vector, wire.activates)]
+    if task == "embed":
+        return [*numbers(vector)]
+    size = card.embedding_size * BYTES_PER_NUMBER
+    return [numbers(vector[start : start + size]) for start in range(0, len(vector), size)]
+
+
+def _numbers_of_labels(card: ModelCard, vector: bytes, activates: bool) -> list[float]:
+    logits = numbers(vector)
+    return probabilities(card.pooler, logits) if activates else logits
+
+
+def _usage(answer: EmbeddingAnswer) -> EmbeddingUsage:
+    return EmbeddingUsage(answer.usage.prompt_tokens, answer.usage.prompt_tokens)

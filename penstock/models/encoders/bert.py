@@ -1,0 +1,264 @@
+"""Encoders in BERT's style: BERT itself; RoBERTa and XLM-RoBERTa, whose positions begin behind the padding token;
+DistilBERT, which has no token types; MPNet, whose attention knows the distance between tokens besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import PackedLinear
+from penstock.models.config import Fields
+from penstock.models.encoders.base import Encoder, EncoderConfig, Texts, attend
+from penstock.models.pooling_head import Head, LayerNorm, dense_layer
+from penstock.models.weights import WeightLoader
+
+_MPNET_PADDING = 1
+_MPNET_DISTANCE = 128  # all distances above share a bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig(EncoderConfig):
+    num_positions: int
+    num_token_types: int = 0
+    padding_id: int | None = None  # positions of other tokens begin behind it
+    num_distances: int = 0  # of MPNet's biases
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of tensors within a layer."""
+
+    layer: str = "encoder.layer"
+    qkv: Sequence[str] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    output: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: str = "intermediate.dense"
+    down: str = "output.dense"
+    output_norm: str = "output.LayerNorm"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: PackedLinear
+    output: PackedLinear
+    attention_norm: LayerNorm
+    up: PackedLinear
+    down: PackedLinear
+    output_norm: LayerNorm
+
+
+class Bert(Encoder):
+    name = "bert"
+    huggingface_names: ClassVar[tuple[str, ...]] = (
+        "BertModel",
+        "BertForMaskedLM",
+        "BertForSequenceClassification",
+    )
+    prefixes = ("bert.",)
+    names: ClassVar[_Names] = _Names()
+    config: BertConfig
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> BertConfig:
+        if fields.text("position_embedding_type", "absolute") != "absolute":
+            raise ModelLoadError(
+                f"{fields.where} has relative positions, which no known encoder of its kind has."
+            )
+        if fields.flag("is_decoder", False):
+            raise ModelLoadError(f"{fields.where} describes a decoder of BERT's kind, which is not known.")
+        padding_id = cls._padding_id(fields)
+        num_positions = fields.integer("max_position_embeddings", 512)
+        return BertConfig(
+            hidden_size=fields.integer("hidden_size"),
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=fields.integer("num_hidden_layers"),
+            num_heads=fields.integer("num_attention_heads"),
+            vocab_size=fields.integer("vocab_size"),
+            max_text_len=num_positions if padding_id is None else num_positions - padding_id - 1,
+            norm_eps=fields.number("layer_norm_eps", 1e-12),
+            activation=fields.text("hidden_act", "gelu"),
+            num_positions=num_positions,
+            num_token_types=fields.integer("type_vocab_size", 2),
+            padding_id=padding_id,
+        )
+
+    @classmethod
+    def _padding_id(cls, fields: Fields) -> int | None:
+        return None
+
+    def forward(self, texts: Texts) -> Tensor:
+        linear, heads = self._ops.linear, self.config.num_heads
+        x = self._embed(texts)
+        biases = self._biases(texts)
+        for layer in self._layers:
+            query, key, value = linear(x, layer.qkv).unflatten(1, (3, heads, -1)).unbind(1)
+            attended = attend(query, key, value, texts, biases=biases)
+            x = layer.attention_norm(x + linear(attended, layer.output))
+            inner = texts.each(self._activation, linear(x, layer.up))
+            x = layer.output_norm(x + linear(inner, layer.down))
+        return x
+
+    def _embed(self, texts: Texts) -> Tensor:
+        x = self._words[texts.token_ids]
+        if self._types is not None:
+            last_type = self.config.num_token_types - 1
+            x = x + self._types[texts.is_second.long().clamp(max=last_type)]
+        return self._embedding_norm(x + self._positions[self._position_ids(texts)])
+
+    def _position_ids(self, texts: Texts) -> Tensor:
+        padding_id = self.config.padding_id
+        if padding_id is None:
+            return texts.positions
+        counts = texts.token_ids != padding_id  # padding tokens have the padding's position, and do not count
+        ids = torch.full_like(texts.token_ids, padding_id)
+        for start, end in texts.ranges:
+            ids[start:end] += counts[start:end].cumsum(0) * counts[start:end]
+        return ids
+
+    def _biases(self, texts: Texts) -> list[Tensor] | None:
+        return None
+
+    def _load(self, loader: WeightLoader) -> None:
+        config, hidden = self.config, self.config.hidden_size
+        prefix = f"{self._prefix}embeddings"
+        self._words = loader.table(f"{prefix}.word_embeddings.weight", config.vocab_size, hidden)
+        self._positions = loader.table(f"{prefix}.position_embeddings.weight", config.num_positions, hidden)
+        self._types: Tensor | None = None
+        if config.num_token_types:
+            name = f"{prefix}.token_type_embeddings.weight"
+            self._types = loader.table(name, config.num_token_types, hidden)
+        self._embedding_norm = self._norm("embeddings.LayerNorm", loader)
+        self._layers = [self._load_layer(index, loader) for index in range(config.num_layers)]
+
+    def _load_layer(self, index: int, loader: WeightLoader) -> _Layer:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        names = self.names
+        layer = f"{names.layer}.{index}"
+
+        def linear(parts: Sequence[str], rows: Sequence[int], columns: int) -> PackedLinear:
+            full = [f"{self._prefix}{layer}.{part}" for part in parts]
+            return loader.linear(full, rows, columns, bias=True)
+
+        return _Layer(
+            qkv=linear(names.qkv, [hidden] * 3, hidden),
+            output=linear([names.output], [hidden], hidden),
+            attention_norm=self._norm(f"{layer}.{names.attention_norm}", loader),
+            up=linear([names.up], [inner], hidden),
+            down=linear([names.down], [hidden], inner),
+            output_norm=self._norm(f"{layer}.{names.output_norm}", loader),
+        )
+
+    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
+        hidden = self.config.hidden_size
+        steps = (
+            dense_layer(loader, f"{self._prefix}pooler.dense", (hidden, hidden), "tanh"),
+            dense_layer(loader, "classifier", (num_labels, hidden)),
+        )
+        return Head(steps, num_labels)
+
+
+class Roberta(Bert):
+    name = "roberta"
+    huggingface_names = tuple(
+        f"{family}{kind}"
+        for family in ("Roberta", "XLMRoberta", "Camembert")
+        for kind in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    )
+    prefixes = ("roberta.",)
+
+    @classmethod
+    def _padding_id(cls, fields: Fields) -> int | None:
+        given = fields.token_ids("pad_token_id")
+        return given[0] if given else 1
+
+    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
+        hidden = self.config.hidden_size
+        steps = (
+            dense_layer(loader, "classifier.dense", (hidden, hidden), "tanh"),
+            dense_layer(loader, "classifier.out_proj", (num_labels, hidden)),
+        )
+        return Head(steps, num_labels)
+
+
+class DistilBert(Bert):
+    name = "distilbert"
+    huggingface_names = ("DistilBertModel", "DistilBertForMaskedLM", "DistilBertForSequenceClassification")
+    prefixes = ("distilbert.",)
+    names = _Names(
+        layer="transformer.layer",
+        qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        output="attention.out_lin",
+        attention_norm="sa_layer_norm",
+        up="ffn.lin1",
+        down="ffn.lin2",
+        output_norm="output_layer_norm",
+    )
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> BertConfig:
+        num_positions = fields.integer("max_position_embeddings", 512)
+        return BertConfig(
+            hidden_size=fields.integer("dim"),
+            intermediate_size=fields.integer("hidden_dim"),
+            num_layers=fields.integer("n_layers"),
+            num_heads=fields.integer("n_heads"),
+            vocab_size=fields.integer("vocab_size"),
+            max_text_len=num_positions,
+            norm_eps=1e-12,
+            activation=fields.text("activation", "gelu"),
+            num_positions=num_positions,
+        )
+
+    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
+        hidden = self.config.hidden_size
+        steps = (
+            dense_layer(loader, "pre_classifier", (hidden, hidden), "relu"),
+            dense_layer(loader, "classifier", (num_labels, hidden)),
+        )
+        return Head(steps, num_labels)
+
+
+class MPNet(Roberta):
+    name = "mpnet"
+    huggingface_names = ("MPNetModel", "MPNetForMaskedLM", "MPNetForSequenceClassification")
+    prefixes = ("mpnet.",)
+    names = _Names(
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        output="attention.attn.o",
+        attention_norm="attention.LayerNorm",
+    )
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> BertConfig:
+        given = {**fields.values, "pad_token_id": _MPNET_PADDING}
+        config = super().read_config(Fields(given, fields.where))
+        num_distances = fields.integer("relative_attention_num_buckets", 32)
+        return dataclasses.replace(config, num_token_types=0, num_distances=num_distances)
+
+    def _load(self, loader: WeightLoader) -> None:
+        super()._load(loader)
+        name = f"{self._prefix}encoder.relative_attention_bias.weight"
+        self._distance_biases = loader.table(name, self.config.num_distances, self.config.num_heads)
+
+    def _biases(self, texts: Texts) -> list[Tensor]:
+        lengths = [end - start for start, end in texts.ranges]
+        places = torch.arange(max(lengths), device=texts.positions.device)
+        biases = self._distance_biases[_distance_class(places - places[:, None])].permute(2, 0, 1)
+        return [biases[:, :length, :length] for length in lengths]
+
+
+def _distance_class(distances: Tensor) -> Tensor:
+    """Return the class of each distance, of 32: half of the classes for tokens behind, in each half the first eight
+    for one distance each, and wider and wider classes after them."""
+    half, exact = 16, 8
+    far = distances.abs()
+    share = torch.log(far.clamp(min=1).float() / exact) / math.log(_MPNET_DISTANCE / exact)
+    wide = (exact + (share * (half - exact)).long()).clamp(max=half - 1)
+    return (distances > 0).long() * half + torch.where(far < exact, far, wide)

@@ -1,0 +1,84 @@
+"""Finds and loads encoders: models in which every token sees the whole text, for embeddings, labels and scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import Ops
+from penstock.models.config import Fields, read_settings
+from penstock.models.encoders.base import Encoder
+from penstock.models.encoders.bert import Bert, DistilBert, MPNet, Roberta
+from penstock.models.encoders.embedding_gemma import EmbeddingGemma
+from penstock.models.encoders.modernbert import ModernBert
+from penstock.models.encoders.nomic_bert import NomicBert
+from penstock.models.pooling import PoolingSettings, architectures, read_pooling
+from penstock.models.pooling_head import Head, embedding_head
+from penstock.models.quantized_source import SafetensorsSource
+from penstock.models.weights import OnProgress, RandomSource, WeightLoader, WeightSource
+
+ENCODERS: tuple[type[Encoder], ...] = (
+    Bert,
+    Roberta,
+    DistilBert,
+    MPNet,
+    ModernBert,
+    NomicBert,
+    EmbeddingGemma,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    model: Encoder
+    head: Head
+    settings: PoolingSettings
+
+    @property
+    def max_text_len(self) -> int:
+        longest: int = self.model.config.max_text_len
+        return min(longest, self.settings.max_text_len or longest)
+
+
+def encoder_for(fields: Fields) -> type[Encoder] | None:
+    """Return the encoder that `config.json` names, or None for a decoder or a model that is not known."""
+    for encoder in ENCODERS:
+        if any(name in encoder.huggingface_names for name in architectures(fields)):
+            if encoder is EmbeddingGemma and fields.raw("use_bidirectional_attention") is not True:
+                return None
+            return encoder
+    return None
+
+
+def is_encoder(path: Path) -> bool:
+    """Say whether the model is an encoder, which writes no text."""
+    settings = read_settings(path / "config.json") if path.is_dir() else None
+    return settings is not None and encoder_for(Fields(settings, str(path / "config.json"))) is not None
+
+
+def load_encoder(
+    path: Path,
+    ops: Ops,
+    *,
+    load_format: Literal["auto", "random"] = "auto",
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+) -> LoadedEncoder:
+    fields = Fields(read_settings(path / "config.json") or {}, str(path / "config.json"))
+    encoder = encoder_for(fields)
+    if encoder is None:
+        known = ", ".join(sorted(each.name for each in ENCODERS))
+        raise ModelLoadError(f"{fields.where} names no encoder that is known; known are {known}.")
+    settings = read_pooling(path, fields, is_decoder=False)
+    source: WeightSource = (
+        RandomSource(seed, norm_offset=0.0, device=ops.device)
+        if load_format == "random"
+        else SafetensorsSource(path)
+    )
+    loader = WeightLoader(source, ops, on_progress=on_progress)
+    model = encoder(encoder.read_config(fields), loader)
+    if settings.num_labels is not None:
+        return LoadedEncoder(model, model.classifier(loader, settings.num_labels), settings)
+    return LoadedEncoder(model, embedding_head(settings, model.config.hidden_size, ops.device), settings)

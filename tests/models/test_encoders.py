@@ -1,0 +1,311 @@
+"""Encoders against transformers' own, with random weights; and the real MiniLM where it can be had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    ModernBertConfig,
+    MPNetConfig,
+    NomicBertConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+from penstock.cli.console import fetch_model
+from penstock.core.engine_config import EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.errors import ModelLoadError
+from penstock.core.request import Request, SamplingParams
+from penstock.engine.build import build_engine
+from penstock.kernels.select import select_ops
+from penstock.models.encoders.load import is_encoder, load_encoder
+
+TEXTS = [[101, 7, 102], list(range(20, 90)), [101], [5, 6, 7, 8]]
+
+
+def write_bert(folder: Path, **settings: object) -> Path:
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=120,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=96,
+        initializer_range=0.3,
+        **settings,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def pooled(model: BertModel, text: list[int], pooling: str = "mean") -> torch.Tensor:
+    with torch.inference_mode():
+        states = model(torch.tensor([text])).last_hidden_state[0]
+    vector = states.mean(dim=0) if pooling == "mean" else states[0]
+    return vector / vector.norm()
+
+
+SIZES = {"vocab_size": 120, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "initializer_range": 0.3, "pad_token_id": 0}
+LONG = [(7 * n) % 119 + 1 for n in range(90)]  # beyond the windows below
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
+    "bert": (BertConfig, {}, "Bert"),
+    "bert-gelu_new": (BertConfig, {"hidden_act": "gelu_new"}, "Bert"),
+    "roberta": (RobertaConfig, {"pad_token_id": 1, "type_vocab_size": 1}, "Roberta"),
+    "xlm-roberta": (XLMRobertaConfig, {"pad_token_id": 1, "type_vocab_size": 1}, "XLMRoberta"),
+    "distilbert": (
+        DistilBertConfig,
+        {"dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4},
+        "DistilBert",
+    ),
+    "mpnet": (MPNetConfig, {"pad_token_id": 1}, "MPNet"),
+    "modernbert": (
+        ModernBertConfig,
+        {"local_attention": 16, "norm_bias": True, "classifier_pooling": "mean", "cls_token_id": 1}
+        | {"eos_token_id": 2, "bos_token_id": 1, "sep_token_id": 2},
+        "ModernBert",
+    ),
+    "nomic": (NomicBertConfig, {}, "NomicBert"),
+}
+
+
+def write_encoder(family: str, folder: Path, kind: str, **more: Any) -> Any:
+    """Write random weights, and return transformers' own model of them."""
+    config_class, settings, name = FAMILIES[family]
+    torch.manual_seed(3)
+    config = config_class(**{**SIZES, **HEADS, "max_position_embeddings": 128, **settings, **more})
+    model = getattr(transformers, f"{name}{kind}")(config).eval()
+    for parameter in model.parameters():  # also biases and norms, which begin as zeros and ones
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+def run_encoder(model: Any, text: list[int], second_text_at: int = 0) -> Any:
+    ids = torch.tensor([text])
+    given = {}
+    if second_text_at:
+        given["token_type_ids"] = (torch.arange(len(text)) >= second_text_at).long()[None]
+    with torch.inference_mode():
+        return model(ids, attention_mask=torch.ones_like(ids), **given)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    theirs = write_encoder(family, tmp_path, "Model")
+    ours = load_encoder(tmp_path, select_ops("cpu", torch.float32)).model
+    texts = [*TEXTS, LONG, [1, 5, 0, 9]]  # with a padding token of some families
+    with torch.inference_mode():
+        found = ours.hidden_states(texts)
+        for text, states in zip(texts, found, strict=True):
+            expected = run_encoder(theirs, text).last_hidden_state[0]
+            torch.testing.assert_close(states, expected, atol=5e-5, rtol=1e-4)
+            (alone,) = ours.hidden_states([text])
+            assert torch.equal(alone, states), "a text's states depend on its batch"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classifiers_give_the_logits_of_transformers(tmp_path: Path, family: str) -> None:
+    theirs = write_encoder(family, tmp_path, "ForSequenceClassification", num_labels=3)
+    has_pairs = family in ("bert", "nomic")
+    requests = [(text, 0) for text in TEXTS] + [(LONG, 40 if has_pairs else 0)]
+    found = embed(tmp_path, [text for text, _ in requests], seconds=[at for _, at in requests])
+    for (text, at), vector in zip(requests, found, strict=True):
+        expected = run_encoder(theirs, text, at).logits[0]
+        torch.testing.assert_close(vector, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_original_names_of_nomic(tmp_path: Path) -> None:
+    theirs = write_encoder("nomic", tmp_path, "Model")
+    names = {
+        "embeddings.LayerNorm": "emb_ln",
+        "layers.": "encoder.layers.",
+        "self_attn.o_proj": "attn.out_proj",
+        "up_proj": "fc11",
+        "gate_proj": "fc12",
+        "down_proj": "fc2",
+        "post_attention_layernorm": "norm1",
+        "post_mlp_layernorm": "norm2",
+    }
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in theirs.state_dict().items():
+        for new, old in names.items():
+            name = name.replace(new, old)
+        stored[name] = tensor.contiguous()
+    for index in range(3):
+        prefix = f"encoder.layers.{index}"
+        qkv = [stored.pop(f"{prefix}.self_attn.{part}_proj.weight") for part in "qkv"]
+        stored[f"{prefix}.attn.Wqkv.weight"] = torch.cat(qkv)
+    save_file(stored, tmp_path / "model.safetensors")
+    config = {"architectures": ["NomicBertModel"], "n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4}
+    config |= {
+        "n_positions": 128,
+        "vocab_size": 120,
+        "rotary_emb_base": 1000,
+        "activation_function": "swiglu",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = load_encoder(tmp_path, select_ops("cpu", torch.float32)).model
+    (states,) = ours.hidden_states([LONG])
+    expected = run_encoder(theirs, LONG).last_hidden_state[0]
+    torch.testing.assert_close(states, expected, atol=5e-5, rtol=1e-4)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"prenorm": True}))
+    with pytest.raises(ModelLoadError, match="prenorm"):
+        load_encoder(tmp_path, select_ops("cpu", torch.float32))
+
+
+def test_gemma_that_sees_both_ways(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = Gemma3TextConfig(
+        vocab_size=120,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=16,
+        initializer_range=0.3,
+        use_bidirectional_attention=True,
+    )
+    theirs = Gemma3TextModel(config).eval()
+    theirs.save_pretrained(tmp_path)
+    add_modules(tmp_path, "Pooling", "Dense", "Dense", "Normalize")
+    dense = [write_dense(tmp_path / "2_Dense", 48, 96), write_dense(tmp_path / "3_Dense", 96, 40)]
+    found = embed(tmp_path, [LONG, TEXTS[0]])
+    for text, vector in zip([LONG, TEXTS[0]], found, strict=True):
+        made = run_encoder(theirs, text).last_hidden_state[0].mean(dim=0)
+        for weight in dense:
+            made = weight @ made
+        torch.testing.assert_close(vector, made / made.norm(), atol=1e-5, rtol=1e-4)
+
+
+def add_modules(folder: Path, *kinds: str, pooling: str = "mean") -> None:
+    """Write the files that sentence-transformers puts beside a model."""
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for index, kind in enumerate(kinds, start=1):
+        path = f"{index}_{kind}"
+        modules.append({"idx": index, "path": path, "type": f"sentence_transformers.models.{kind}"})
+        (folder / path).mkdir(exist_ok=True)
+        if kind == "Pooling":
+            (folder / path / "config.json").write_text(json.dumps({"pooling_mode": pooling}))
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def write_dense(folder: Path, inputs: int, outputs: int) -> torch.Tensor:
+    weight = torch.randn(outputs, inputs)
+    save_file({"linear.weight": weight}, folder / "model.safetensors")
+    settings = {"in_features": inputs, "out_features": outputs, "bias": False}
+    settings["activation_function"] = "torch.nn.modules.linear.Identity"
+    (folder / "config.json").write_text(json.dumps(settings))
+    return weight
+
+
+def embed(
+    folder: Path, texts: list[list[int]], *, seconds: list[int] | None = None, **scheduler: int
+) -> list[torch.Tensor]:
+    config = EngineConfig(
+        model=ModelConfig(model="bert", device="cpu"),
+        scheduler=SchedulerConfig(itl_target_ms=None, **scheduler),
+    )
+    engine = build_engine(config, folder)
+    for index, text in enumerate(texts):
+        engine.loop.add(
+            Request(
+                id=str(index),
+                prompt_token_ids=tuple(text),
+                sampling=SamplingParams(max_tokens=1),
+                pooling=engine.ready.model.pooling,
+                second_text_at=seconds[index] if seconds else 0,
+            )
+        )
+    found: dict[str, bytes] = {}
+    while engine.loop.has_work:
+        for event in engine.loop.step():
+            assert event.embedding is not None, event
+            found[event.request_id] = event.embedding
+        engine.loop.scheduler.check_integrity()
+    engine.close()
+    return [
+        torch.frombuffer(bytearray(found[str(index)]), dtype=torch.float32) for index in range(len(texts))
+    ]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_vectors_through_the_scheduler(tmp_path: Path, pooling: str) -> None:
+    folder = write_bert(tmp_path)
+    (folder / "1_Pooling").mkdir()
+    mode = "pooling_mode_mean_tokens" if pooling == "mean" else "pooling_mode_cls_token"
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({mode: True, "word_embedding_dimension": 48})
+    )
+    theirs = BertModel.from_pretrained(folder).eval()
+    longest = [*range(96)]
+    whole = embed(folder, [*TEXTS, longest])
+    for text, vector in zip([*TEXTS, longest], whole, strict=True):
+        torch.testing.assert_close(vector, pooled(theirs, text, pooling), atol=1e-5, rtol=1e-4)
+    in_chunks = embed(folder, [*TEXTS, longest], max_num_batched_tokens=17, max_num_seqs=2)
+    assert all(torch.equal(a, b) for a, b in zip(whole, in_chunks, strict=True))
+
+
+def test_what_makes_an_encoder(tmp_path: Path) -> None:
+    assert is_encoder(write_bert(tmp_path / "bert"))
+    assert not is_encoder(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert not is_encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}),
+        ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}),
+        ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}),
+        ("modules.json", [{"path": "", "type": "st.Transformer"}, {"path": "1_LSTM", "type": "st.LSTM"}]),
+        ("modules.json", [{"path": "../outside", "type": "st.Pooling"}]),
+        ("modules.json", {}),
+        ("config_sentence_transformers.json", {"default_prompt_name": "query"}),
+        ("config_sentence_transformers.json", {"similarity_fn_name": "guess"}),
+        ("config.json", {"architectures": ["BertModel"], "hidden_act": "relu6"}),
+        ("sentence_bert_config.json", []),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused(tmp_path: Path, file: str, content: object) -> None:
+    folder = write_bert(tmp_path)
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=file.rpartition("/")[2]):
+        load_encoder(folder, select_ops("cpu", torch.float32))
+
+
+@pytest.mark.e2e
+def test_minilm_means_what_it_should() -> None:
+    from tokenizers import Tokenizer
+
+    folder = fetch_model("all-minilm-l6-v2")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    sentences = ["A cat sits on the mat.", "A kitten rests on a rug.", "The stock market fell sharply today."]
+    texts = [tokenizer.encode(sentence).ids for sentence in sentences]
+    cat, kitten, market = vectors = embed(folder, texts)
+    theirs = BertModel.from_pretrained(folder).eval()
+    for text, vector in zip(texts, vectors, strict=True):
+        torch.testing.assert_close(vector, pooled(theirs, text), atol=1e-6, rtol=1e-4)
+    assert float(cat @ kitten) > 0.5 > 0.2 > float(cat @ market)
