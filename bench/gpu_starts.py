@@ -2,10 +2,14 @@
 """How long `penstock serve` takes from its command to a first token over HTTP, with less and less kept from before.
 
     python -m bench.gpu_starts FOLDER [--rounds 2] [options of `penstock serve`]
+    python -m bench.gpu_starts FOLDER --in-a-row 200 [--at-once 8]
 
 FOLDER needs nothing but a config.json: weights are random. The first line is the machine as it was found. Caches of
 kernels and of bytecode are in a folder of this script, so the user's caches stay. For "nothing in the page cache" the
 kernel drops the page cache, which needs root and an otherwise idle machine; without root those lines say so.
+
+With `--in-a-row`, the server is started that many times, `--at-once` of them side by side. The script prints the
+number of starts that failed, the log of each of these, and how long the others took.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +75,6 @@ class Caches:
     def bytecode(self) -> Path:
         return self.folder / "penstock"
 
-    @property
-    def log(self) -> Path:
-        return self.folder / "log"
-
     def environment(self) -> dict[str, str]:
         kernels, driver = str(self.kernels / "triton"), str(self.kernels / "driver")
         return os.environ | {
@@ -93,21 +94,49 @@ class Caches:
             DROP_CACHES.write_text("3")
 
 
-def time_start(caches: Caches, folder: Path, options: Sequence[str]) -> float:
+class FailedStart(Exception):
+    """A server that ended, or did not answer in time, with its log."""
+
+
+def time_start(caches: Caches, folder: Path, options: Sequence[str], log_name: str = "log") -> float:
     port = free_port()
     command = [sys.executable, "-m", "penstock.main", "serve", str(folder), "--port", str(port), *options]
+    path = caches.folder / log_name
     started = time.monotonic()
-    with caches.log.open("w") as log:
+    with path.open("w") as log:
         process = subprocess.Popen(command, env=caches.environment(), stdout=log, stderr=log)
     try:
         while not _has_first_token(f"http://{HOST}:{port}"):
             if process.poll() is not None or time.monotonic() - started > TIMEOUT_S:
-                raise SystemExit(f"The server did not start: {' '.join(command)}\n{caches.log.read_text()}")
+                raise FailedStart(f"The server did not start: {' '.join(command)}\n{path.read_text()}")
             time.sleep(0.01)
         return time.monotonic() - started
     finally:
         process.terminate()
         process.wait()
+
+
+def starts_in_a_row(caches: Caches, folder: Path, options: Sequence[str], count: int, at_once: int) -> int:
+    """Returns the number of starts that failed."""
+
+    def start(number: int) -> float | FailedStart:
+        try:
+            return time_start(caches, folder, options, f"log-{number}")
+        except FailedStart as failure:
+            return failure
+
+    time_start(caches, folder, options)  # compiles the kernels, once for all
+    with ThreadPoolExecutor(at_once) as pool:
+        results = list(pool.map(start, range(count)))
+    failures = [result for result in results if isinstance(result, FailedStart)]
+    seconds = sorted(result for result in results if not isinstance(result, FailedStart))
+    for failure in failures:
+        print(failure, flush=True)
+    print(f"{count} starts, {at_once} at once: {len(failures)} failed")
+    if seconds:
+        median, last = statistics.median(seconds), seconds[-1]
+        print(f"seconds to the first token: least {seconds[0]:.2f}, median {median:.2f}, most {last:.2f}")
+    return len(failures)
 
 
 def _has_first_token(url: str) -> bool:
@@ -124,10 +153,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--in-a-row", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=8)
     arguments, options = parser.parse_known_args()
     options = ["--load-format", "random", *options]
     with tempfile.TemporaryDirectory() as name:
         caches = Caches(Path(name))
+        if arguments.in_a_row:
+            failed = starts_in_a_row(caches, arguments.folder, options, arguments.in_a_row, arguments.at_once)
+            raise SystemExit(1 if failed else 0)
         print("kept from before: seconds to the first token", flush=True)
         print(f"the machine as it was found: {time_start(caches, arguments.folder, options):.2f}", flush=True)
         for kept in CASES:

@@ -46,7 +46,8 @@ from penstock.core.messages import (
     StepOutputs,
 )
 from penstock.core.plan import TokenEvent
-from penstock.engine.build import Engine, build_engine, preload, prepare
+from penstock.engine.build import Engine, build_engine
+from penstock.engine.startup import preload, prepare
 from penstock.engine.transfer.port import Wire
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from penstock.engine.collaborator import (
 )
 from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
-from penstock.engine.head_start import keep_bytecode, open_gpu_ahead, read_compiler_ahead
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
 from penstock.engine.record import PlanRecorder
@@ -53,24 +52,6 @@ class Engine:
         self.loop.close()
         if self.ranks is not None:
             self.ranks.close()
-
-
-def preload(bytecode: Path) -> None:
-    """Import what most engines need, before the job is known. `bytecode` is a folder for the bytecode of packages
-    that have none."""
-    keep_bytecode(bytecode)
-    read_compiler_ahead()
-    import penstock.engine.decoder  # noqa: F401
-
-
-def prepare(config: EngineConfig, model_path: Path, bytecode: Path | None = None) -> None:
-    """Begin work that needs no torch, once the job is known and CUDA_VISIBLE_DEVICES is set. Pass `bytecode` if
-    nothing is preloaded."""
-    if bytecode is not None:
-        keep_bytecode(bytecode)
-    is_alone = config.parallel.num_ranks == 1  # ranks are processes of their own
-    if str(model_path) != ECHO_MODEL and config.model.device != "cpu" and is_alone:
-        open_gpu_ahead()
 
 
 def build_engine(

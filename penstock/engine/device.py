@@ -15,6 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.installation import install_command
 from penstock.core.plan import StateSlots
+from penstock.engine.startup import load_compiler
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
@@ -39,6 +40,8 @@ def choose_ops(config: EngineConfig) -> Ops:
             "--attention-backend flashinfer needs FlashInfer.", hint=f"Run: {install_command('flashinfer')}"
         )
     dtype = _choose_dtype(config.model.dtype, device)
+    if device.type == "cuda":
+        load_compiler()
     ops = select_ops(
         device,
         dtype,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import head_start as bytecode
+from penstock.engine import startup as bytecode
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_the_next_process_imports_what_was_kept(tmp_path: Path) -> None:
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from pathlib import Path
-from penstock.engine.head_start import keep_bytecode
+from penstock.engine.startup import keep_bytecode
 keep_bytecode(Path({str(tmp_path / "kept")!r}))
 import torch
 print(torch.__cached__)

@@ -63,7 +63,7 @@ def test_attend(
     lengths: Lengths,
 ) -> None:
     error = attention_error(bench, Heads(heads, kv_heads, size, window, softcap, norms), lengths)
-    assert error < (1e-2 if bench is NARROW else 2e-3)  # float32 products run as tf32
+    assert error < (1e-2 if bench is NARROW else 1e-5)
 
 
 @pytest.mark.parametrize("bench", [WIDE, NARROW], ids=["float32", "bfloat16"])
@@ -188,6 +188,30 @@ def test_formats_of_checkpoints(name: str, rows: int, bias: bool) -> None:
     gate_up, down = quantized_formats(2048, 512)[name], quantized_formats(512, 1024)[name]
     errors = product_errors(NARROW, gate_up, down, rows, bias)
     assert max(errors.values()) < 0.02, errors
+
+
+@pytest.mark.parametrize("name", [*quantized_formats(2, 128), "float8"])
+@pytest.mark.parametrize("rows", [1, 2, 17, 64, 65, 129])
+def test_float32_is_never_narrowed(name: str, rows: int) -> None:
+    """Whatever the form of the weights, inputs and products stay in float32."""
+    formats = [quantized_formats(outputs, width) for outputs, width in ((2048, 512), (512, 1024))]
+    for each in formats:
+        whole = each["float8 in blocks"][0].dequantize()
+        each["float8"] = [quantize(DenseWeight(whole), "fp8")]
+    errors = product_errors(WIDE, formats[0][name], formats[1][name], rows, bias=False)
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_experts_in_float32(tokens: int) -> None:
+    assert placed_expert_error(WIDE, tokens, 8, hidden=256, inner=512) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+def test_a_cache_in_eight_bits_beside_float32(kv_dtype: torch.dtype) -> None:
+    bench = Bench(DEVICE, torch.float32, kv_dtype=kv_dtype)
+    for lengths in ([(500, 1), (1, 1), (77, 1)], [(0, 70), (130, 33), (16, 200)]):
+        assert attention_error(bench, Heads(8, 2, 128), lengths) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "Q6_K", "Q5_K"])

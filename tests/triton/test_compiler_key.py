@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs Triton")
 KEY_OF = """
 from importlib import metadata
 from triton.runtime import cache
-from penstock.kernels.triton.ops import know_compiler_by_its_wheel
+from penstock.engine.startup import know_compiler_by_its_wheel
 {change}
 own = cache.triton_key
 known = know_compiler_by_its_wheel()

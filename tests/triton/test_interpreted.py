@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from penstock.kernels.interface import DenseWeight, ExpertGroups, GroupQuantWeight, Routing
+from penstock.kernels.interface import DenseWeight, ExpertGroups, Float8Weight, GroupQuantWeight, Routing
 
 pytest.importorskip(
     "triton", "3.9", reason="needs triton 3.9 or later, whose interpreter knows today's numpy"
@@ -30,6 +31,7 @@ from penstock.kernels.triton import (
     packing,
     prefill_attention,
     skinny,
+    targets,
 )
 from penstock.models.weights import quantize
 from tests.triton.cases import (
@@ -251,17 +253,55 @@ def test_int8_inputs_and_weights(bias: bool, max_cublas_rows: int, monkeypatch: 
     scales = torch.rand(152, 1) / 100
     weight = GroupQuantWeight(codes, scales, None, 96, 8, rounds_inputs=True)
     offsets = torch.randn(152) if bias else None
-    packed = WHOLE.ops.pack_linear([weight], offsets)
-    added = 0.0 if offsets is None else offsets
-    x = torch.randn(140, 96) * torch.logspace(-3, 3, 140).unsqueeze(1)
-    expected = int8_rows.rounded_product(x, codes, scales.flatten())
-    torch.testing.assert_close(WHOLE.ops.linear(x, packed), expected + added)
-    torch.testing.assert_close(WHOLE.ops.logits(x, packed), expected + added)
-    # Few rows are not rounded, nor are those of weights that were not made for it.
-    exact = x @ weight.dequantize().T + added
-    torch.testing.assert_close(WHOLE.ops.linear(x[:3], packed), exact[:3], rtol=1e-4, atol=1e-4)
+    packed = HALF.ops.pack_linear([weight], offsets)
+    added = 0.0 if offsets is None else offsets.to(HALF.dtype).float()
+    x = (torch.randn(140, 96) * torch.logspace(-3, 3, 140).unsqueeze(1)).to(HALF.dtype)
+    expected = int8_rows.rounded_product(x, codes, scales.flatten()) + added
+    torch.testing.assert_close(HALF.ops.logits(x, packed), expected)
+    torch.testing.assert_close(HALF.ops.linear(x, packed), expected.to(HALF.dtype))
+    # Few rows are not rounded, nor are rows in float32, nor those of weights that were not made for it.
+    x = x.float()
+    exact = x @ weight.dequantize().T + (0.0 if offsets is None else offsets)
+    whole = WHOLE.ops.pack_linear([weight], offsets)
+    torch.testing.assert_close(WHOLE.ops.linear(x, whole), exact, rtol=1e-4, atol=1e-4)
+    few = HALF.ops.logits(x[:3].to(HALF.dtype), packed)
+    torch.testing.assert_close(few, exact[:3], rtol=2e-2, atol=2e-2)
     unmarked = WHOLE.ops.pack_linear([GroupQuantWeight(codes, scales, None, 96, 8)], offsets)
     torch.testing.assert_close(WHOLE.ops.linear(x, unmarked), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_float8_weights_of_float32_models_round_no_inputs() -> None:
+    weight = quantize(DenseWeight(torch.randn(48, 128)), "fp8")
+    for rows in (1, 5, 70):
+        x = torch.randn(rows, 128)
+        got = WHOLE.ops.linear(x, WHOLE.ops.pack_linear([weight]))
+        torch.testing.assert_close(got, x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+
+
+def gpu_of(arch: int) -> SimpleNamespace:
+    """As much of Triton's driver as is asked for the family of a GPU."""
+    return SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda", arch=arch))
+
+
+def test_float8_weights_without_float8_in_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay in eight bits, are converted by their bits, and meet inputs that are not rounded."""
+    monkeypatch.setattr(targets, "driver", SimpleNamespace(active=gpu_of(80)))
+    targets.current.cache_clear()
+    bits = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    bits[:, -1] = 0  # instead of the two that are no numbers
+    weight = Float8Weight(bits.view(torch.float8_e4m3fn), torch.tensor([0.5, 2.0]))
+    try:
+        assert not targets.current().has_float8
+        packed = HALF.ops.pack_linear([weight])
+        assert isinstance(packed, int8.Int8Linear)
+        assert packed.readable_codes.dtype == torch.uint8
+        assert torch.equal(int8.unpack(packed, torch.float32), weight.dequantize())
+        for rows in (1, 5, 70):
+            x = HALF.normal(rows, 128)
+            expected = x.float() @ weight.dequantize().T
+            torch.testing.assert_close(HALF.ops.logits(x, packed), expected, rtol=2e-2, atol=2.0)
+    finally:
+        targets.current.cache_clear()
 
 
 def test_rounding_to_float8() -> None:

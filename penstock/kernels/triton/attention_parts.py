@@ -10,15 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 MERGED_AT_ONCE = 8
 
 
 @triton.jit
 def _widened(cached, type: tl.constexpr):
-    """Return keys or values in the type in which they are multiplied. The hardware widens float8 to float16."""
-    if cached.dtype == tl.float8e4nv:
+    """Return keys or values in the type in which they are multiplied: the queries' type, or float16, to which the
+    hardware widens float8."""
+    if cached.dtype == tl.float8e4nv and type != tl.float32:
         wide = cached.to(tl.float16)
     else:
         wide = cached.to(type)
@@ -87,7 +88,7 @@ def absorb(
     k, v, k_scale, v_scale = tile
     k = _widened(k, queries.dtype)
     v = _widened(v, queries.dtype)
-    products = tl.dot(queries.to(k.dtype), k)
+    products = tl.dot(queries.to(k.dtype), k, input_precision="ieee")
     if HAS_SCALES:
         products *= k_scale
     if HAS_CAP:
@@ -106,7 +107,7 @@ def absorb(
     total = total * decay + tl.sum(weights, axis=1)
     if HAS_SCALES:
         weights *= v_scale
-    weighted = tl.dot(weights.to(v.dtype), v, weighted * decay[:, None])
+    weighted = tl.dot(weights.to(v.dtype), v, weighted * decay[:, None], input_precision="ieee")
     return new_highest, total, weighted
 
 
@@ -221,5 +222,5 @@ class Partials:
             TILE=MERGED_AT_ONCE,
             HAS_SINKS=sinks is not None,
             num_warps=4,
-            launch_pdl=True,
+            **launch_options(),
         )

@@ -4,6 +4,8 @@ are merged by a second, small kernel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,11 +13,12 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
 from penstock.kernels.triton.device import num_processors
-from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.paged_kv import PagedLayer
+from penstock.kernels.triton.targets import attention_tiles, stages
 
-# Keys of a tile: many programs, several of which share a processor, do better with small ones.
-LARGE_TILE, SMALL_TILE = 128, 64
+LARGEST_TILE = 128  # keys of a tile: a window may reach into one more
+# Many programs, several of which share a processor, do better with small tiles.
 MANY_PROGRAMS_PER_PROCESSOR = 6
 FEW_SPLITS, MAX_SPLITS = 16, 128  # Merging takes its time: more than few only of very long contexts.
 SHORTEST_SPLIT = 128
@@ -125,9 +128,10 @@ def decode_attention(
     processors = num_processors(q.device.index or 0)
     split_keys = split_length(count * kv_heads, span, processors)
     # A window need not begin where a tile does, so it may reach into one more.
-    splits = triton.cdiv(span + (LARGE_TILE if layer.window else 0), split_keys)
+    splits = triton.cdiv(span + (LARGEST_TILE if layer.window else 0), split_keys)
     is_crowded = count * kv_heads * splits >= MANY_PROGRAMS_PER_PROCESSOR * processors
-    keys = SMALL_TILE if size > 128 or (splits == 1 and is_crowded) else LARGE_TILE
+    padded_size = max(16, triton.next_power_of_2(size))
+    tile = _tile(padded_size, 2 * cache.keys.element_size(), is_small=splits == 1 and is_crowded)
     partials = Partials.for_rows(out, count * heads, splits, size)
     _decode_kernel[(count, kv_heads, splits)](
         q,
@@ -150,20 +154,37 @@ def decode_attention(
         H=heads,
         G=kv_heads,
         D=size,
-        D_PAD=max(16, triton.next_power_of_2(size)),
+        D_PAD=padded_size,
         BLOCK_SIZE=cache.block_size,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
-        KEYS=keys,
-        STAGES=3 if keys == LARGE_TILE else 2,
+        KEYS=tile.keys,
+        STAGES=tile.stages,
         IS_SPLIT=splits > 1,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
         HAS_SCALES=cache.key_scales is not None,
         HAS_SINKS=layer.sinks is not None,
         num_warps=4,
-        launch_pdl=True,
+        **launch_options(),
     )
     partials.merge_into(out, count * heads, heads, size, layer.sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTile:
+    keys: int
+    stages: int
+
+
+def _tile(head_size: int, bytes_each: int, *, is_small: bool) -> KeyTile:
+    """Return the number of keys of a tile, and how many tiles are read ahead. A key and its value take `bytes_each`
+    for each of `head_size` numbers."""
+    choice = attention_tiles()
+    if head_size <= 128 and not is_small:
+        keys, most = choice.decode_keys, choice.decode_stages
+    else:
+        keys, most = choice.crowded_keys, choice.crowded_stages
+    return KeyTile(keys, stages(most, keys * head_size * bytes_each))
 
 
 def split_length(programs: int, span: int, processors: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels import interface
 from penstock.kernels.interface import Activation
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 SWIGLU_ALPHA = tl.constexpr(interface.SWIGLU_ALPHA)
@@ -88,7 +88,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
-            launch_pdl=True,
+            **launch_options(),
         )
     return out
 
@@ -100,6 +100,6 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     if rows:
         block = min(1024, triton.next_power_of_2(width))
         _gated_kernel[(rows, triton.cdiv(width, block))](
-            gate_up, out, width, KIND=KINDS[activation], BLOCK=block, num_warps=4, launch_pdl=True
+            gate_up, out, width, KIND=KINDS[activation], BLOCK=block, num_warps=4, **launch_options()
         )
     return out

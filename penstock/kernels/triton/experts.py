@@ -17,8 +17,8 @@ from torch import Tensor
 from penstock.kernels.blocks import route
 from penstock.kernels.interface import Activation, Routing
 from penstock.kernels.triton.elementwise import KINDS, gate_up_product
-from penstock.kernels.triton.overlap import wait_for_previous
-from penstock.kernels.triton.skinny import Tile
+from penstock.kernels.triton.overlap import launch_options, wait_for_previous
+from penstock.kernels.triton.targets import Tile, tile
 
 SCATTER_TILE = 256
 
@@ -139,9 +139,10 @@ def _expert_kernel(
     total_up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(0, K, WIDTH):
         part = tl.load(x_at + start)
-        total = tl.dot(tl.load(at + start), part, total)
+        total = tl.dot(tl.load(at + start), part, total, input_precision="ieee")
         if GATED:
-            total_up = tl.dot(tl.load(at + N.to(tl.int64) * K + start), part, total_up)
+            up_tile = tl.load(at + N.to(tl.int64) * K + start)
+            total_up = tl.dot(up_tile, part, total_up, input_precision="ieee")
     if BIAS:
         bias_at = bias + (expert * 2 * N if GATED else expert * N) + safe_outputs
         total += tl.load(bias_at)[:, None]
@@ -194,7 +195,7 @@ def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups]:
         NORMALIZES=routing.normalizes,
         EXPERTS=padded,
         num_warps=1,
-        launch_pdl=True,
+        **launch_options(),
     )
     return weights, _group(chosen, counts, experts)
 
@@ -218,10 +219,10 @@ def _group(chosen: Tensor, counts: Tensor, experts: int) -> Groups:
         EXPERTS=padded,
         ROWS=rows,
         num_warps=4,
-        launch_pdl=True,
+        **launch_options(),
     )
     _scatter_kernel[(triton.cdiv(pairs, SCATTER_TILE),)](
-        chosen, cursor, order, pairs, TILE=SCATTER_TILE, num_warps=4, launch_pdl=True
+        chosen, cursor, order, pairs, TILE=SCATTER_TILE, num_warps=4, **launch_options()
     )
     return Groups(order, tile_expert, tile_pairs, rows)
 
@@ -249,7 +250,7 @@ def add_experts(
     _multiply(active, experts.down, experts.down_bias, groups, out_of, made, routing.top_k, gate=None)
     block = min(1024, triton.next_power_of_2(hidden))
     _add_up_kernel[(tokens, triton.cdiv(hidden, block))](
-        made, residual, hidden, TOP_K=routing.top_k, BLOCK=block, num_warps=4, launch_pdl=True
+        made, residual, hidden, TOP_K=routing.top_k, BLOCK=block, num_warps=4, **launch_options()
     )
 
 
@@ -266,8 +267,8 @@ def _multiply(
 ) -> None:
     outputs = out.shape[1]
     width = weight.shape[2]
-    tile = _tile(groups.rows, gate is not None)
-    _expert_kernel[(triton.cdiv(outputs, tile.outputs), groups.tile_expert.shape[0])](
+    shape = _tile(groups.rows, width, x.element_size(), gate is not None)
+    _expert_kernel[(triton.cdiv(outputs, shape.outputs), groups.tile_expert.shape[0])](
         x,
         weight,
         weight if bias is None else bias,
@@ -283,24 +284,19 @@ def _multiply(
         WEIGHS=pair_weights is not None,
         BIAS=bias is not None,
         KIND=0 if gate is None else KINDS[gate],
-        OUTPUTS=tile.outputs,
-        WIDTH=min(tile.width, width & -width),
+        OUTPUTS=shape.outputs,
+        WIDTH=shape.width,
         ROWS=groups.rows,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        launch_pdl=True,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **launch_options(),
     )
 
 
-def _tile(rows: int, gated: bool) -> Tile:
-    """Measured on an H200 over the shapes of Qwen3-30B-A3B."""
-    if rows == 16 and gated:
-        return Tile(outputs=64, width=128, num_warps=4, num_stages=5)
-    if rows < 64:
-        return Tile(outputs=128, width=128, num_warps=4, num_stages=3 if rows == 16 or gated else 5)
-    if gated:
-        return Tile(outputs=128, width=64, num_warps=8, num_stages=4)
-    return Tile(outputs=128, width=64, num_warps=4, num_stages=3)
+def _tile(rows: int, width: int, item_bytes: int, gated: bool) -> Tile:
+    case = f", {rows} rows" if rows < 64 else ""
+    shape = tile(f"experts{', gated' if gated else ''}{case}")
+    return shape.fitted(width, item_bytes * ((2 if gated else 1) * shape.outputs + rows))
 
 
 def _tile_rows(pairs: int, num_experts: int) -> int:

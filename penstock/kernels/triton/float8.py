@@ -1,7 +1,8 @@
 """Matrix products with weights in float8 (e4m3) and a scale for each output.
 
 A single row reads the weights as they are and is not rounded; several rows are rounded to float8 themselves, each
-with a scale of its own, and go through Hopper's float8 tensor cores.
+with a scale of its own, and go through float8 tensor cores. On GPUs without such tensor cores, and in models that
+compute in float32, `packing` keeps these weights in the form of `int8`, which rounds no inputs.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import Float8Weight
-from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
-from penstock.kernels.triton.skinny import RowProduct, RowTile, Tile, finish_row, load_added
+from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
+from penstock.kernels.triton.targets import RowTile, Tile, row_tile, tile
 from penstock.kernels.triton.words import four_float8, in_fours
 
 MAX_ROWS = 32
@@ -120,29 +122,24 @@ def _one_row_kernel(
 def one_row(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
     """Multiply a single row, which is not rounded."""
     outputs = product.num_outputs(weight.out_features)
-    tile = _row_tile(outputs, x.shape[1], product.gate is not None)
+    row_shape = _row_tile(outputs, x.shape[1], product.gate is not None)
     return product.launch(
         _one_row_kernel,
-        triton.cdiv(outputs, tile.outputs),
+        triton.cdiv(outputs, row_shape.outputs),
         x,
         (weight.weight.view(torch.int32), weight.scales),
         weight.bias,
         outputs,
-        OUTPUTS=tile.outputs,
-        WORDS=tile.width,
-        AHEAD=tile.ahead,
-        num_warps=tile.num_warps,
+        OUTPUTS=row_shape.outputs,
+        WORDS=row_shape.width,
+        AHEAD=row_shape.ahead,
+        num_warps=row_shape.num_warps,
     )
 
 
 def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:
-    """Return the tile of `one_row`, measured on an H200 over the shapes of 8 billion parameters. Its width is in
-    words."""
-    words = width // 4
-    largest = words & -words
-    if gated:
-        return RowTile(outputs=8, width=min(128, largest), num_warps=4, ahead=False)
-    return RowTile(outputs=8, width=min(128 if outputs > 4096 else 256, largest), num_warps=4, ahead=True)
+    case = "gated" if gated else "many outputs" if outputs > 4096 else "some outputs"
+    return row_tile(f"float8, {case}").fitted(width // 4)
 
 
 @triton.jit
@@ -210,10 +207,11 @@ def few_rows(
     if out is None:
         out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
     rounded, x_scales = _rounded(x)
-    tile = _tile(outputs, width)
+    padded = max(16, triton.next_power_of_2(rows))
+    shape = _tile(outputs, width, padded)
     absent = x  # any pointer will do
     parts = (part if part is not None else absent for part in (weight.bias, residual))
-    _few_rows_kernel[(triton.cdiv(outputs, tile.outputs),)](
+    _few_rows_kernel[(triton.cdiv(outputs, shape.outputs),)](
         rounded,
         x_scales,
         weight.weight,
@@ -225,22 +223,19 @@ def few_rows(
         width,
         ADD=residual is not None,
         BIAS=weight.bias is not None,
-        OUTPUTS=tile.outputs,
-        WIDTH=tile.width,
-        ROWS=max(16, triton.next_power_of_2(rows)),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        launch_pdl=True,
+        OUTPUTS=shape.outputs,
+        WIDTH=shape.width,
+        ROWS=padded,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **launch_options(),
     )
     return out
 
 
-def _tile(outputs: int, width: int) -> Tile:
-    """Measured on an H200 over the shapes of 8 billion parameters."""
-    largest = width & -width
-    if outputs > MANY_OUTPUTS:
-        return Tile(outputs=128, width=min(128, largest), num_warps=8, num_stages=3)
-    return Tile(outputs=64, width=min(256, largest), num_warps=4, num_stages=7)
+def _tile(outputs: int, width: int, rows: int) -> Tile:
+    shape = tile("float8, many outputs" if outputs > MANY_OUTPUTS else "float8")
+    return shape.fitted(width, shape.outputs + rows)
 
 
 def many_rows(x: Tensor, weight: Float8Linear, out_dtype: torch.dtype) -> Tensor:
@@ -263,5 +258,5 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     rounded = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
-    _round_kernel[(rows,)](x, rounded, scales, width, BLOCK=block, num_warps=8, launch_pdl=True)
+    _round_kernel[(rows,)](x, rounded, scales, width, BLOCK=block, num_warps=8, **launch_options())
     return rounded, scales

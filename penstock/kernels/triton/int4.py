@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import GroupQuantWeight
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 SMALLEST_GROUP = 32  # half of it is the least that a tensor core multiplies at once
 
@@ -114,6 +114,6 @@ def unpack(weight: Int4Linear, dtype: torch.dtype) -> Tensor:
     groups = max(1, min(16, triton.next_power_of_2(width // weight.group)))
     _unpack_kernel[(outputs, triton.cdiv(width // weight.group, groups))](
         weight.codes, weight.pairs, out, width, GROUP=weight.group, GROUPS=groups, num_warps=4,
-        launch_pdl=True,
+        **launch_options(),
     )  # fmt: skip
     return out.to(dtype)

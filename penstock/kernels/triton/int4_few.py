@@ -1,15 +1,13 @@
 """A few rows times weights of four bits (`int4`), on tensor cores.
 
 A code becomes a float by its bits alone: 0x4300 + code is 128 + code in bfloat16. The sum of each group's inputs
-corrects the product for the 128, as it does for the offset.
+corrects the product for the 128, as it does for the offset. Inputs in float32 meet the codes themselves, as float32.
 
 Codes are taken from words of 16 bits: two neighbouring words become four pairs of numbers in seven instructions. The
 kernel that sums the groups of the input also puts the input into the order of these numbers.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,37 +16,30 @@ from torch import Tensor
 
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.int4 import Int4Linear, load_factors
-from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct, gate_with
+from penstock.kernels.triton.targets import has_ptx, stages, tile
 
 MAX_ROWS = 128
 SUM_BLOCK = 1024
-CODE_BASE = tl.constexpr(128.0)  # what planes add to every code
+CODE_BASE = tl.constexpr(128.0)  # what planes in bfloat16 add to every code
 SMALLEST_PRODUCT = 16  # columns that a tensor core multiplies at once
 
 
-if triton.knobs.runtime.interpret:
+@triton.jit
+def _plane(packed, SHIFT: tl.constexpr, type: tl.constexpr):
+    code = ((packed >> SHIFT) & 15).to(tl.float32)
+    return code if type == tl.float32 else (code + 128.0).to(tl.bfloat16)
 
-    @triton.jit
-    def _plane(packed, SHIFT: tl.constexpr):
-        return (((packed >> SHIFT) & 15).to(tl.float32) + 128.0).to(tl.bfloat16)
 
-    @triton.jit
-    def _two_planes(packed):
-        """The lower and the upper codes of bytes, plus 128, as bfloat16."""
-        return _plane(packed, 0), _plane(packed, 4)
-
-    @triton.jit
-    def _four_planes(packed):
-        """The four codes of each word of 16 bits, lowest first, plus 128, as bfloat16."""
-        return _plane(packed, 0), _plane(packed, 4), _plane(packed, 8), _plane(packed, 12)
-
-else:
-
-    @triton.jit
-    def _two_planes(packed):
-        """The lower and the upper codes of bytes, plus 128, as bfloat16: one byte permutation for two."""
-        return tl.inline_asm_elementwise(
+@triton.jit
+def _two_planes(packed, type: tl.constexpr):
+    """The lower and the upper codes of bytes, plus 128, as bfloat16: one byte permutation for two. For inputs in
+    float32, the codes as float32."""
+    if type == tl.float32 or not has_ptx():
+        planes = _plane(packed, 0, type), _plane(packed, 4, type)
+    else:
+        planes = tl.inline_asm_elementwise(
             """{
             .reg .b32 low, high;
             and.b32 low, $4, 0x0f0f0f0f;
@@ -65,11 +56,22 @@ else:
             is_pure=True,
             pack=4,
         )
+    return planes
 
-    @triton.jit
-    def _four_planes(packed):
-        """The four codes of each word of 16 bits, lowest first, plus 128, as bfloat16: two words at a time."""
-        return tl.inline_asm_elementwise(
+
+@triton.jit
+def _four_planes(packed, type: tl.constexpr):
+    """The four codes of each word of 16 bits, lowest first, plus 128, as bfloat16: two words at a time. For inputs in
+    float32, the codes as float32."""
+    if type == tl.float32 or not has_ptx():
+        planes = (
+            _plane(packed, 0, type),
+            _plane(packed, 4, type),
+            _plane(packed, 8, type),
+            _plane(packed, 12, type),
+        )
+    else:
+        planes = tl.inline_asm_elementwise(
             """{
             .reg .b32 second, third, fourth;
             shr.u32 second, $4, 4;
@@ -86,6 +88,7 @@ else:
             is_pure=True,
             pack=2,
         )
+    return planes
 
 
 @triton.jit
@@ -142,6 +145,7 @@ def _few_rows_kernel(
     let_next_start()
     # The compiler fetches what it multiplies ahead of time; the scales are loaded ahead of time here.
     type: tl.constexpr = x.dtype.element_ty
+    base: tl.constexpr = 0.0 if type == tl.float32 else CODE_BASE
     next_scale, next_offset = load_factors(pairs, own * groups + first_group, type)
     wait_for_previous()
     next_sum = tl.load(sums + rows * groups + first_group, mask=present, other=0.0)
@@ -156,16 +160,16 @@ def _few_rows_kernel(
         if PLANES == 4:
             third_x = tl.load(x_at + group * GROUP + 2 * length)
             fourth_x = tl.load(x_at + group * GROUP + 3 * length)
-            a, b, c, d = _four_planes(packed)
-            made = tl.dot(a.to(first_x.dtype), first_x)
-            made = tl.dot(b.to(first_x.dtype), second_x, made)
-            made = tl.dot(c.to(first_x.dtype), third_x, made)
-            made = tl.dot(d.to(first_x.dtype), fourth_x, made)
+            a, b, c, d = _four_planes(packed, type)
+            made = tl.dot(a.to(type), first_x, input_precision="ieee")
+            made = tl.dot(b.to(type), second_x, made, input_precision="ieee")
+            made = tl.dot(c.to(type), third_x, made, input_precision="ieee")
+            made = tl.dot(d.to(type), fourth_x, made, input_precision="ieee")
         else:
-            a, b = _two_planes(packed)
-            made = tl.dot(a.to(first_x.dtype), first_x)
-            made = tl.dot(b.to(first_x.dtype), second_x, made)
-        total += made * scale[:, None] + (offset - CODE_BASE * scale)[:, None] * sum_x[None, :]
+            a, b = _two_planes(packed, type)
+            made = tl.dot(a.to(type), first_x, input_precision="ieee")
+            made = tl.dot(b.to(type), second_x, made, input_precision="ieee")
+        total += made * scale[:, None] + (offset - base * scale)[:, None] * sum_x[None, :]
     inside = (outputs < N)[:, None] & present[None, :]
     target = partial + tl.program_id(2).to(tl.int64) * M * N
     tl.store(target + rows[None, :] * N + outputs[:, None], total, mask=inside)
@@ -222,12 +226,18 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         GROUPS=triton.next_power_of_2(num_groups),
         PLANES=planes,
         num_warps=8,
-        launch_pdl=True,
+        **launch_options(),
     )
-    tile = _tile(rows)
-    tiles = triton.cdiv(num_made, tile.outputs), triton.cdiv(rows, tile.rows)
+    tile_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    shape = tile(f"int4, {tile_rows} rows")
+    # Codes in float32 are put into shared memory before they are multiplied.
+    code_bytes = 4.0 if x.dtype == torch.float32 else 0.5
+    num_stages = stages(
+        shape.num_stages, weight.group * int(code_bytes * shape.outputs + x.element_size() * tile_rows)
+    )
+    tiles = triton.cdiv(num_made, shape.outputs), triton.cdiv(rows, tile_rows)
     # A program walks over its groups one after the other, and waits for each: many short walks are faster.
-    programs = tile.per_processor * num_processors(x.device.index or 0)
+    programs = (4 if tile_rows == 16 else 2) * num_processors(x.device.index or 0)
     shares = max(1, min(num_groups // 4, programs // (tiles[0] * tiles[1])))
     partial = torch.empty(shares, rows, num_made, dtype=torch.float32, device=x.device)
     _few_rows_kernel[(*tiles, shares)](
@@ -239,13 +249,13 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         rows,
         num_made,
         width,
-        OUTPUTS=tile.outputs,
+        OUTPUTS=shape.outputs,
         GROUP=weight.group,
-        ROWS=tile.rows,
+        ROWS=tile_rows,
         PLANES=planes,
-        num_warps=4,
-        num_stages=3,
-        launch_pdl=True,
+        num_warps=shape.num_warps,
+        num_stages=num_stages,
+        **launch_options(),
     )
     parts = (part if part is not None else absent for part in (weight.bias, product.residual))
     _add_shares_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
@@ -260,24 +270,6 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         BIAS=weight.bias is not None,
         BLOCK=SUM_BLOCK,
         num_warps=4,
-        launch_pdl=True,
+        **launch_options(),
     )
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The outputs of one program at a time, and the number of programs for each processor."""
-
-    outputs: int
-    rows: int
-    per_processor: int
-
-
-def _tile(rows: int) -> Tile:
-    """Measured on an H200 over the shapes of 8 billion parameters."""
-    if rows <= 16:
-        return Tile(outputs=128, rows=16, per_processor=4)
-    if rows <= 32:
-        return Tile(outputs=128, rows=32, per_processor=2)
-    return Tile(outputs=64, rows=64, per_processor=2)

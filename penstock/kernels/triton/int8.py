@@ -1,8 +1,8 @@
 """Matrix products with weights of eight bits in groups, kept as they are in memory and widened in registers.
 
 weight[n, k] = code × scale + offset, with a scale and maybe an offset for each `group` neighbours of a row. A code is
-an int8 (GGUF's Q8_0, Q5 and Q6_K; GPTQ) or a float8 (block scales, as DeepSeek publishes them): both are exact in
-bfloat16, and the kernels are the same.
+an int8 (GGUF's Q8_0, Q5 and Q6_K; GPTQ) or a float8 (block scales, as DeepSeek publishes them; any float8 where there
+are no float8 tensor cores): both are exact in bfloat16, and the kernels are the same. Inputs are not rounded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import Float8Weight, GroupQuantWeight
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
+from penstock.kernels.triton.targets import current, tile
+from penstock.kernels.triton.words import float8_from_bits
 
 MAX_ROWS = 64
 ROW_OUTPUTS = 2  # for one program of a one-row kernel
@@ -46,6 +48,12 @@ class Int8Linear:
     def num_bytes(self) -> int:
         parts = (self.codes, self.scales, self.offsets, self.bias, self.row_scales)
         return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def readable_codes(self) -> Tensor:
+        """The codes as this GPU's kernels read them."""
+        is_float8 = self.codes.dtype == torch.float8_e4m3fn
+        return self.codes.view(torch.uint8) if is_float8 and not current().has_float8 else self.codes
 
     def rows(self, index: Tensor) -> Int8Linear:
         offsets = None if self.offsets is None else self.offsets[index]
@@ -90,6 +98,16 @@ def pack(
 
 
 @triton.jit
+def _numbers(codes):
+    """Codes as float32: int8 or float8, or float8 in bytes on a GPU that does not convert float8."""
+    if codes.dtype == tl.uint8:
+        numbers = float8_from_bits(codes.to(tl.int32))
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def _row_part(
     codes, scales, offsets, outputs, group, row, K, OFFSETS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
@@ -97,7 +115,7 @@ def _row_part(
     columns = tl.arange(0, GROUP)
     at = outputs[:, None, None] * K + group[None, :, None] * GROUP + columns[None, None, :]
     scale_at = outputs[:, None] * (K // GROUP) + group[None, :]
-    weight = tl.load(codes + at).to(tl.float32) * tl.load(scales + scale_at)[:, :, None]
+    weight = _numbers(tl.load(codes + at)) * tl.load(scales + scale_at)[:, :, None]
     if OFFSETS:
         weight += tl.load(offsets + scale_at)[:, :, None]
     return weight * row[None]
@@ -152,11 +170,12 @@ def _few_rows_kernel(
     x_at = x + tl.where(present, rows, 0)[None, :] * K + columns[:, None]
     for start in range(0, K, WIDTH):
         scale_at = own[:, None] * (K // GROUP) + ((start + columns) // GROUP)[None, :]
-        weight = tl.load(codes + own[:, None] * K + start + columns[None, :]).to(tl.float32)
+        weight = _numbers(tl.load(codes + own[:, None] * K + start + columns[None, :]))
         weight = weight * tl.load(scales + scale_at)
         if OFFSETS:
             weight += tl.load(offsets + scale_at)
-        total = tl.dot(weight.to(x.dtype.element_ty), tl.load(x_at + start), total)
+        narrow = weight.to(x.dtype.element_ty)
+        total = tl.dot(narrow, tl.load(x_at + start), total, input_precision="ieee")
     inside = (outputs < N)[:, None] & present[None, :]
     if BIAS:
         total += tl.load(bias + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
@@ -175,7 +194,7 @@ def _unpack_kernel(
     inside = column < K
     wait_for_previous()
     scale_at = output * (K // GROUP) + column // GROUP
-    weight = tl.load(codes + output * K + column, mask=inside).to(tl.float32)
+    weight = _numbers(tl.load(codes + output * K + column, mask=inside))
     weight = weight * tl.load(scales + scale_at, mask=inside, other=0.0)
     if OFFSETS:
         weight += tl.load(offsets + scale_at, mask=inside, other=0.0)
@@ -189,7 +208,7 @@ def one_row(x: Tensor, weight: Int8Linear, product: RowProduct) -> Tensor:
         _one_row_kernel,
         triton.cdiv(outputs, ROW_OUTPUTS),
         x,
-        (weight.codes, weight.scales, x if weight.offsets is None else weight.offsets),
+        (weight.readable_codes, weight.scales, x if weight.offsets is None else weight.offsets),
         weight.bias,
         outputs,
         OFFSETS=weight.offsets is not None,
@@ -210,10 +229,13 @@ def few_rows(
         out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
     absent = x
     parts = (part if part is not None else absent for part in (weight.offsets, weight.bias, residual))
-    per_program = 32
-    _few_rows_kernel[(triton.cdiv(outputs, per_program),)](
+    padded = max(16, triton.next_power_of_2(rows))
+    shape = tile("int8")
+    factors = 4 if weight.offsets is None else 8  # bytes of a scale and an offset, for every code
+    shape = shape.fitted(width, (1 + factors) * shape.outputs + x.element_size() * padded)
+    _few_rows_kernel[(triton.cdiv(outputs, shape.outputs),)](
         x,
-        weight.codes,
+        weight.readable_codes,
         weight.scales,
         *parts,
         out,
@@ -223,13 +245,13 @@ def few_rows(
         OFFSETS=weight.offsets is not None,
         ADD=residual is not None,
         BIAS=weight.bias is not None,
-        OUTPUTS=per_program,
-        WIDTH=min(128, width & -width),
+        OUTPUTS=shape.outputs,
+        WIDTH=shape.width,
         GROUP=weight.group,
-        ROWS=max(16, triton.next_power_of_2(rows)),
-        num_warps=4,
-        num_stages=3,
-        launch_pdl=True,
+        ROWS=padded,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **launch_options(),
     )
     return out
 
@@ -241,7 +263,7 @@ def unpack(weight: Int8Linear, dtype: torch.dtype) -> Tensor:
     block = min(1024, triton.next_power_of_2(width))
     offsets = weight.scales if weight.offsets is None else weight.offsets
     _unpack_kernel[(outputs, triton.cdiv(width, block))](
-        weight.codes, weight.scales, offsets, out, width,
-        OFFSETS=weight.offsets is not None, GROUP=weight.group, WIDTH=block, num_warps=4, launch_pdl=True,
+        weight.readable_codes, weight.scales, offsets, out, width,
+        OFFSETS=weight.offsets is not None, GROUP=weight.group, WIDTH=block, num_warps=4, **launch_options(),
     )  # fmt: skip
     return out

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from penstock.kernels import tensor_kv
 from penstock.kernels.triton.int8 import Int8Linear
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, wait_for_previous
+from penstock.kernels.triton.targets import tile
 
 LARGEST_CODE = tl.constexpr(float(tensor_kv.LARGEST_CODE))
+ROWS = 128  # of a tile
 TILES_TOGETHER = 8  # of rows, that share the weights they read
 # Up to here cuBLAS and a pass over its integers take less time; beyond, that pass costs more than cuBLAS gains.
 # Measured on an H200 over the shapes of 8 billion parameters.
@@ -93,7 +95,7 @@ def many_rows(x: Tensor, weight: Int8Linear, out_dtype: torch.dtype) -> Tensor:
     x_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     out = torch.empty(rows, outputs, dtype=out_dtype, device=x.device)
     block = triton.next_power_of_2(width)
-    _round_kernel[(rows,)](x, codes, x_scales, width, BLOCK=block, num_warps=8, launch_pdl=True)
+    _round_kernel[(rows,)](x, codes, x_scales, width, BLOCK=block, num_warps=8, **launch_options())
     bias = x if weight.bias is None else weight.bias
     if rows <= MAX_CUBLAS_ROWS and outputs % CUBLAS_UNIT == 0 and width % CUBLAS_UNIT == 0:
         made = torch._int_mm(codes, weight.codes.t())
@@ -107,11 +109,12 @@ def many_rows(x: Tensor, weight: Int8Linear, out_dtype: torch.dtype) -> Tensor:
             BIAS=weight.bias is not None,
             BLOCK=1024,
             num_warps=4,
-            launch_pdl=True,
+            **launch_options(),
         )
         return out
-    tile = 128
-    _product_kernel[(triton.cdiv(rows, tile) * triton.cdiv(outputs, tile),)](
+    shape = tile("int8, many rows")
+    shape = shape.fitted(width, ROWS + shape.outputs)
+    _product_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(outputs, shape.outputs),)](
         codes,
         weight.codes,
         x_scales,
@@ -122,12 +125,12 @@ def many_rows(x: Tensor, weight: Int8Linear, out_dtype: torch.dtype) -> Tensor:
         outputs,
         width,
         BIAS=weight.bias is not None,
-        ROWS=tile,
-        OUTPUTS=tile,
-        WIDTH=min(128, width & -width),
+        ROWS=ROWS,
+        OUTPUTS=shape.outputs,
+        WIDTH=shape.width,
         TOGETHER=TILES_TOGETHER,
-        num_warps=8,
-        num_stages=4,
-        launch_pdl=True,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **launch_options(),
     )
     return out

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import SamplingBatch
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.sampling import CHUNK, ChunkStatistics, highest_of, uniform
 
 LEVELS = tl.constexpr(128)
@@ -362,17 +362,17 @@ def redraw_limited_rows(
     padded = triton.next_power_of_2(chunks)
     _histogram_kernel[(rows, chunks)](
         logits, *limits, statistics.maxima, histogram, vocabulary, chunks,
-        CHUNKS=padded, CHUNK=CHUNK, num_warps=4, launch_pdl=True,
+        CHUNKS=padded, CHUNK=CHUNK, num_warps=4, **launch_options(),
     )  # fmt: skip
     _level_kernel[(rows,)](
         *limits, statistics.maxima, statistics.sums, histogram, lowest_level, offsets, vocabulary, chunks,
-        CHUNKS=padded, num_warps=8, launch_pdl=True,
+        CHUNKS=padded, num_warps=8, **launch_options(),
     )  # fmt: skip
     _gather_kernel[(rows, chunks)](
         logits, batch.temperature, statistics.maxima, lowest_level, offsets, candidates, vocabulary, chunks,
-        CHUNKS=padded, CHUNK=CHUNK, num_warps=4, launch_pdl=True,
+        CHUNKS=padded, CHUNK=CHUNK, num_warps=4, **launch_options(),
     )  # fmt: skip
     _draw_kernel[(rows,)](
         logits, *limits, batch.seed, batch.position, statistics.maxima, statistics.sums, lowest_level, offsets,
-        candidates, out, vocabulary, chunks, CHUNKS=padded, CHUNK=CHUNK, TILE=TILE, num_warps=16, launch_pdl=True,
+        candidates, out, vocabulary, chunks, CHUNKS=padded, CHUNK=CHUNK, TILE=TILE, num_warps=16, **launch_options(),
     )  # fmt: skip

@@ -5,10 +5,7 @@ Matrix products of many rows are cuBLAS's; those of a few rows, and everything b
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -44,25 +41,6 @@ from penstock.kernels.triton.paged_kv import PagedKV, PagedLayer
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.rope_cache import rope_and_cache
 from penstock.kernels.triton.sampling import chunk_statistics, draw_from_whole_vocabulary
-
-
-@functools.cache
-def know_compiler_by_its_wheel() -> bool:
-    """Set the key by which Triton finds kernels on disk to a hash of its wheel's list of files. Triton would hash all
-    its files, 400 MB, which takes from half a second to two. Later edits of the installed package go unnoticed.
-    Returns False if Triton was not installed from a wheel, or keeps its key in another place."""
-    from triton.runtime import cache
-
-    try:
-        wheel = metadata.distribution("triton")
-    except metadata.PackageNotFoundError:
-        return False
-    files = wheel.read_text("RECORD")
-    if not files or "_C/libtriton" not in files or not hasattr(cache, "triton_key"):
-        return False
-    key = f"{wheel.version}-{hashlib.sha256(files.encode()).hexdigest()}"
-    cache.triton_key = lambda: key
-    return True
 
 
 def attention(
@@ -101,7 +79,6 @@ class TritonOps:
         flashinfer: FlashInferAttention | None = None,
     ) -> None:
         """`flashinfer` computes attention over the prompts that it accepts."""
-        know_compiler_by_its_wheel()
         self.flashinfer = flashinfer
         self.device = device
         self.dtype = dtype

@@ -7,7 +7,7 @@ A stack whose parts are of several kinds (Q and K of four bits, V of six) is kep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from penstock.kernels.triton import float8, int4, int8
 from penstock.kernels.triton.float8 import Float8Linear
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int8 import Int8Linear
+from penstock.kernels.triton.targets import current
 
 LARGEST_GROUP = 128  # what a tensor core multiplies between two scales
 FLOAT8_UNIT = 16  # cuBLAS wants both sides of a float8 matrix to be multiples
@@ -95,7 +96,8 @@ def pack(
     parts: Sequence[WeightData], bias: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Packed:
     parts, order = with_common_order(parts)
-    fitted = [_fitted(part) for part in parts]
+    rounds_inputs = dtype != torch.float32  # float32 stays float32
+    fitted = [_fitted(part, rounds_inputs) for part in parts]
     runs = [(kind, list(run)) for kind, run in groupby(fitted, key=_kind)]
     packed: list[Packed] = []
     first = 0
@@ -125,10 +127,20 @@ def _pack_run(
     return TorchLinear(torch.cat(dense), None if bias is None else bias.to(device, dtype))
 
 
-def _fitted(part: WeightData) -> WeightData:
-    """The weight in groups that kernels take: powers of two, small enough that a tile of a group fits."""
+def _fitted(part: WeightData, rounds_inputs: bool) -> WeightData:
+    """The weight in groups that kernels take: powers of two, small enough that a tile of a group fits. Kernels that
+    round inputs need `rounds_inputs`, and for float8 tensor cores of that type; other kernels widen the weights."""
+    if isinstance(part, Float8Weight) and part.group is None:
+        height, width = part.shape
+        group = min(width & -width, LARGEST_GROUP)
+        if (rounds_inputs and current().has_float8) or group < int8.SMALLEST_GROUP:
+            return part
+        scales = part.scales.view(-1, 1).expand(height, width // group).contiguous()
+        return Float8Weight(part.values, scales, group)
     if not isinstance(part, GroupQuantWeight):
         return part
+    if part.rounds_inputs and not rounds_inputs:
+        part = replace(part, rounds_inputs=False)
     group = min(part.group & -part.group, LARGEST_GROUP)
     return part if group == part.group else part.regrouped(group)
 
@@ -141,7 +153,8 @@ def _kind(part: WeightData) -> tuple[Any, ...]:
         if part.bits == 8 and part.group >= int8.SMALLEST_GROUP:
             return "int8", part.group, part.rounds_inputs
     if isinstance(part, Float8Weight):
-        if part.group is None and all(side % FLOAT8_UNIT == 0 for side in part.shape):
+        is_for_tensor_cores = current().has_float8 and all(side % FLOAT8_UNIT == 0 for side in part.shape)
+        if part.group is None and is_for_tensor_cores:
             return ("float8",)
         if part.group is not None and part.group & -part.group == part.group >= int8.SMALLEST_GROUP:
             return "float8 blocks", part.group

@@ -20,8 +20,8 @@ from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.paged_kv import PagedLayer
+from penstock.kernels.triton.targets import attention_tiles, stages
 
-KEYS = 64
 LARGE_TILE, SMALL_TILE = 128, 64
 LARGE_TILE_GAIN = 1.1
 MAX_TILE_HEADS = 16
@@ -180,6 +180,11 @@ def prefill_attention(
     heads, size = layer.num_heads, layer.head_dim
     shape = tile_shape(batch, layer, q.dtype, num_processors(q.device.index or 0))
     row_heads = shape.heads
+    padded_size = max(16, triton.next_power_of_2(size))
+    # Half the keys of numbers twice as large, and of heads twice as large.
+    keys = (
+        attention_tiles().prefill_keys // (1 if size <= 128 else 2) // (2 if q.dtype == torch.float32 else 1)
+    )
     first_row, num_rows = batch.num_decodes * heads, (q.shape[0] - batch.num_decodes) * heads
     partials = Partials.for_rows(out, num_rows, shape.splits, size)
     grid = (
@@ -211,12 +216,12 @@ def prefill_attention(
         H=heads,
         G=layer.num_kv_heads,
         D=size,
-        D_PAD=max(16, triton.next_power_of_2(size)),
+        D_PAD=padded_size,
         BLOCK_SIZE=cache.block_size,
         HEADS=row_heads,
         ROWS=shape.rows,
-        KEYS=KEYS if size <= 128 else KEYS // 2,
-        STAGES=shape.stages,
+        KEYS=keys,
+        STAGES=stages(shape.stages, keys * padded_size * 2 * cache.keys.element_size()),
         IS_SPLIT=shape.splits > 1,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,

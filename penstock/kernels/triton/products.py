@@ -105,8 +105,8 @@ def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowP
             return float8.one_row
         case Int8Linear() if rows == 1:
             return int8.one_row
-        case Int4Linear() if 1 <= rows <= int4_row.MAX_ROWS:
+        case Int4Linear() if 1 <= rows <= int4_row.MAX_ROWS and weight.factors.dtype != torch.float32:
             return int4_row.rows
-        case Int4Linear() if rows <= int4_few.MAX_ROWS:
+        case Int4Linear() if 1 <= rows <= int4_few.MAX_ROWS:
             return int4_few.few_rows
     return None

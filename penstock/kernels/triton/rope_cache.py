@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels import tensor_kv
 from penstock.kernels.interface import AttentionLayer
-from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.paged_kv import PagedLayer
 
 FEW_TOKENS = 32
@@ -135,6 +135,6 @@ def rope_and_cache(
         HEADS=per_program,
         HALF=triton.next_power_of_2(size // 2),
         num_warps=1 if tokens <= FEW_TOKENS else 4,
-        launch_pdl=True,
+        **launch_options(),
     )
     return queries

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import SamplingBatch
-from penstock.kernels.triton.overlap import wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 CHUNK = 2048
 
@@ -137,7 +137,7 @@ def chunk_statistics(logits: Tensor, temperature: Tensor) -> ChunkStatistics:
         chunks,
         CHUNK=CHUNK,
         num_warps=4,
-        launch_pdl=True,
+        **launch_options(),
     )
     return ChunkStatistics(maxima, places, sums)
 
@@ -161,6 +161,6 @@ def draw_from_whole_vocabulary(logits: Tensor, batch: SamplingBatch, statistics:
         CHUNKS=triton.next_power_of_2(chunks),
         CHUNK=CHUNK,
         num_warps=4,
-        launch_pdl=True,
+        **launch_options(),
     )
     return out

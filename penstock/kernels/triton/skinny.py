@@ -20,7 +20,8 @@ from torch import Tensor
 
 from penstock.kernels.interface import Activation
 from penstock.kernels.triton.elementwise import activate
-from penstock.kernels.triton.overlap import let_next_start, wait_for_previous
+from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton.targets import RowTile, Tile, row_tile, tile
 
 MAX_ROWS = 32
 
@@ -146,26 +147,6 @@ def _few_rows_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class RowTile:
-    """The number of outputs of one program of a one-row kernel, and how much of the width it reads at a time."""
-
-    outputs: int
-    width: int
-    num_warps: int
-    ahead: bool  # whether weights are loaded before they are needed
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The same for several rows."""
-
-    outputs: int
-    width: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
 class RowProduct:
     """The operations around the product of a row, whatever the format of the weights: see `linear`."""
 
@@ -206,7 +187,7 @@ class RowProduct:
             IS_SILU=self.gate == "silu",
             ADD=self.residual is not None,
             BIAS=bias is not None,
-            launch_pdl=True,
+            **launch_options(),
             **options,
         )
         return out
@@ -233,26 +214,27 @@ def linear(
     rows, width = x.shape
     outputs = weight.shape[0] // (2 if gate else 1)
     if rows == 1:
-        row_tile = _row_tile(outputs, width, gate is not None)
+        row_shape = _row_tile(outputs, width, gate is not None)
         return RowProduct(norm, eps, gate, residual, out_dtype).launch(
             _one_row_kernel,
-            triton.cdiv(outputs, row_tile.outputs),
+            triton.cdiv(outputs, row_shape.outputs),
             x,
             (weight,),
             bias,
             outputs,
-            OUTPUTS=row_tile.outputs,
-            WIDTH=row_tile.width,
-            AHEAD=row_tile.ahead,
-            num_warps=row_tile.num_warps,
+            OUTPUTS=row_shape.outputs,
+            WIDTH=row_shape.width,
+            AHEAD=row_shape.ahead,
+            num_warps=row_shape.num_warps,
         )
     out = residual
     if out is None:
         out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    tile = _tile(rows, outputs, width, gate is not None)
+    padded = max(16, triton.next_power_of_2(rows))
+    shape = _tile(padded, outputs, width, gate is not None)
     absent = x  # any pointer will do
     parts = (part if part is not None else absent for part in (bias, norm, residual))
-    _few_rows_kernel[(triton.cdiv(outputs, tile.outputs),)](
+    _few_rows_kernel[(triton.cdiv(outputs, shape.outputs),)](
         x,
         weight,
         *parts,
@@ -266,37 +248,33 @@ def linear(
         IS_SILU=gate == "silu",
         ADD=residual is not None,
         BIAS=bias is not None,
-        OUTPUTS=tile.outputs,
-        WIDTH=tile.width,
-        ROWS=max(16, triton.next_power_of_2(rows)),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        launch_pdl=True,
+        OUTPUTS=shape.outputs,
+        WIDTH=shape.width,
+        ROWS=padded,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **launch_options(),
     )
     return out
 
 
 def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:
-    """Measured on an H200 over the shapes of 0.6 to 8 billion parameters; see docs/kernels.md."""
-    largest = width & -width  # the largest power of two that divides it
     if width < 2048:
-        return RowTile(outputs=4, width=min(512, largest), num_warps=4, ahead=False)
-    if gated:
-        return RowTile(outputs=1, width=min(512, largest), num_warps=2, ahead=False)
-    if outputs <= 2048:
-        return RowTile(outputs=4, width=min(2048, largest), num_warps=8, ahead=False)
-    if outputs <= 4096:
-        return RowTile(outputs=4, width=min(512, largest), num_warps=4, ahead=True)
-    return RowTile(outputs=16, width=min(512, largest), num_warps=8, ahead=False)
+        case = "narrow"
+    elif gated:
+        case = "gated"
+    else:
+        case = "few outputs" if outputs <= 2048 else "some outputs" if outputs <= 4096 else "many outputs"
+    return row_tile(f"dense, {case}").fitted(width)
 
 
 def _tile(rows: int, outputs: int, width: int, gated: bool) -> Tile:
-    """Return the tile for several rows, measured as for `_row_tile`."""
-    largest = width & -width
+    """Return the tile for several rows of a type of two bytes."""
     if gated:
-        return Tile(outputs=64, width=min(128, largest), num_warps=4, num_stages=4)
-    if outputs <= 2048:
-        if rows <= 16:
-            return Tile(outputs=16, width=min(512, largest), num_warps=4, num_stages=5)
-        return Tile(outputs=32, width=min(512, largest), num_warps=4, num_stages=3)
-    return Tile(outputs=64, width=min(256, largest), num_warps=4, num_stages=4)
+        shape = tile("dense, gated")
+    elif outputs > 2048:
+        shape = tile("dense")
+    else:
+        shape = tile("dense, few outputs, 16 rows" if rows <= 16 else "dense, few outputs")
+    matrices = 2 if gated else 1
+    return shape.fitted(width, 2 * (matrices * shape.outputs + rows) + 4)  # and a norm's weight

@@ -9,55 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-if triton.knobs.runtime.interpret:
+from penstock.kernels.triton.targets import converts_float8, has_ptx
 
-    @triton.jit
-    def _float8(word, SHIFT: tl.constexpr):
-        byte = ((word >> SHIFT) & 255).to(tl.uint8)
-        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
-    @triton.jit
-    def four_float8(word):
-        """The float8 (e4m3) numbers of a word, lowest byte first, as float32."""
-        return _float8(word, 0), _float8(word, 8), _float8(word, 16), _float8(word, 24)
+@triton.jit
+def float8_from_bits(byte):
+    """The float8 (e4m3) number of the lowest byte of an int32, as float32. Its bits are also a float16 that is 256
+    times smaller."""
+    bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
+    value = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
 
-    @triton.jit
-    def _dot(codes, numbers):
-        """With signed bytes."""
-        total = (codes & 255) * ((numbers << 24) >> 24)
-        total += ((codes >> 8) & 255) * ((numbers << 16) >> 24)
-        total += ((codes >> 16) & 255) * ((numbers << 8) >> 24)
-        return total + (codes >> 24) * (numbers >> 24)
 
-    @triton.jit
-    def _unsigned_dot(codes, numbers):
-        total = (codes & 255) * (numbers & 255)
-        total += ((codes >> 8) & 255) * ((numbers >> 8) & 255)
-        total += ((codes >> 16) & 255) * ((numbers >> 16) & 255)
-        return total + (codes >> 24) * ((numbers >> 24) & 255)
-
-    @triton.jit
-    def dot_codes(low, high, low_coarse, low_fine, high_coarse, high_fine, coarse, fine):
-        """Add to `coarse` and to `fine` the products of four low and four high codes, a byte each, with as many bytes
-        of inputs. Coarse bytes are signed, fine bytes are not."""
-        coarse += _dot(low, low_coarse) + _dot(high, high_coarse)
-        fine += _unsigned_dot(low, low_fine) + _unsigned_dot(high, high_fine)
-        return coarse, fine
-
-    @triton.jit
-    def two_planes(a, b, c, d):
-        """Return the second bytes of four numbers in one word, and their lowest bytes in another. The first number's
-        byte is the lowest."""
-        coarse = ((a >> 8) & 255) | (b & 0xFF00) | ((c & 0xFF00) << 8) | ((d >> 8) << 24)
-        fine = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
-        return coarse, fine
-
-else:
-
-    @triton.jit
-    def four_float8(word):
-        """The float8 (e4m3) numbers of a word, lowest byte first, as float32."""
-        return tl.inline_asm_elementwise(
+@triton.jit
+def four_float8(word):
+    """The float8 (e4m3) numbers of a word, lowest byte first, as float32."""
+    if converts_float8():
+        numbers = tl.inline_asm_elementwise(
             """{
             .reg .b16 first, second, a, b, c, d;
             .reg .b32 low, high;
@@ -77,12 +45,39 @@ else:
             is_pure=True,
             pack=1,
         )
+    else:
+        numbers = (
+            float8_from_bits(word),
+            float8_from_bits(word >> 8),
+            float8_from_bits(word >> 16),
+            float8_from_bits(word >> 24),
+        )
+    return numbers
 
-    @triton.jit
-    def dot_codes(low, high, low_coarse, low_fine, high_coarse, high_fine, coarse, fine):
-        """Add to `coarse` and to `fine` the products of four low and four high codes, a byte each, with as many bytes
-        of inputs. Coarse bytes are signed, fine bytes are not."""
-        return tl.inline_asm_elementwise(
+
+@triton.jit
+def _dot(codes, numbers):
+    """With signed bytes."""
+    total = (codes & 255) * ((numbers << 24) >> 24)
+    total += ((codes >> 8) & 255) * ((numbers << 16) >> 24)
+    total += ((codes >> 16) & 255) * ((numbers << 8) >> 24)
+    return total + (codes >> 24) * (numbers >> 24)
+
+
+@triton.jit
+def _unsigned_dot(codes, numbers):
+    total = (codes & 255) * (numbers & 255)
+    total += ((codes >> 8) & 255) * ((numbers >> 8) & 255)
+    total += ((codes >> 16) & 255) * ((numbers >> 16) & 255)
+    return total + (codes >> 24) * ((numbers >> 24) & 255)
+
+
+@triton.jit
+def dot_codes(low, high, low_coarse, low_fine, high_coarse, high_fine, coarse, fine):
+    """Add to `coarse` and to `fine` the products of four low and four high codes, a byte each, with as many bytes of
+    inputs. Coarse bytes are signed, fine bytes are not."""
+    if has_ptx():
+        sums = tl.inline_asm_elementwise(
             """
             dp4a.u32.s32 $0, $2, $4, $8;
             dp4a.u32.u32 $1, $2, $5, $9;
@@ -95,12 +90,20 @@ else:
             is_pure=True,
             pack=1,
         )
+    else:
+        sums = (
+            coarse + _dot(low, low_coarse) + _dot(high, high_coarse),
+            fine + _unsigned_dot(low, low_fine) + _unsigned_dot(high, high_fine),
+        )
+    return sums
 
-    @triton.jit
-    def two_planes(a, b, c, d):
-        """Return the second bytes of four numbers in one word, and their lowest bytes in another. The first number's
-        byte is the lowest."""
-        return tl.inline_asm_elementwise(
+
+@triton.jit
+def two_planes(a, b, c, d):
+    """Return the second bytes of four numbers in one word, and their lowest bytes in another. The first number's byte
+    is the lowest."""
+    if has_ptx():
+        planes = tl.inline_asm_elementwise(
             """{
             .reg .b32 first, second;
             prmt.b32 first, $2, $3, 0x5140;
@@ -114,6 +117,12 @@ else:
             is_pure=True,
             pack=1,
         )
+    else:
+        planes = (
+            ((a >> 8) & 255) | (b & 0xFF00) | ((c & 0xFF00) << 8) | ((d >> 8) << 24),
+            (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24),
+        )
+    return planes
 
 
 @triton.jit

@@ -1,0 +1,300 @@
+"""Compiles the kernels that the engine launches for GPUs that this machine does not have: `make compile-targets`.
+
+    python -m tests.triton.compile_targets [--targets 80,86,gfx942] [--representative] [--jobs 2]
+
+The variants are those of the warm-up (`engine/warmup.py`), which asks for every kernel that serving meets, over
+models whose weights have a shape and no memory. Triton takes the target from a driver that claims to have that GPU. A
+variant fails if its compiler or assembler refuses it, or if it needs more shared memory than the target has. With
+`--representative`, each kernel is compiled once for each target, in its largest variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from penstock.engine.warmup import warm_up
+from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
+from penstock.kernels.triton import targets
+from penstock.kernels.triton.ops import TritonOps
+from penstock.models.load import load_model
+from penstock.models.weights import RandomSource
+from tests.engine.tiny import write_tiny_model
+
+META = torch.device("meta")
+TARGETS = ("80", "86", "89", "90", "100", "120", "gfx942")
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 128256, "num_hidden_layers": 1,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "head_dim": 64, "vocab_size": 49152, "num_hidden_layers": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN2 = SMALL | {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": 8,
+    "num_key_value_heads": 2, "hidden_size": 1024,
+}  # fmt: skip
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
+    "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+    "query_pre_attn_scalar": 256, "sliding_window": 512, "num_hidden_layers": 7, "sliding_window_pattern": 6,
+    "rope_local_base_freq": 10000, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def dense(rows: int, columns: int) -> WeightData:
+    return DenseWeight(_empty(rows, columns))
+
+
+def grouped(bits: int, group: int, *, offsets: bool) -> Callable[[int, int], WeightData]:
+    def matrix(rows: int, columns: int) -> WeightData:
+        if columns % group:
+            return dense(rows, columns)
+        codes = _empty(rows, columns, dtype=torch.uint8 if bits == 4 else torch.int8)
+        scales = _empty(rows, columns // group)
+        return GroupQuantWeight(codes, scales, scales if offsets else None, group, 4 if bits == 4 else 8)
+
+    return matrix
+
+
+def float8(rows: int, columns: int) -> WeightData:
+    return Float8Weight(_empty(rows, columns, dtype=torch.float8_e4m3fn), _empty(rows))
+
+
+def float8_blocks(rows: int, columns: int) -> WeightData:
+    if columns % 128:
+        return dense(rows, columns)
+    values = _empty(rows, columns, dtype=torch.float8_e4m3fn)
+    return Float8Weight(values, _empty(rows, columns // 128), 128)
+
+
+def rounding_int8(rows: int, columns: int) -> WeightData:
+    codes = _empty(rows, columns, dtype=torch.int8)
+    return GroupQuantWeight(codes, _empty(rows, 1), None, columns, 8, rounds_inputs=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the form of its weights, and the types that it computes and caches in."""
+
+    name: str
+    settings: dict[str, Any]
+    matrix: Callable[[int, int], WeightData] = dense
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+
+
+CASES = (
+    Case("8B", LLAMA_8B),
+    Case("8B, float16", LLAMA_8B, dtype=torch.float16),
+    Case("8B, float32", LLAMA_8B, dtype=torch.float32),
+    Case("small", SMALL),
+    Case("biases", QWEN2),
+    Case("windows", GEMMA3),
+    Case("windows, float32", GEMMA3, dtype=torch.float32),
+    Case("experts", EXPERTS),
+    Case("experts, float32", EXPERTS, dtype=torch.float32),
+    Case("fp8", LLAMA_8B, float8),
+    Case("fp8, float32", SMALL, float8, torch.float32),
+    Case("fp8 blocks", LLAMA_8B, float8_blocks),
+    Case("int8 inputs", LLAMA_8B, rounding_int8),
+    Case("int8", LLAMA_8B, grouped(8, 32, offsets=False)),
+    Case("Q5_K", SMALL, grouped(8, 32, offsets=True)),
+    Case("Q6_K", LLAMA_8B, grouped(8, 16, offsets=False)),
+    Case("Q8_0, float32", SMALL, grouped(8, 32, offsets=False), torch.float32),
+    Case("int4", LLAMA_8B, grouped(4, 128, offsets=True)),
+    Case("Q4_K", LLAMA_8B, grouped(4, 32, offsets=True)),
+    Case("Q4_K, float16", SMALL, grouped(4, 32, offsets=True), torch.float16),
+    Case("Q4_K, float32", SMALL, grouped(4, 32, offsets=True), torch.float32),
+    Case("int4, float32", LLAMA_8B, grouped(4, 128, offsets=True), torch.float32),
+    Case("KV int8", LLAMA_8B, kv_dtype=torch.int8),
+    Case("KV int8, windows", GEMMA3, kv_dtype=torch.int8),
+    Case("KV fp8", LLAMA_8B, kv_dtype=torch.float8_e4m3fn),
+    Case("KV fp8, float32", SMALL, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn),
+)
+
+
+class NamedDriver:
+    """What Triton asks of a driver before a kernel runs."""
+
+    def __init__(self, name: str) -> None:
+        is_amd = name.startswith("gfx")
+        self.target = GPUTarget("hip", name, 64) if is_amd else GPUTarget("cuda", int(name), 32)
+        self._device = TARGETS.index(name) if name in TARGETS else len(TARGETS)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self._device  # Triton keeps the kernels of devices apart.
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A launch: a kernel is compiled for the types of arguments and for constants."""
+
+    case: str
+    kernel: JITFunction[Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.__module__.rpartition('.')[2]}.{self.kernel.__name__.strip('_')}"
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return tuple(str(getattr(each, "dtype", type(each).__name__)) for each in self.arguments)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.name, self.types, tuple(sorted(self.options.items()))
+
+    @property
+    def size(self) -> int:
+        """About what a program holds: the product of its constants."""
+        return prod(max(1, value) for value in self.options.values() if type(value) is int)
+
+
+@contextlib.contextmanager
+def on(name: str) -> Iterator[None]:
+    driver.set_active(NamedDriver(name))  # type: ignore[arg-type]
+    targets.current.cache_clear()
+    try:
+        yield
+    finally:
+        targets.current.cache_clear()
+
+
+def variants(case: Case) -> list[Variant]:
+    """The launches of a warm-up on the target that is set, each once."""
+    found: dict[tuple[Any, ...], Variant] = {}
+
+    def record(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **options: Any) -> None:
+        variant = Variant(case.name, self, args, options)
+        found.setdefault(variant.key, variant)
+
+    def matrix(self: object, name: str, rows: int, columns: int, part: object = None) -> WeightData:
+        return case.matrix(rows, columns)
+
+    with (
+        patch.object(JITFunction, "run", record),
+        patch.object(RandomSource, "matrix", matrix),
+        patch.object(RandomSource, "_normal", lambda self, name, *shape: _empty(*shape)),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        ops = TritonOps(META, case.dtype, case.kv_dtype)
+        model = load_model(write_tiny_model(Path(folder), **case.settings), ops, load_format="random")
+        warm_up(model, ops, block_size=16, max_rows=256, max_tokens=8192)
+    return list(found.values())
+
+
+def compile_variant(target: str, variant: Variant) -> str | None:
+    """Compile for the target that is set. Returns what is wrong with the result."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            made = variant.kernel.run(*variant.arguments, grid=(1,), warmup=True, **variant.options)
+    except Exception as error:
+        lines = [line for line in f"{error}\n{said.getvalue()}".splitlines() if "rror" in line]
+        return f"{type(error).__name__}: {' / '.join(lines[:3]) or error}"
+    limit = targets.current().shared_bytes
+    return (
+        None
+        if made.metadata.shared <= limit
+        else f"{made.metadata.shared} bytes of shared memory, not {limit}"
+    )
+
+
+def chosen(found: list[Variant], representative: bool) -> list[Variant]:
+    if not representative:
+        return list({variant.key: variant for variant in found}.values())
+    # Of each kernel the largest variant, in bfloat16 where there is one: float32 takes several times as long.
+    largest: dict[str, Variant] = {}
+    for variant in sorted(found, key=lambda each: ("bfloat16" in str(each.types), each.size)):
+        largest[variant.name] = variant
+    return list(largest.values())
+
+
+def check(target: str, representative: bool) -> dict[str, Any]:
+    started = time.monotonic()
+    problems: list[str] = []
+    with on(target):
+        family = targets.current()
+        cases = [case for case in CASES if family.has_float8 or case.kv_dtype != torch.float8_e4m3fn]
+        asked = chosen([variant for case in cases for variant in variants(case)], representative)
+        enumerated = time.monotonic()
+        for variant in asked:
+            begun = time.process_time()
+            problem = compile_variant(target, variant)
+            print(
+                f"{time.process_time() - begun:6.1f} s {variant.name} {problem} {variant.case}",
+                variant.options,
+                file=sys.stderr,
+            )
+            if problem:
+                constants = {name: value for name, value in variant.options.items() if value is not False}
+                problems.append(f"{target} {variant.name} ({variant.case}; {constants}): {problem}")
+    kernels = sorted({variant.name for variant in asked})
+    return {
+        "target": target,
+        "variants": len(asked),
+        "kernels": kernels,
+        "problems": problems,
+        "enumerated_s": round(enumerated - started, 1),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--representative", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    names = arguments.targets.split(",")
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        reports = list(pool.map(check, names, [arguments.representative] * len(names)))
+    for report in reports:
+        print(json.dumps(report))
+    return 1 if any(report["problems"] for report in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
