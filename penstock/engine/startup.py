@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -45,8 +46,7 @@ def preload(bytecode: Path) -> None:
     that have none."""
     keep_bytecode(bytecode)
     read_compiler_ahead()
-    import penstock.engine.decoder  # noqa: F401
-
+    importlib.import_module("penstock.engine.decoder")  # by its name: the decoder itself imports this module
     if _has_gpu():
         load_compiler()
 

@@ -143,7 +143,7 @@ asked = []
 for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties"):
     setattr(torch.cuda, name, lambda *args, name=name: asked.append(name))
 from pathlib import Path
-from penstock.engine.build import preload
+from penstock.engine.startup import preload
 preload(Path('/proc/nobody/bytecode'))
 assert not asked, asked
 """
