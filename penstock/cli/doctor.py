@@ -20,6 +20,7 @@ from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
 from penstock.cli.console import spinner, stdout_console
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.installation import reinstall_command
+from penstock.kernels.gpus import Gpu
 from penstock.models.hub import ModelHub
 from penstock.serve.environment import model_hub
 
@@ -99,8 +100,18 @@ def check_engine(command: list[str]) -> Iterator[Finding]:
         return
     found: dict[str, Any] = json.loads(probe.stdout.splitlines()[-1])
     yield Finding("ok", "torch", found["torch"])
-    yield Finding("ok", "GPU", ", ".join(found["gpus"]) or "none; models run on the CPU")
+    yield from check_gpus(found["gpus"])
     yield check_kernels(found["kernels"])
+
+
+def check_gpus(found: list[dict[str, Any]]) -> Iterator[Finding]:
+    """`found` holds the fields of kernels.gpus.Gpu for each GPU."""
+    if not found:
+        yield Finding("ok", "GPU", "none; models run on the CPU")
+    for fields in found:
+        gpu = Gpu(fields["name"], (fields["capability"][0], fields["capability"][1]), fields["memory_bytes"])
+        hint = "Models run on the CPU." if gpu.is_too_old else None
+        yield Finding("warn" if gpu.is_too_old else "ok", "GPU", gpu.describe(), hint)
 
 
 def check_kernels(kernels: dict[str, Any]) -> Finding:
@@ -172,10 +183,14 @@ def probe() -> None:
     """
     import torch
 
+    from penstock.engine.device import gpus
     from penstock.kernels.select import capabilities
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found = {"torch": torch.__version__, "gpus": gpus, "kernels": asdict(capabilities())}
+    found = {
+        "torch": torch.__version__,
+        "gpus": [asdict(gpu) for gpu in gpus()],
+        "kernels": asdict(capabilities()),
+    }
     print(json.dumps(found))
 
 

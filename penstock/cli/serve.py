@@ -170,6 +170,7 @@ def print_banner(
         ("Model", describe_weights(card)),
         *([("Also", ", ".join(others))] if others else []),
         *([("Vectors", describe_vectors(card))] if card.embedding_size else []),
+        *([("GPU", card.device)] if card.device else []),
         ("Context", f"{card.max_model_len:,} tokens"),
         ("KV cache", f"{ready.num_kv_blocks * ready.block_size:,} tokens{each}"),
     ]

@@ -122,6 +122,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     named_templates: dict[str, str] = {}  # further chat templates by name, such as tool_use
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # for requests that do not say
     implementation: str = "native"  # whose code runs the model: native or transformers
+    device: str = ""  # the GPU that the model runs on, and what it can and cannot do
     weights_id: str = ""  # differs between weights of the same shape, so that caches keep them apart
     vision: VisionCard | None = None  # how prompts have images in them; None for a model of texts only
 

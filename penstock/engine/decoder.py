@@ -29,6 +29,7 @@ from penstock.engine.device import (
     block_copy_s,
     cache_sizes,
     choose_ops,
+    first_gpu,
     kv_block_bytes,
     leave_cores_to,
     num_host_blocks,
@@ -376,6 +377,7 @@ def _card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> Mod
         dtype=str(ops.dtype).removeprefix("torch."),
         quantization=config.model.quantization,
         rounding=ops.rounding,
+        device=first_gpu().describe() if ops.device.type == "cuda" else "",
         implementation=model.implementation,
         weights_id=_weights_id(config, model_path),
     )

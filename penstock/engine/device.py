@@ -16,6 +16,7 @@ from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.installation import install_command
 from penstock.core.plan import StateSlots
 from penstock.engine.startup import load_compiler
+from penstock.kernels.gpus import Gpu
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
@@ -70,13 +71,34 @@ def leave_cores_to(ops: Ops) -> None:
 
 
 def choose_device(asked: str) -> torch.device:
+    """Return the device to compute on. `auto` is the GPU, if there is one that kernels exist for, else the CPU."""
     if asked == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda was asked for, but torch finds no CUDA device.", hint="Try --device auto."
-        )
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        gpu = first_gpu()
+        if gpu.is_too_old:
+            logger.warning("%s; this model runs on the CPU", gpu.describe())
+        return torch.device("cpu" if gpu.is_too_old else "cuda")
+    if asked == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "--device cuda was asked for, but torch finds no CUDA device.", hint="Try --device auto."
+            )
+        gpu = first_gpu()
+        if gpu.is_too_old:
+            raise ConfigError(f"{gpu.describe()}.", hint="Leave --device out to run on the CPU.")
     return torch.device(asked)
+
+
+def first_gpu() -> Gpu:
+    """Return the GPU that this process uses."""
+    return gpus()[torch.cuda.current_device()]
+
+
+def gpus() -> list[Gpu]:
+    """Return the GPUs that this process may use."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Gpu(each.name, (each.major, each.minor), each.total_memory) for each in found]
 
 
 def _kv_dtype(asked: str, device: torch.device) -> torch.dtype | None:
@@ -89,6 +111,11 @@ def _kv_dtype(asked: str, device: torch.device) -> torch.dtype | None:
         raise ConfigError(
             "A KV cache in fp8 needs a CUDA device.",
             hint="Leave --kv-cache-dtype out to keep it in the compute type.",
+        )
+    if not first_gpu().has_float8:
+        raise ConfigError(
+            f"A KV cache in fp8 needs compute capability 8.9 or newer. {first_gpu().describe()}.",
+            hint="--kv-cache-dtype int8 takes as little memory.",
         )
     return torch.float8_e4m3fn
 

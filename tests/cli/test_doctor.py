@@ -14,6 +14,7 @@ from penstock.cli.doctor import (
     check_cpu,
     check_disk,
     check_engine,
+    check_gpus,
     check_kernels,
     check_memory,
     check_models,
@@ -35,18 +36,43 @@ def test_the_exit_code_says_whether_something_must_be_repaired(monkeypatch) -> N
     assert "Mend it." in result.stdout
 
 
+def gpu(name: str, major: int, minor: int) -> dict[str, object]:
+    return {"name": name, "capability": [major, minor], "memory_bytes": 80 << 30}
+
+
 def probe(found: dict[str, object]) -> list[Finding]:
     return list(check_engine([sys.executable, "-c", f"print({json.dumps(json.dumps(found))})"]))
 
 
 def test_torch_reports_from_a_process_of_its_own() -> None:
     findings = probe(
-        {"torch": "2.13.0", "gpus": ["H200"], "kernels": {"native": True, "isa": "amx", "num_threads": 2}}
+        {
+            "torch": "2.13.0",
+            "gpus": [gpu("H200", 9, 0)],
+            "kernels": {"native": True, "isa": "amx", "num_threads": 2},
+        }
     )
     assert [(finding.level, finding.subject) for finding in findings] == [
         ("ok", "torch"), ("ok", "GPU"), ("ok", "Kernels"),
     ]  # fmt: skip
-    assert findings[1].detail == "H200"
+    assert findings[1].detail == (
+        "H200, compute capability 9.0, 80 GiB (Hopper): fp8 products and KV cache; kernels overlap"
+    )
+
+
+def test_each_gpu_is_told_with_what_it_cannot_do() -> None:
+    found = [gpu("A100", 8, 0), gpu("L4", 8, 9), gpu("T4", 7, 5), gpu("RTX 5090", 12, 0)]
+    a100, l4, t4, rtx = check_gpus(found)
+    assert "8.0, 80 GiB (Ampere): no fp8 products (fp8 weights are widened" in a100.detail
+    assert "one after the other" in a100.detail
+    assert "(Ada): fp8 products and KV cache; kernels run one after the other" in l4.detail
+    assert (t4.level, t4.hint) == ("warn", "Models run on the CPU.")
+    assert t4.detail == (
+        "T4, compute capability 7.5, 80 GiB: too old, kernels need compute capability 8.0 (A100, RTX 30) or newer"
+    )
+    assert [finding.level for finding in (a100, l4, rtx)] == ["ok"] * 3
+    (none,) = check_gpus([])
+    assert none.detail == "none; models run on the CPU"
 
 
 def test_a_torch_that_cannot_be_imported_fails() -> None:

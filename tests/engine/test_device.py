@@ -16,7 +16,7 @@ from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, 
 from penstock.core.errors import ConfigError
 from penstock.core.installation import install_command
 from penstock.engine import device as device_module
-from penstock.engine.device import cache_sizes, choose_ops, leave_cores_to
+from penstock.engine.device import cache_sizes, choose_device, choose_ops, leave_cores_to
 from penstock.kernels import library
 from penstock.kernels.interface import GroupQuantWeight
 from penstock.kernels.native_storage import NativeKVStore
@@ -108,6 +108,38 @@ def test_an_int8_cache_runs_anywhere(
     ops = choose_ops(config)
     assert (ops.name, ops.kv_dtype) == ("torch", torch.int8)
     assert "slow" in caplog.text
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The properties of the GPU that torch finds."""
+    properties = SimpleNamespace(name="GPU", major=8, minor=0, total_memory=40 << 30)
+    for name, value in {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": properties,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    return properties
+
+
+def test_a_gpu_that_is_too_old_leaves_the_model_to_the_cpu(
+    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose_device("auto").type == choose_device("cuda").type == "cuda"
+    gpu.major, gpu.minor = 7, 5
+    assert choose_device("auto").type == "cpu"
+    assert "7.5, 40 GiB: too old, kernels need compute capability 8.0" in caplog.text
+    with pytest.raises(ConfigError, match="too old") as refused:
+        choose_device("cuda")
+    assert "--device" in (refused.value.hint or "")
+
+
+def test_an_fp8_cache_needs_a_gpu_with_fp8(gpu: SimpleNamespace) -> None:
+    config = EngineConfig(model=ModelConfig(device="cuda"), cache=CacheConfig(kv_cache_dtype="fp8"))
+    with pytest.raises(
+        ConfigError, match=r"needs compute capability 8\.9 .* 8\.0, 40 GiB \(Ampere\)"
+    ) as refused:
+        choose_ops(config)
+    assert "int8" in (refused.value.hint or "")
 
 
 def test_flashinfer_needs_cuda_and_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
     python -m tests.gpu.reference
 
 For each prompt the file holds its tokens, the greedy answer of transformers in float32 with the weights of the GGUF
-file, and the log-probability of each token of that answer in float32 and in bfloat16. Needs transformers and no GPU.
+file (an answer may not end), and the log-probability of each token of that answer in float32 and in bfloat16. Needs
+transformers and no GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 ANSWERS = Path(__file__).parent / "smollm2_answers.json"
 MODEL = "smollm2-135m"
 NEW_TOKENS = 32
+END = 2  # <|im_end|>, which no answer may choose: all answers have the same length
 QUESTIONS = (
     "What is the capital of France?",
     "Write a haiku about rain.",

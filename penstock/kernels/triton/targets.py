@@ -1,4 +1,4 @@
-"""The families of GPUs that kernels are compiled for: what each family has, and the tiles that kernels use on it.
+"""The tiles that kernels use on each family of GPUs (`kernels/gpus.py`), and the constants that kernels ask for.
 
 `current()` is the family of this process's GPU. Kernels ask for instructions with `overlaps()`, `converts_float8()`
 and `has_ptx()`, which are constants while a kernel is compiled. Launchers take tiles from the tables below: the tiles
@@ -18,7 +18,7 @@ from triton.language.target_info import cuda_capability_geq, is_cuda
 from triton.runtime import driver
 from triton.runtime.jit import constexpr_function
 
-OLDEST = 80  # the first compute capability with bfloat16 tensor cores and asynchronous copies
+from penstock.kernels.gpus import HOPPER, Family, family_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +52,6 @@ class RowTile:
         return replace(self, width=min(self.width, width & -width))
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """GPUs that take the same machine code, and what a program may use on them."""
-
-    name: str
-    arch: int | str  # the first compute capability, 10 × major + minor; or AMD's name of the chip
-    chips: str
-    shared_bytes: int  # for one program
-    has_overlap: bool = False  # programmatic dependent launch
-    has_float8: bool = False  # e4m3 on tensor cores, and instructions that convert it
-
-
-FAMILIES = (
-    Family("Ampere", 80, "A100, A30", 163 << 10),
-    Family("Ampere, small", 86, "A10, A40, RTX 30", 99 << 10),
-    Family("Ampere, embedded", 87, "Orin", 163 << 10),
-    Family("Ada", 89, "L4, L40, RTX 40", 99 << 10, has_float8=True),
-    Family("Hopper", 90, "H100, H200", 227 << 10, has_overlap=True, has_float8=True),
-    Family("Blackwell", 100, "B200, GB200", 227 << 10, has_overlap=True, has_float8=True),
-    Family("Blackwell, small", 120, "RTX 50, RTX PRO", 99 << 10, has_overlap=True, has_float8=True),
-    Family("CDNA 3", "gfx942", "MI300", 64 << 10),
-)
-HOPPER = FAMILIES[4]
 SMALLEST_WIDTH = 32
 
 # Tiles by kernel and case, measured on an H200 over the shapes of 0.6 to 8 billion parameters and of Qwen3-30B-A3B.
@@ -135,21 +112,6 @@ AS_MEASURED = Tuning()
 TUNED: Mapping[int | str, Tuning] = {
     arch: Tuning(attention=AttentionTiles(decode_keys=64)) for arch in (80, 86, 87, 89, 120, "gfx942")
 }
-
-
-def family_of(backend: str, arch: int | str) -> Family:
-    """Return the family of a target as Triton names it. A chip that is newer than the table is treated as the family
-    before it, with the least shared memory of all."""
-    if backend == "cuda":
-        known = [family for family in FAMILIES if isinstance(family.arch, int) and family.arch <= int(arch)]
-        if known:
-            newest = max(known, key=lambda family: int(family.arch))
-            is_known = int(arch) < int(newest.arch) + 10
-            return newest if is_known else replace(newest, shared_bytes=99 << 10)
-    for family in FAMILIES:
-        if family.arch == arch:
-            return family
-    raise ValueError(f"Penstock has no kernels for {backend} {arch}")
 
 
 @functools.cache
