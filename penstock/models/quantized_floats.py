@@ -19,8 +19,8 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
 from penstock.models.pickled_source import PickledSource
 from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
-from penstock.models.stored_quantization import BitsAndBytes, Float4, Scaled, StoredQuantization
-from penstock.models.weights import Part, take_columns
+from penstock.models.stored_quantization import MXFP4, BitsAndBytes, Float4, Scaled, StoredQuantization
+from penstock.models.weights import Part, Stacked, take_columns
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,32 @@ def open_folder(
             return files
         case Float4():
             return Float4Source(files, Scaled())  # matrices in eight bits may be among those in four
+        case MXFP4():
+            return StackedFloat4Source(files, kind)
         case BitsAndBytes():
             return BitsAndBytesSource(files, kind)
         case _:
             return QuantizedSource(files, kind)
+
+
+class StackedFloat4Source(QuantizedSource):
+    """Experts as gpt-oss has them: `_blocks` [experts, out, in / 32, 16] and `_scales` [experts, out, in / 32]."""
+
+    def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> WeightData:
+        if f"{place.name}_blocks" not in self.names():
+            return super().stacked_matrix(place, rows, columns, part)
+        group = _GROUPS[0]
+        if columns % group:
+            raise ModelLoadError(f"{place.name} has {columns} inputs, no multiple of {group}.")
+        # Whole groups are read, and cut afterwards.
+        groups = range(part.columns.start // group, -(-part.columns.stop // group))
+        spans = range(place.index, place.index + 1), part.rows, groups
+        shape = place.count, rows, columns // group
+        blocks = self.files.tensor(f"{place.name}_blocks", (*shape, group // 2), (*spans, range(group // 2)))
+        scales = self.files.tensor(f"{place.name}_scales", shape, spans)
+        weight = float4_weight(blocks[0].flatten(1), scales[0], 1.0, group)
+        start = groups.start * group
+        return take_columns(weight, range(part.columns.start - start, part.columns.stop - start))
 
 
 class Float4Source(QuantizedSource):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
-from penstock.models.stored_quantization import AWQ, GPTQ, MXFP4, Compressed, Scaled, StoredQuantization
+from penstock.models.stored_quantization import AWQ, GPTQ, Compressed, Scaled, StoredQuantization
 from penstock.models.weights import Part, Stacked, take_part
 
 _READABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -147,7 +147,6 @@ def _read_index(index: Path) -> dict[str, Path]:
 # Nibble i of a word holds the output AWQ_ORDER[i] of its eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _SMALLEST_GROUP = 16
-MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,17 +275,7 @@ class QuantizedSource:
         )
 
     def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> WeightData:
-        if not isinstance(self._kind, MXFP4) or f"{place.name}_blocks" not in self._names:
-            return self.files.stacked_matrix(place, rows, columns, part)
-        if columns % MXFP4_GROUP:
-            raise ModelLoadError(f"{place.name} has {columns} inputs, no multiple of {MXFP4_GROUP}.")
-        window = _window(part, Shape(rows, columns), 1, MXFP4_GROUP)
-        groups = _axis(window.columns, columns, MXFP4_GROUP)
-        axes = Axis(place.count, range(place.index, place.index + 1)), _axis(window.rows, rows), groups
-        pairs = MXFP4_GROUP // 2
-        packed = self._read(f"{place.name}_blocks", *axes, Axis(pairs, range(pairs)))[0]
-        exponents = self._read(f"{place.name}_scales", *axes)[0]
-        return _taken(_mxfp4(packed, exponents), window, part)
+        return self.files.stacked_matrix(place, rows, columns, part)
 
     def _input_order(self, name: str, columns: int, group: int) -> Tensor | None:
         """Return the order of inputs by their groups; None when neighbours are together, as without act-order."""
@@ -352,20 +341,6 @@ def _float8(name: str, values: Tensor, scales: Tensor, shape: Shape, kind: Scale
         return Float8Weight(values, _within(by_row, part.rows, groups).contiguous(), width)
     by_value = by_row.repeat_interleave(width, dim=1)
     return DenseWeight(values.float() * _within(by_value, part.rows, part.columns))
-
-
-# Twice the numbers of the format, which are whole: the second eight are negative.
-_FP4_CODES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-
-
-def _mxfp4(packed: Tensor, exponents: Tensor) -> GroupQuantWeight:
-    """Decode uint8 [rows, groups, 16], two numbers to a byte, and exponents [rows, groups] of powers of two. Whole
-    numbers of eight bits hold the format without loss."""
-    rows, groups, pairs = packed.shape
-    halves = torch.stack([packed & 0xF, packed >> 4], dim=-1)
-    codes = _FP4_CODES[halves.view(rows, groups * pairs * 2).long()]
-    scales = torch.exp2(exponents.float() - 128)
-    return GroupQuantWeight(codes, scales, None, MXFP4_GROUP, 8)
 
 
 def grouped_weight(

@@ -118,10 +118,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**SMALL, num_local_experts=6, num_experts_per_tok=2, sliding_window=8)
     ),
-    # GGUF files of Mixtral have no windows.
-    "mixtral-gguf": lambda: MixtralForCausalLM(
-        MixtralConfig(**SMALL, num_local_experts=6, num_experts_per_tok=2)
-    ),
     "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True),
     "qwen3-moe-dense-layers": lambda: _qwen3_moe(norm_topk_prob=False, mlp_only_layers=[0]),
     "gemma3": lambda: _gemma3(query_pre_attn_scalar=24),
