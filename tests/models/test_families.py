@@ -32,11 +32,7 @@ from tests.models.tiny_families import TINY, save_tiny
 
 LENGTH = 64
 SHARED = random_prompt(20, seed=1)
-PROMPTS = [
-    [*SHARED, *random_prompt(25, seed=2)],
-    [*SHARED, *random_prompt(3, seed=3)],
-    random_prompt(7, seed=4),
-]
+PROMPTS = [[*SHARED, *random_prompt(25, seed=2)], [*SHARED, *random_prompt(3, seed=3)]]
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}
 
 
@@ -81,7 +77,7 @@ def test_the_same_tokens_however_they_are_computed(family: Reference) -> None:
     assert together[0] == alone
     assert len({token for answer in together for token in answer}) > 5, "answers that repeat prove little"
 
-    small = engine_of(family, 10, max_num_batched_tokens=13)
+    small = engine_of(family, 9, max_num_batched_tokens=13)
     teach_short_answers(small)
     assert answers(small, "preempted") == together
     assert small.loop.stats().num_preemptions > 0, "the cache was meant to be too small"
@@ -105,6 +101,9 @@ def test_rounded_weights_stay_close(family: Reference) -> None:
 
 
 def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(family.folder)
+    if checkpoint.architecture.layout(checkpoint.config).is_usual and family.name != "gemma4":
+        pytest.skip("adapters of families with Llama's matrices have a test of their own")
     # Experts have no adapters, and neither have matrices that are absorbed into queries and values.
     targets = r".*\.(q|k|v|o|q_a|q_b)_proj|.*kv_a_proj_with_mqa" if is_mixture(family) else "all-linear"
     merged = write_adapter(family, tmp_path, seed=1, targets=targets)
@@ -118,7 +117,9 @@ def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str, tmp_path: Path) -> None:
     if family.model.config.model_type not in ARCHITECTURES:
-        pytest.skip("llama.cpp does not know this family")
+        pytest.skip("llama.cpp does not know this family, or stores it in a form that is not read")
+    if kind != "F32" and not is_mixture(family):
+        pytest.skip("quantized matrices without experts have tests of their own")
     path, ops = tmp_path / "model.gguf", TorchOps()
     write_model(path, family, GGMLQuantizationType[kind])
     made = PagedRunner(load_model(path, ops), ops).prompt_logits(PROMPTS[0])
@@ -126,8 +127,20 @@ def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str
     if kind == "F32":
         torch.testing.assert_close(made, expected, **TOLERANCE)
     else:
+        # A token near a tie between experts may take the other one.
         similarity = torch.nn.functional.cosine_similarity(made, expected, dim=1)
-        assert (similarity > 0.98).float().mean() > (0.85 if is_mixture(family) else 0.99)
+        assert (similarity > 0.98).float().mean() > 0.85
+
+
+def test_quantized_matrices_that_are_stored_as_one_are_cut(tmp_path: Path) -> None:
+    """Of Phi 3, whose heads are also rotated in part, on one and on two ranks."""
+    reference, path, ops = save_tiny("phi3", tmp_path / "folder"), tmp_path / "model.gguf", TorchOps()
+    write_model(path, reference, GGMLQuantizationType.Q8_0)
+    one = PagedRunner(load_model(path, ops), ops).prompt_logits(PROMPTS[0])
+    expected = reference.logits(PROMPTS[0])
+    assert torch.nn.functional.cosine_similarity(one, expected, dim=1).min() > 0.98
+    two = run_ranks(path, ops, 2, lambda runner: runner.prompt_logits(PROMPTS[0]))
+    torch.testing.assert_close(two, one, **TOLERANCE)
 
 
 def test_longrope_takes_the_factors_of_the_context_it_was_loaded_for(tmp_path: Path) -> None:
