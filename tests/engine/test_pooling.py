@@ -114,3 +114,20 @@ def test_embeddings_beside_answers_change_neither(model: Path) -> None:
     assert {name: tokens(each) for name, each in events.items() if name.startswith("free")} == alone
     assert all(len(events[f"e{n}"]) == 1 for n in range(len(PROMPTS)))
     assert engine.loop.stats().num_kv_blocks_used == 0
+
+
+def test_a_flood_of_texts_does_not_hold_up_a_stream(model: Path) -> None:
+    engine = tiny_engine(model, max_num_batched_tokens=32)
+    engine.loop.add(request("stream", PROMPTS[1], 20))
+    while not any(event.request_id == "stream" for event in engine.loop.step()):
+        pass
+    for n in range(40):
+        engine.loop.add(embed(f"e{n}", PROMPTS[5], "last" if n % 2 else "mean"))
+    seen: list[bool] = []
+    while not seen or seen[-1]:
+        seen.append(any(event.request_id == "stream" for event in engine.loop.step()))
+        if len(seen) == 15:
+            break
+    assert all(seen), "every step beside waiting texts has a token of the stream"
+    assert engine.loop.stats().num_waiting, "texts were waiting all the time"
+    engine.close()
