@@ -76,6 +76,10 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             f"The model in {folder} brings Python code of its own, which is not run unasked.",
             hint="Read the code, then add --trust-remote-code.",
         )
+    named = raw.raw("architectures")
+    classes = [str(name) for name in named] if isinstance(named, list) else []
+    if classes and not own_code and not any(hasattr(transformers, name) for name in classes):
+        raise ModelLoadError(f"Transformers {transformers.__version__} has no class {classes[0]}.")
     if not known and not own_code:
         raise ModelLoadError(
             f"Transformers {transformers.__version__} does not know the model type {model_type!r}."

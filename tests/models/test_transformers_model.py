@@ -247,8 +247,13 @@ def test_code_that_comes_with_a_model_needs_the_flag(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(tmp_path: Path, opt: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _write(tmp_path, architectures=["NoSuchForCausalLM"], model_type="no_such")
-    with pytest.raises(ModelLoadError, match=r"NoSuchForCausalLM is not known.*model type 'no_such'"):
+    with pytest.raises(ModelLoadError, match=r"NoSuchForCausalLM is not known.*no class NoSuchForCausalLM"):
         open_any_checkpoint(folder)
+    with pytest.raises(ModelLoadError, match=r"no_such is not known.*model type 'no_such'"):
+        open_any_checkpoint(_write(tmp_path, model_type="no_such"))
+    # A known type does not make a stranger's architecture a Llama.
+    with pytest.raises(ModelLoadError, match="no class NoSuchForCausalLM"):
+        open_any_checkpoint(_write(tmp_path, architectures=["NoSuchForCausalLM"], model_type="llama"))
     with pytest.raises(ModelLoadError, match="OPTForCausalLM is not known"):
         open_any_checkpoint(opt.folder, "native")
     monkeypatch.setitem(sys.modules, "transformers", None)
