@@ -23,6 +23,7 @@ from penstock.kernels.interface import (
     Routing,
 )
 from penstock.kernels.latent import LatentKVStore, attend_latent
+from penstock.kernels.recurrence import gated_delta, selective_scan, short_conv
 
 if TYPE_CHECKING:
     from penstock.kernels.interface import Ops
@@ -99,6 +100,10 @@ class ComposedOps:
 
     def add_up(self, x: Tensor) -> Tensor:
         return x
+
+    short_conv = staticmethod(short_conv)
+    selective_scan = staticmethod(selective_scan)
+    gated_delta = staticmethod(gated_delta)
 
     def attention(
         self: Ops, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
@@ -191,6 +196,9 @@ class DelegatingOps(ComposedOps):
         self.gated = ops.gated
         self.allocate_kv = ops.allocate_kv
         self.attend = ops.attend
+        self.short_conv = ops.short_conv
+        self.selective_scan = ops.selective_scan
+        self.gated_delta = ops.gated_delta
         self.sample = ops.sample
         self._ops = ops
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from penstock.kernels.states import StateBatch
+from penstock.kernels.states import ScanLayer, StateBatch
 from penstock.kernels.weights import DenseWeight as DenseWeight
 from penstock.kernels.weights import Float8Weight as Float8Weight
 from penstock.kernels.weights import GroupQuantWeight as GroupQuantWeight
@@ -364,6 +364,46 @@ class Ops(Protocol):
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks that hold parts of a layer; `x` itself where there is one. For layers made of
         `linear` and `attend`, whose results are this rank's part."""
+        ...
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        history: Tensor,
+        batch: AttentionBatch,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        """[T, C] → [T, C]: each channel's weighted sum of its newest K inputs, then SiLU if asked for. `history`,
+        [slots, C, K - 1], has the inputs before this step, and gets those of this step."""
+        ...
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        step: Tensor,
+        read: Tensor,
+        write: Tensor,
+        layer: ScanLayer,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """[T, H, P] → float32 [T, H, P]: the scan of Mamba-2, which updates `state`, [slots, H, P, N]."""
+        ...
+
+    def gated_delta(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """[T, H, V] → float32 [T, H, V]: the gated delta rule, which updates `state`, [slots, H, K, V]."""
         ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

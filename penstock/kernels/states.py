@@ -93,3 +93,14 @@ class StateBatch:
 
     store: StateStore
     slots: Tensor  # int64 [R] on the device
+
+
+@dataclass(frozen=True, slots=True)
+class ScanLayer:
+    """The settings of a selective scan with H heads. Head h reads the inputs and outputs of group `groups[h]`."""
+
+    decay: Tensor  # float32 [H], negative
+    skip: Tensor  # float32 [H]: the share of a head's input that is added to its output
+    step_bias: Tensor  # float32 [H]
+    groups: Tensor  # int64 [H]
+    step_limits: tuple[float, float] = (0.0, float("inf"))

@@ -116,6 +116,36 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentConfig:
+    """The settings of layers with a fixed state: short convolutions, Mamba-2, gated delta nets."""
+
+    layers: frozenset[int]  # that have a state
+    conv_width: int  # inputs that a convolution sees
+    conv_bias: bool = False
+    bias: bool = False  # of the projection into the layer
+    output_bias: bool = False
+    num_heads: int = 1
+    head_dim: int = 1
+    num_groups: int = 1  # of Mamba-2; of a gated delta net, the key heads
+    state_size: int = 1  # of a group; of a gated delta net, the size of a key head
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    has_norm: bool = True
+    num_norm_groups: int = 1
+    gates_first: bool = True  # the gate comes before the norm
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise ModelLoadError(
+                f"The model's {self.num_heads} state-space heads cannot be shared out over "
+                f"{self.num_groups} groups."
+            )
+        if not self.layers:
+            raise ModelLoadError(
+                "The model has no layer with a fixed state, though its architecture is made of them."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureConfig:
     architecture: str  # a name of the registry
     hidden_size: int
@@ -151,6 +181,7 @@ class ArchitectureConfig:
     parallel_blocks: bool = False  # attention and MLP read the same residual
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    recurrent: RecurrentConfig | None = None
     tie_embeddings: bool = False
     activation: ActivationName = "silu"
     plain_activation: PlainActivationName = "gelu"  # of architectures whose MLP has no gate

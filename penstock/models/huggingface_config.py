@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from penstock.core.errors import ModelLoadError
@@ -48,15 +48,25 @@ def common_huggingface_config(
 
 def layer_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
     """Return the windows by `layer_types`, or None when the file does not list them."""
-    kinds = fields.raw("layer_types")
+    kinds = layer_kinds(fields, num_layers, {"full_attention", "sliding_attention"})
+    if kinds is None:
+        return None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def layer_kinds(
+    fields: Fields, num_layers: int, known: Set[str], key: str = "layer_types"
+) -> tuple[str, ...] | None:
+    """Return the kind of each layer, or None when the file does not list them."""
+    kinds = fields.raw(key)
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelLoadError(f"{fields.where} lists layer_types that do not match its {num_layers} layers.")
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+        raise ModelLoadError(f"{fields.where} lists {key} that do not match its {num_layers} layers.")
+    unknown = {str(kind) for kind in kinds} - known
     if unknown:
-        raise ModelLoadError(f"{fields.where} has a layer of unknown kind {sorted(map(str, unknown))[0]!r}.")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        raise ModelLoadError(f"{fields.where} has a layer of unknown kind {sorted(unknown)[0]!r}.")
+    return tuple(kinds)
 
 
 def windows_by_pattern(window: int, period: int, num_layers: int) -> tuple[int | None, ...]:

@@ -26,9 +26,11 @@ from penstock.models.weights import NamedProduct
 Number = TypeVar("Number", int, float)
 
 ADAPTABLE = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj"),
     *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),  # Gemma 4
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+    *("before_proj", "after_proj", "inner_proj", "input_proj", "write_proj", "read_proj", "step_proj"),
+    *("query_proj", "key_proj", "value_proj", "rate_proj"),
 )
 _PREFIX = "base_model.model."
 _LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"
@@ -106,7 +108,7 @@ def read_lora_config(folder: Path) -> LoRAConfig:
 
 
 def adaptable_products(products: Sequence[NamedProduct]) -> list[NamedProduct]:
-    """Return the products that adapters may change: of attention and of dense MLPs."""
+    """Return the products that adapters may change: of attention, of layers with states and of dense MLPs."""
     return [
         product for product in products if all(name.rsplit(".", 1)[-1] in ADAPTABLE for name in product.names)
     ]

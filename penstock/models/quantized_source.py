@@ -78,6 +78,10 @@ class SafetensorsSource:
         stored_shape = stored.get_shape()
         if shape is not None and len(shape) == 1 and tuple(stored_shape) == (1, *shape):
             return self.tensor(name, (1, *shape), (range(1), *(spans or (range(shape[0]),))))[0]
+        if shape is not None and tuple(stored_shape) == (*shape[:-1], 1, *shape[-1:]) and len(shape) == 2:
+            # The weights of a convolution, of which each output has one input.
+            whole = self.tensor(name).squeeze(1)
+            return whole if spans is None else whole[tuple(slice(span.start, span.stop) for span in spans)]
         if shape is not None and tuple(stored_shape) != shape:
             raise ModelLoadError(
                 f"{file.name} has {stored_name} of shape {stored_shape} "

@@ -90,6 +90,11 @@ class Shard:
                 f"cannot be shared out over {self.tensor_size} ranks.",
                 hint="Lower --tensor-parallel-size.",
             )
+        if self.num_stages > 1 and config.recurrent is not None:
+            raise ConfigError(
+                "A model whose layers keep a fixed state cannot be cut into stages.",
+                hint="Use --tensor-parallel-size.",
+            )
         if self.num_stages > config.num_layers:
             raise ConfigError(
                 f"The model's {config.num_layers} layers do not fill {self.num_stages} stages.",

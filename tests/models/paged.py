@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from penstock.engine.device import allocate_kv
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.model import Model
+from penstock.kernels.states import StateBatch, StateStore
+from penstock.models.model import Model, state_layers
 
 BLOCK_SIZE = 16
 
@@ -19,6 +20,7 @@ BLOCK_SIZE = 16
 @dataclass(slots=True)
 class Sequence:
     block_ids: list[int] = field(default_factory=list)
+    state_slot: int | None = None
     num_computed: int = 0
 
 
@@ -27,6 +29,9 @@ class PagedRunner:
         self.model = model
         self._device = ops.device
         self._kv = allocate_kv(model, ops, num_blocks, BLOCK_SIZE)
+        layers = state_layers(model)
+        self._states = StateStore(layers, 16, ops.device) if layers else None
+        self._num_sequences = 0
         self._free = list(range(num_blocks))
         random.Random(0).shuffle(self._free)
 
@@ -59,10 +64,23 @@ class PagedRunner:
             max_query_len=max(len(chunk) for _, chunk in chunks),
             max_context_len=max(context_lens),
         )
+        if self._states is not None:
+            batch = self._with_states(batch, [sequence for sequence, _ in chunks], self._states)
         with torch.inference_mode():
             hidden = self.model.forward(self._tensor(token_ids), batch, self._kv)
             logits = self.model.logits(hidden)
         return [logits[start:end] for start, end in pairwise(starts)]
+
+    def _with_states(
+        self, batch: AttentionBatch, sequences: list[Sequence], store: StateStore
+    ) -> AttentionBatch:
+        for sequence in sequences:
+            if sequence.state_slot is None:
+                sequence.state_slot = self._num_sequences
+                self._num_sequences += 1
+        slots = torch.tensor([sequence.state_slot for sequence in sequences])
+        lengths = (batch.query_starts, batch.context_lens)
+        return replace(batch, lengths=lengths, states=StateBatch(store, slots))
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, RopeConfig
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, RecurrentConfig, RopeConfig
 from penstock.models.sharding import Shard, balanced
 
 
@@ -97,6 +97,11 @@ def test_experts_are_placed_whole_or_cut() -> None:
     [
         (Shard(tensor_size=10), {}, "9 attention heads"),
         (Shard(num_stages=4), {}, "3 layers"),
+        (
+            Shard(num_stages=2),
+            {"recurrent": RecurrentConfig(layers=frozenset({0}), conv_width=3)},
+            "cannot be cut into stages",
+        ),
         (Shard(tensor_size=2, places_experts=True), {}, "needs a mixture of experts"),
         (
             Shard(tensor_size=4, places_experts=True),

@@ -59,6 +59,21 @@ LATENTS = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_den
            "num_key_value_heads": 4}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 1, "chunk_size": 16,
+          "intermediate_size": None, "num_attention_heads": None, "num_key_value_heads": None}  # fmt: skip
+
+HYBRID = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "head_dim": None,
+}
+MAMBA_AND_ATTENTION = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+
+DELTA = {"layer_types": MAMBA_AND_ATTENTION, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}  # fmt: skip
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny("llama"),
     "llama-dynamic": Tiny("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -127,6 +142,22 @@ TINY: dict[str, Tiny] = {
     "phimoe": Tiny("phimoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.01,
                               "lm_head_bias": True, "attention_bias": True}),
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENTS, "q_lora_rank": 64, "n_group": 1, "topk_group": 1}),
+    "lfm2": Tiny("lfm2", {**FOUR, **NO_HEAD_DIM, "layer_types": ["conv", "full_attention", "conv", "conv"],
+                          "conv_bias": True, "block_multiple_of": 16}),
+    "mamba2": Tiny("mamba2", {**MAMBA2, "use_bias": True}),
+    "bamba": Tiny("bamba", {**FOUR, **HYBRID, "attn_layer_indices": [1], "mamba_proj_bias": True}),
+    "granite-hybrid": Tiny("granitemoehybrid", {**FOUR, **HYBRID, "layer_types": MAMBA_AND_ATTENTION,
+                                                "num_local_experts": 0, "shared_intermediate_size": 96,
+                                                "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
+                                                "attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "falcon_h1": Tiny("falcon_h1", {**HYBRID, "mamba_d_ssm": 96, "key_multiplier": 0.7, "mlp_multipliers": [0.8, 1.3],
+                                    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "attention_in_multiplier": 0.9,
+                                    "attention_out_multiplier": 1.1, "ssm_in_multiplier": 1.2,
+                                    "ssm_out_multiplier": 0.8, "lm_head_multiplier": 0.5,
+                                    "embedding_multiplier": 2.0}),
+    "falcon_h1-norm": Tiny("falcon_h1", {**HYBRID, "mamba_d_ssm": 96, "mamba_rms_norm": True}),
+    "qwen3_5": Tiny("qwen3_5_text", {**FOUR, **DELTA, "attention_bias": True}),
+    "mamba2-groups": Tiny("mamba2", {**MAMBA2, "n_groups": 4, "use_conv_bias": False}),
 }  # fmt: skip
 
 

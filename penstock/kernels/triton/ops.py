@@ -25,6 +25,7 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.kernels.latent import LatentKVStore, values_of
+from penstock.kernels.recurrence import gated_delta, selective_scan, short_conv
 from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
 from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton import packing, products
@@ -69,6 +70,9 @@ def attention(
 class TritonOps:
     name = "triton"
     rounding = ""
+    short_conv = staticmethod(short_conv)
+    selective_scan = staticmethod(selective_scan)
+    gated_delta = staticmethod(gated_delta)
 
     def __init__(
         self,

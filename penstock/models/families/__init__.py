@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from penstock.models.decoder import Decoder
 from penstock.models.families import (
+    bamba,
     cohere,
     deepseek,
+    falcon_h1,
     gemma,
     gemma4,
     glm,
     gpt,
     gpt_oss,
     granite,
+    lfm2,
     llama,
     llama4,
+    mamba2,
     ministral,
     mixtures,
     olmo,
     phi,
     qwen,
+    qwen_next,
     relu2,
     stablelm,
 )
@@ -70,4 +75,10 @@ FAMILIES: tuple[type[Decoder], ...] = (
     relu2.Nemotron,
     relu2.Arcee,
     relu2.Apertus,
+    lfm2.Lfm2,
+    mamba2.Mamba2,
+    bamba.Bamba,
+    bamba.GraniteHybrid,
+    falcon_h1.FalconH1,
+    qwen_next.Qwen35,
 )

@@ -1,0 +1,186 @@
+"""Layers with a fixed state in plain torch: causal short convolutions, Mamba-2's scan and the gated delta rule.
+
+Everything is float32 inside. Requests that decode are one batch, which addresses states by an index tensor and makes
+the host wait for nothing, so a CUDA graph can hold it. Longer chunks of prompts are computed one request after the
+other, in segments: products within a segment, and a recurrence over segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch
+from penstock.kernels.states import ScanLayer
+
+SEGMENT = 64  # tokens
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, batch: AttentionBatch, *, silu: bool
+) -> Tensor:
+    """[T, C] → [T, C]: each channel's weighted sum of its newest K inputs. `weight` is [C, K], the newest input last;
+    `history` has the newest K - 1 inputs of each slot, [slots, C, K - 1]."""
+    assert batch.states is not None
+    slots, width = batch.states.slots, weight.shape[1] - 1
+    starts = batch.query_starts.long()
+    tokens = torch.arange(x.shape[0], device=x.device)
+    requests = torch.searchsorted(starts[1:], tokens, right=True)
+    # The inputs of all requests end to end, each behind its history.
+    places = tokens + (requests + 1) * width
+    back = torch.arange(width, device=x.device)
+    before = starts[:-1, None] + torch.arange(len(slots), device=x.device)[:, None] * width + back
+    inputs = torch.empty((x.shape[0] + len(slots) * width, x.shape[1]), dtype=torch.float32, device=x.device)
+    inputs[places] = x.float()
+    inputs[before] = history[slots].transpose(1, 2)
+    out = inputs[places] * weight[:, width]
+    for age in range(1, width + 1):
+        out += inputs[places - age] * weight[:, width - age]
+    last = before + (starts[1:] - starts[:-1])[:, None]
+    history[slots] = inputs[last].transpose(1, 2)
+    if bias is not None:
+        out += bias
+    return (F.silu(out) if silu else out).to(x.dtype)
+
+
+def selective_scan(
+    x: Tensor,
+    step: Tensor,
+    read: Tensor,
+    write: Tensor,
+    layer: ScanLayer,
+    state: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    """[T, H, P] → float32 [T, H, P]: Mamba-2. For each token, with its `step` (before bias and softplus), [T, H]:
+
+    state = state × exp(step × decay) + step × x ⊗ write;  output = state · read + skip × x
+
+    `read` and `write` are [T, G, N], and `state` is [slots, H, P, N]. Some papers call them C and B."""
+    assert batch.states is not None
+    x = x.float()
+    step = F.softplus(step.float() + layer.step_bias).clamp(*layer.step_limits)
+    decay, scaled = step * layer.decay, x * step.unsqueeze(-1)
+    read, write = read.float()[:, layer.groups], write.float()[:, layer.groups]
+    out = torch.empty_like(x)
+    count = batch.num_decodes
+    if count:
+        slots = batch.states.slots[:count]
+        new = state[slots] * decay[:count].exp()[:, :, None, None]
+        new += scaled[:count].unsqueeze(-1) * write[:count].unsqueeze(2)
+        state[slots] = new
+        out[:count] = (new * read[:count].unsqueeze(2)).sum(dim=-1)
+    for slot, tokens in _prompts(batch):
+        out[tokens], state[slot] = _scan(
+            scaled[tokens], decay[tokens], read[tokens], write[tokens], state[slot][0]
+        )
+    return out + x * layer.skip.unsqueeze(-1)
+
+
+def gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    """[T, H, V] → float32 [T, H, V]: the gated delta rule. For each token, with queries and keys [T, H, K], the log
+    of the decay [T, H] and the learning rate [T, H]:
+
+    state = state × exp(decay);  state += key ⊗ (rate × (value - state · key));  output = state · query
+
+    `state` is [slots, H, K, V]."""
+    assert batch.states is not None
+    query, key, value, decay, rate = (each.float() for each in (query, key, value, decay, rate))
+    out = torch.empty_like(value)
+    count = batch.num_decodes
+    if count:
+        slots = batch.states.slots[:count]
+        new = state[slots] * decay[:count].exp()[:, :, None, None]
+        known = (new * key[:count].unsqueeze(-1)).sum(dim=2)
+        change = (value[:count] - known) * rate[:count].unsqueeze(-1)
+        new += key[:count].unsqueeze(-1) * change.unsqueeze(2)
+        state[slots] = new
+        out[:count] = (new * query[:count].unsqueeze(-1)).sum(dim=2)
+    for slot, tokens in _prompts(batch):
+        out[tokens], state[slot] = _delta(
+            query[tokens], key[tokens], value[tokens], decay[tokens], rate[tokens], state[slot][0]
+        )
+    return out
+
+
+def _prompts(batch: AttentionBatch) -> Iterator[tuple[Tensor, slice]]:
+    """Yield the slot, as an index tensor [1], and the tokens of each request that does not decode."""
+    if batch.num_decodes == batch.num_requests:
+        return
+    assert batch.states is not None
+    assert batch.lengths is not None, "steps with prompts know their lengths on the host"
+    starts = batch.lengths[0].tolist()
+    for request in range(batch.num_decodes, batch.num_requests):
+        yield batch.states.slots[request : request + 1], slice(starts[request], starts[request + 1])
+
+
+def _segments(x: Tensor) -> Tensor:
+    """[T, H, …] → [S, H, SEGMENT, …], padded with zeros."""
+    num_segments = -(-x.shape[0] // SEGMENT)
+    padded = x.new_zeros((num_segments * SEGMENT, *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    return padded.view(num_segments, SEGMENT, *x.shape[1:]).transpose(1, 2)
+
+
+def _joined(segments: Tensor, num_tokens: int) -> Tensor:
+    """[S, H, SEGMENT, …] → [T, H, …]"""
+    return segments.transpose(1, 2).flatten(0, 1)[:num_tokens]
+
+
+def _decays(sums: Tensor) -> Tensor:
+    """Running sums of log decays […, L] → [..., L, L]: what is left at i of what came in at j; 0 where j is later."""
+    length = sums.shape[-1]
+    later = torch.ones(length, length, dtype=torch.bool, device=sums.device).triu(1)
+    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+
+
+def _scan(scaled: Tensor, decay: Tensor, read: Tensor, write: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the tokens of one request: inputs [T, H, P] and a state [H, P, N] → outputs [T, H, P] and the state."""
+    inputs, reads, writes = _segments(scaled), _segments(read), _segments(write)
+    sums = _segments(decay).cumsum(dim=-1)  # [S, H, L]
+    out = ((reads @ writes.transpose(-1, -2)) * _decays(sums)) @ inputs
+    left = (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    added = (inputs * left).transpose(-1, -2) @ writes  # [S, H, P, N]
+    whole = sums[..., -1].exp()[..., None, None]
+    for segment in range(len(inputs)):
+        carried = (reads[segment] @ state.transpose(-1, -2)) * sums[segment].exp().unsqueeze(-1)
+        out[segment] += carried
+        state = state * whole[segment] + added[segment]
+    return _joined(out, scaled.shape[0]), state
+
+
+def _delta(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the tokens of one request: values [T, H, V] and a state [H, K, V] → outputs [T, H, V] and the state.
+
+    Within a segment the changes depend on each other. They solve a triangular system, once for the values and once
+    for what the state at the segment's start knows."""
+    queries, keys, values = _segments(query), _segments(key), _segments(value)
+    sums, rates = _segments(decay).cumsum(dim=-1), _segments(rate).unsqueeze(-1)
+    decays = _decays(sums)
+    system = ((keys * rates) @ keys.transpose(-1, -2) * decays).tril(-1)
+    right = torch.cat([values * rates, keys * rates * sums.exp().unsqueeze(-1)], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    changes, known = solved.split([values.shape[-1], keys.shape[-1]], dim=-1)
+    within = queries @ keys.transpose(-1, -2) * decays
+    left = (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    out = torch.empty_like(values)
+    for segment in range(len(values)):
+        change = changes[segment] - known[segment] @ state
+        carried = (queries[segment] * sums[segment].exp().unsqueeze(-1)) @ state
+        out[segment] = carried + within[segment] @ change
+        state = state * sums[segment, :, -1].exp()[:, None, None]
+        state = state + (keys[segment] * left[segment]).transpose(-1, -2) @ change
+    return _joined(out, value.shape[0]), state

@@ -1,0 +1,126 @@
+"""Decoders whose layers are Mamba-2 or attention, each in front of an MLP: Bamba, and Granite 4, whose
+residual is scaled."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
+from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
+from penstock.models.layout import Layout, fused_gate_up, rotated_rows
+from penstock.models.recurrent import (
+    HybridDecoder,
+    LayerCache,
+    Mamba2Mixer,
+    load_mamba,
+    mamba_config,
+    mamba_rows,
+    no_gguf,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BambaLayer:
+    norm: RMSNorm
+    attention: Attention | None
+    mixer: Mamba2Mixer | None
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+
+class Bamba(HybridDecoder):
+    name = "bamba"
+    huggingface_names = ("BambaForCausalLM", "bamba")
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = Fields({**fields.values, "partial_rotary_factor": 0.5}, fields.where)
+        config = common_huggingface_config(fields, cls.name)
+        has_bias = fields.flag("attention_bias", False)
+        attends = fields.token_ids("attn_layer_indices")
+        layers = frozenset(range(config.num_layers)) - frozenset(attends)
+        return dataclasses.replace(
+            config,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            mlp_bias=fields.flag("mlp_bias", False),
+            recurrent=mamba_config(fields, layers, config.hidden_size),
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        raise no_gguf(file)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "final_layernorm": "norm",
+            "pre_ff_layernorm": "post_attention_layernorm",
+            "feed_forward": "mlp",
+        }
+        return Layout(names=names, cut=mamba_rows(config, "mamba"), rows=rotated_rows(config))
+
+    def load_layer(self, load: LayerLoader) -> BambaLayer:
+        config = self.config
+        is_mamba = config.recurrent is not None and load.index in config.recurrent.layers
+        return BambaLayer(
+            norm=load.rms_norm("input_layernorm"),
+            attention=None if is_mamba else load.attention(),
+            mixer=load_mamba(load) if is_mamba else None,
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load.gated_mlp(),
+        )
+
+    def run_layer(
+        self, layer: BambaLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
+    ) -> None:
+        scale, normed = self.config.residual_scale, layer.norm(ops, residual)
+        if layer.attention is not None:
+            residual += layer.attention(ops, normed, cache.kv, batch) * scale
+        elif layer.mixer is not None:
+            residual += layer.mixer(ops, normed, cache.states, batch) * scale
+        residual += layer.mlp(ops, layer.mlp_norm(ops, residual)) * scale
+
+
+class GraniteHybrid(Bamba):
+    name = "granitemoehybrid"
+    huggingface_names = ("GraniteMoeHybridForCausalLM", "granitemoehybrid")
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        shared_size = fields.integer("shared_intermediate_size", 1024)
+        fields = Fields({**fields.values, "intermediate_size": shared_size}, fields.where)
+        config = common_huggingface_config(fields, cls.name)
+        num_layers, has_bias = config.num_layers, fields.flag("attention_bias", False)
+        known = {"linear_attention", "mamba", "full_attention", "attention"}
+        kinds = layer_kinds(fields, num_layers, known) or ("mamba",) * num_layers
+        layers = frozenset(index for index, kind in enumerate(kinds) if kind in ("linear_attention", "mamba"))
+        if fields.raw("num_local_experts"):
+            raise ModelLoadError(
+                "Granite 4 with a mixture of experts is not native yet.",
+                hint="Try --model-implementation transformers.",
+            )
+        rotates = fields.raw("position_embedding_type") == "rope"
+        return dataclasses.replace(
+            config,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            attention_scale=fields.number("attention_multiplier", 1.0),
+            embedding_scale=fields.number("embedding_multiplier", 1.0),
+            residual_scale=fields.number("residual_multiplier", 1.0),
+            logit_scale=1.0 / fields.number("logits_scaling", 1.0),
+            unrotated_layers=frozenset() if rotates else frozenset(range(num_layers)),
+            recurrent=mamba_config(fields, layers, config.hidden_size),
+        )
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
+        return Layout(names=names, cut=mamba_rows(config, "mamba") | fused_gate_up(config.intermediate_size))

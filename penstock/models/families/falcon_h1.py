@@ -1,0 +1,131 @@
+"""Falcon-H1: every layer has attention and Mamba-2 side by side, and many factors."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
+from penstock.models.layout import Layout
+from penstock.models.recurrent import (
+    HybridDecoder,
+    LayerCache,
+    Mamba2Mixer,
+    load_mamba,
+    mamba_config,
+    mamba_rows,
+    no_gguf,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FalconH1Layer:
+    norm: RMSNorm
+    attention: Attention
+    mixer: Mamba2Mixer
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FalconH1Config(ArchitectureConfig):
+    attention_in_scale: float
+    attention_out_scale: float
+    mixer_in_scale: float
+    mixer_out_scale: float
+    mixer_scales: tuple[float, ...]  # of gate, input, write, read and step
+    mlp_gate_scale: float
+    mlp_out_scale: float
+
+
+class FalconH1(HybridDecoder):
+    name = "falcon_h1"
+    huggingface_names = ("FalconH1ForCausalLM", "falcon_h1")
+    config: FalconH1Config
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        common = common_huggingface_config(fields, cls.name)
+        mlp_scales = _factors(fields, "mlp_multipliers", 2)
+        recurrent = mamba_config(fields, frozenset(range(common.num_layers)), common.hidden_size)
+        # Each norm has as many groups as the scan.
+        groups = recurrent.num_groups
+        return FalconH1Config(
+            **{field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
+            | {
+                "recurrent": dataclasses.replace(
+                    recurrent,
+                    has_norm=fields.flag("mamba_rms_norm", False),
+                    num_norm_groups=groups,
+                    gates_first=not fields.flag("mamba_norm_before_gate", True),
+                    output_bias=fields.flag("projectors_bias", False),
+                ),
+                "qkv_bias": fields.flag("attention_bias", False),
+                "output_bias": fields.flag("attention_bias", False),
+                "mlp_bias": fields.flag("mlp_bias", False),
+                "attention_scale": common.attention_scale * fields.number("key_multiplier", 1.0),
+                "embedding_scale": fields.number("embedding_multiplier", 1.0),
+                "logit_scale": fields.number("lm_head_multiplier", 1.0),
+            },
+            attention_in_scale=fields.number("attention_in_multiplier", 1.0),
+            attention_out_scale=fields.number("attention_out_multiplier", 1.0),
+            mixer_in_scale=fields.number("ssm_in_multiplier", 1.0),
+            mixer_out_scale=fields.number("ssm_out_multiplier", 1.0),
+            mixer_scales=_factors(fields, "ssm_multipliers", 5),
+            mlp_gate_scale=mlp_scales[0],
+            mlp_out_scale=mlp_scales[1],
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        raise no_gguf(file)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "final_layernorm": "norm",
+            "pre_ff_layernorm": "post_attention_layernorm",
+            "feed_forward": "mlp",
+        }
+        return Layout(names=names, cut=mamba_rows(config, "mamba"))
+
+    def load_layer(self, load: LayerLoader) -> FalconH1Layer:
+        return FalconH1Layer(
+            norm=load.rms_norm("input_layernorm"),
+            attention=load.attention(),
+            mixer=load_mamba(load, scales=self.config.mixer_scales),
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load.gated_mlp(),
+        )
+
+    def run_layer(
+        self, layer: FalconH1Layer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
+    ) -> None:
+        config, normed = self.config, layer.norm(ops, residual)
+        mixed = layer.mixer(ops, normed * config.mixer_in_scale, cache.states, batch)
+        attended = layer.attention(ops, normed * config.attention_in_scale, cache.kv, batch)
+        residual += mixed * config.mixer_out_scale + attended * config.attention_out_scale
+        residual += self._mlp(layer.mlp, layer.mlp_norm(ops, residual), ops) * config.mlp_out_scale
+
+    def _mlp(self, mlp: GatedMLP, x: Tensor, ops: Ops) -> Tensor:
+        if self.config.mlp_gate_scale == 1.0:
+            return mlp(ops, x)
+        gate_up = ops.linear(x, mlp.gate_up)
+        gate_up[:, : gate_up.shape[1] // 2] *= self.config.mlp_gate_scale
+        return ops.add_up(ops.linear(ops.gated(gate_up, mlp.activation), mlp.down))
+
+
+def _factors(fields: Fields, key: str, count: int) -> tuple[float, ...]:
+    if not fields.has(key):
+        return (1.0,) * count
+    factors = fields.numbers(key)
+    if len(factors) != count:
+        raise ModelLoadError(f"{fields.where} has {len(factors)} {key}, and the architecture needs {count}.")
+    return factors

@@ -1,0 +1,92 @@
+"""Mamba-2: every layer is a state-space layer, and there is no attention, no MLP and no limit of positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig, RopeConfig
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.layers import LayerLoader, RMSNorm
+from penstock.models.layout import Layout
+from penstock.models.recurrent import (
+    HybridDecoder,
+    LayerCache,
+    Mamba2Mixer,
+    load_mamba,
+    mamba_rows,
+    no_gguf,
+    step_limits,
+)
+
+MAX_POSITIONS = 1 << 15  # the model has no limit; requests need one
+
+
+@dataclass(frozen=True, slots=True)
+class MambaLayer:
+    norm: RMSNorm
+    mixer: Mamba2Mixer
+    attention: None = None
+
+
+class Mamba2(HybridDecoder):
+    name = "mamba2"
+    huggingface_names = ("Mamba2ForCausalLM", "mamba2")
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        num_layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+        num_heads = fields.integer("num_heads", 128)
+        bos_token_ids = fields.token_ids("bos_token_id")
+        has_bias = fields.flag("use_bias", False)
+        return ArchitectureConfig(
+            architecture=cls.name,
+            hidden_size=hidden,
+            intermediate_size=hidden,
+            num_layers=num_layers,
+            # There is no attention: these heads only say over how many ranks the model can be shared out.
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=2,
+            vocab_size=fields.integer("vocab_size"),
+            max_positions=MAX_POSITIONS,
+            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+            rope=RopeConfig(10_000.0),
+            windows=(None,) * num_layers,
+            attention_scale=1.0,
+            recurrent=RecurrentConfig(
+                layers=frozenset(range(num_layers)),
+                conv_width=fields.integer("conv_kernel", 4),
+                conv_bias=fields.flag("use_conv_bias", True),
+                bias=has_bias,
+                output_bias=has_bias,
+                num_heads=num_heads,
+                head_dim=fields.integer("head_dim", 64),
+                num_groups=fields.integer("n_groups", 8),
+                state_size=fields.integer("state_size", 128),
+                step_limits=step_limits(fields),
+            ),
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            eos_token_ids=fields.token_ids("eos_token_id"),
+            bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+            checkpoint_dtype=fields.raw("dtype") or fields.raw("torch_dtype"),
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        raise no_gguf(file)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {"embeddings": "embed_tokens", "norm_f": "norm"}
+        return Layout(base="backbone", names=names, cut=mamba_rows(config, "mixer"))
+
+    def load_layer(self, load: LayerLoader) -> MambaLayer:
+        return MambaLayer(norm=load.rms_norm("norm"), mixer=load_mamba(load, "mixer"))
+
+    def run_layer(
+        self, layer: MambaLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
+    ) -> None:
+        residual += layer.mixer(ops, layer.norm(ops, residual), cache.states, batch)
