@@ -25,7 +25,7 @@ from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPar
 from tests.engine.tiny import run, teach_short_answers, tokens
 from tests.models.vision_checkpoints import CHECKPOINTS, TinyVision, make_vision, picture, png
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 PICTURES = (picture(90, 60, 1), picture(40, 100, 2))
 
 

@@ -12,16 +12,20 @@ import threading
 import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from PIL import Image
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.gateway_config import GatewayConfig
+from penstock.gateway.external.models import _content
+from penstock.gateway.files import FileStore
 from penstock.gateway.images import ImageFetcher, ImageLoader, check_images, checked_image, decode_data_url
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart, image_parts
+from penstock.gateway.store.database import Database
 from tests.models.vision_checkpoints import picture, png
 
 CONFIG = GatewayConfig()
@@ -249,3 +253,28 @@ def test_all_images_of_a_chat_are_loaded_and_an_error_names_its_place() -> None:
     assert refused.value.param == "messages[1].content"
     with pytest.raises(InvalidRequest, match="stores no files"):
         asyncio.run(loader.load(chat(ImagePart(file_id="file-1")), "w"))
+
+
+def test_an_uploaded_file_is_read_within_its_workspace_only(tmp_path: Path) -> None:
+    async def load(workspace_id: str) -> list[ImagePart]:
+        store = FileStore(Database(f"sqlite:///{tmp_path / 'penstock.db'}"), tmp_path)
+        upload = await store.upload("w1")
+        await upload.write(png(picture(20, 10)))
+        file = await store.create(upload, filename="cat.png", purpose="vision")
+        loader = ImageLoader(CONFIG)
+        loader.files = store
+        return image_parts(await loader.load(chat(ImagePart(file_id=file.id)), workspace_id))
+
+    (part,) = asyncio.run(load("w1"))
+    assert part.loaded is not None
+    assert (part.loaded.width, part.loaded.height) == (20, 10)
+    with pytest.raises(NotFound):
+        asyncio.run(load("w2"))
+
+
+def test_external_servers_get_images_as_they_came() -> None:
+    content = _content(ChatMessage("user", (ImagePart(url="https://x.example/a.png"), TextPart("what?"))))
+    assert content == [
+        {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}},
+        {"type": "text", "text": "what?"},
+    ]
