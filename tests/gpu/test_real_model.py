@@ -122,6 +122,7 @@ class Scorer:
             hidden = self._model.forward(int32([self._texts[row][at] for row, at in places]), batch, self._kv)
             logprobs = torch.log_softmax(self._model.logits(hidden).float(), dim=-1).cpu()
         following = [self._texts[row][at + 1 : at + 2] or [0] for row, at in places]
+        logprobs = logprobs.clone()  # An inference tensor stays as it is.
         logprobs[:, END] = float("-inf")  # The answers of the reference do not end.
         chosen = logprobs.gather(1, torch.tensor(following))
         parts = torch.cat([chosen, (chosen == logprobs.amax(dim=1, keepdim=True)).float()], dim=1).split(
