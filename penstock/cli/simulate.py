@@ -166,11 +166,11 @@ def _compare(reports: dict[str, Report]) -> None:
 
 
 def _search(num_cases: int | None, case_file: Path | None, first_seed: int, num_requests: int | None) -> None:
-    from penstock.simulator.search import FaultCase, random_case, violation
+    from penstock.simulator.search import CASE_DECODER, random_case, violation
 
     if case_file is not None:
         try:
-            case = msgspec.json.decode(case_file.read_bytes(), type=FaultCase)
+            case = CASE_DECODER.decode(case_file.read_bytes())
         except msgspec.MsgspecError as error:
             raise UsageError(f"{case_file} holds no case: {error}.") from error
         _report_case(case, violation(case))

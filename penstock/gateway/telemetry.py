@@ -149,7 +149,10 @@ class RequestObserver:
         return settled
 
 
-_OPERATIONS = {"completions": "text_completion", "embeddings": "embeddings"}  # everything else is a chat
+# Everything else is a chat.
+_OPERATIONS = {"completions": "text_completion"} | {
+    name: name for name in ("embeddings", "rerank", "score", "classify", "pooling")
+}
 _NS = 1_000_000_000
 
 

@@ -57,6 +57,9 @@ class FaultCase(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+CASE_DECODER = msgspec.json.Decoder(FaultCase)
+
+
 def random_case(seed: int, num_requests: int) -> FaultCase:
     rng = Random(seed)
     num_replicas = rng.randint(1, 5)
