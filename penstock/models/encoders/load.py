@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from penstock.core.engine_config import LoadFormat
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields, read_settings
@@ -16,7 +16,7 @@ from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.pooling import PoolingSettings, architectures, read_pooling
 from penstock.models.pooling_head import Head, embedding_head
-from penstock.models.quantized_source import SafetensorsSource
+from penstock.models.quantized_floats import open_folder
 from penstock.models.weights import OnProgress, RandomSource, WeightLoader, WeightSource
 
 ENCODERS: tuple[type[Encoder], ...] = (
@@ -62,7 +62,7 @@ def load_encoder(
     path: Path,
     ops: Ops,
     *,
-    load_format: Literal["auto", "random"] = "auto",
+    load_format: LoadFormat = "auto",
     seed: int = 0,
     on_progress: OnProgress | None = None,
 ) -> LoadedEncoder:
@@ -75,7 +75,7 @@ def load_encoder(
     source: WeightSource = (
         RandomSource(seed, norm_offset=0.0, device=ops.device)
         if load_format == "random"
-        else SafetensorsSource(path)
+        else open_folder(path, None, is_pickled=load_format == "pt")
     )
     loader = WeightLoader(source, ops, on_progress=on_progress)
     model = encoder(encoder.read_config(fields), loader)
