@@ -86,7 +86,7 @@ class NativeOps(ComposedOps):
             packed.add_integers(quantized)
             self._has_integer_products = True
         else:
-            packed.add(parts, self.dtype)
+            packed.add(parts, self.dtype, narrows_float8=self._integer_products)
         if bias is not None:
             packed.set_bias(bias)
         return packed

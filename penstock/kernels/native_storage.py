@@ -40,9 +40,13 @@ class NativeLinear:
         self._library = library
         weakref.finalize(self, library.linear_free, self.handle)
 
-    def add(self, parts: Sequence[WeightData], dtype: torch.dtype) -> None:
-        """Stack matrices, as exact as the compute type is."""
+    def add(self, parts: Sequence[WeightData], dtype: torch.dtype, *, narrows_float8: bool = False) -> None:
+        """Stack matrices, as exact as the compute type is. With `narrows_float8`, float8 weights times their scales
+        are rounded to bfloat16, which takes half the memory of float32."""
         for part in parts:
+            if isinstance(part, Float8Weight):  # no CPU multiplies float8
+                self._check_inputs(part)
+                part = DenseWeight(part.dequantize(torch.bfloat16 if narrows_float8 else dtype))
             self._add_part(part, dtype)
 
     def add_integers(self, parts: Sequence[GroupQuantWeight]) -> None:
@@ -58,10 +62,8 @@ class NativeLinear:
             narrow = torch.bfloat16 in (dtype, weight.values.dtype)
             values = weight.values.to(torch.bfloat16 if narrow else torch.float32).contiguous()
             self._add(FORMAT_BFLOAT16 if narrow else FORMAT_FLOAT32, values, None, None, 0)
-        elif isinstance(weight, Float8Weight):
-            # No CPU multiplies float8: it stands for the bfloat16 that it unpacks to.
-            self._add_part(DenseWeight(weight.dequantize(torch.bfloat16)), dtype)
         else:
+            assert isinstance(weight, GroupQuantWeight)
             self._add_quantized(weight)
 
     def set_bias(self, bias: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
+from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
 from penstock.kernels.library import Library
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
@@ -34,6 +34,7 @@ def every_format(out: int, inputs: int) -> dict[str, WeightData]:
         "float32": DenseWeight(torch.randn(out, inputs)),
         "float16": DenseWeight(torch.randn(out, inputs).half()),
         "bfloat16": DenseWeight(torch.randn(out, inputs).bfloat16()),
+        "float8": Float8Weight(torch.randn(out, inputs).to(torch.float8_e4m3fn), torch.rand(out) + 0.1),
     }
     for group in (16, 32):
         if inputs % group != 0:
