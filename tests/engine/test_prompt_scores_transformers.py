@@ -83,7 +83,9 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
         if stored == "output" and "output.weight" not in file.tensors:
             stored = "token_embd"
         info = file.tensors[f"{stored}.{kind}"]
-        raw = np.frombuffer(file.buffer, np.uint8, info.num_bytes, info.offset).reshape(*info.shape[:-1], -1)
+        raw = np.frombuffer(file.buffers[0], np.uint8, info.num_bytes, info.offset).reshape(
+            *info.shape[:-1], -1
+        )
         values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[info.format.name]).copy()
         weight = torch.from_numpy(values).reshape(info.shape)
         if (part := str(stored).rpartition(".")[2]) in heads:  # rotary pairs lie side by side in the file

@@ -34,6 +34,7 @@ LENGTH = 64
 SHARED = random_prompt(20, seed=1)
 PROMPTS = [[*SHARED, *random_prompt(25, seed=2)], [*SHARED, *random_prompt(3, seed=3)]]
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}
+QUANTIZED_MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.fixture(scope="module", params=TINY)
@@ -120,8 +121,8 @@ def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_
 def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str, tmp_path: Path) -> None:
     if family.model.config.model_type not in ARCHITECTURES:
         pytest.skip("llama.cpp does not know this family, or stores it in a form that is not read")
-    if kind != "F32" and not is_mixture(family):
-        pytest.skip("quantized matrices without experts have tests of their own")
+    if kind != "F32" and family.model.config.model_type not in QUANTIZED_MIXTURES:
+        pytest.skip("one mixture of each form of stacked experts is enough")
     path, ops = tmp_path / "model.gguf", TorchOps()
     write_model(path, family, GGMLQuantizationType[kind])
     made = PagedRunner(load_model(path, ops), ops).prompt_logits(PROMPTS[0])
@@ -131,7 +132,7 @@ def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str
     else:
         # A token near a tie between experts may take the other one.
         similarity = torch.nn.functional.cosine_similarity(made, expected, dim=1)
-        assert (similarity > 0.98).float().mean() > 0.85
+        assert (similarity > 0.98).float().mean() > 0.8
 
 
 def test_quantized_matrices_that_are_stored_as_one_are_cut(tmp_path: Path) -> None:

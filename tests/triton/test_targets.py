@@ -1,5 +1,6 @@
 """Every kernel compiles for GPUs that this machine does not have, in a process without the interpreter, and needs no
-more shared memory than the GPU has. `make compile-targets` compiles all variants for all families."""
+more shared memory than the GPU has. Three families stand for all here: the least shared memory without float8,
+Hopper, and the newest. `make compile-targets` compiles all variants for all families, which takes long."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from penstock.kernels.triton.targets import TILES, Tile
 
 
 @pytest.mark.timeout(900)
-def test_every_kernel_compiles_for_every_family() -> None:
+def test_every_kernel_compiles() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.triton.compile_targets", "--representative"],
+        [sys.executable, "-m", "tests.triton.compile_targets", "--representative", "--targets", "86,90,120"],
         env=os.environ | {"TRITON_INTERPRET": "0"},
         stdout=subprocess.PIPE,
         text=True,
@@ -29,9 +30,9 @@ def test_every_kernel_compiles_for_every_family() -> None:
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     assert [problem for report in reports for problem in report["problems"]] == []
     assert done.returncode == 0
-    assert [report["target"] for report in reports] == ["80", "86", "89", "90", "100", "120", "gfx942"]
+    assert [report["target"] for report in reports] == ["86", "90", "120"]
     # Float8 products are for GPUs that have them. No other kernel is left out.
-    without, with_float8 = (set(reports[index]["kernels"]) for index in (0, 3))
+    without, with_float8 = (set(reports[index]["kernels"]) for index in (0, 1))
     assert {name.partition(".")[0] for name in with_float8 - without} == {"float8"}
     assert not without - with_float8
     assert len(without) > 25
