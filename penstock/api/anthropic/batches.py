@@ -166,7 +166,7 @@ class MessageBatchEndpoints:
     async def cancel_batch(self, request: Request) -> Response:
         batch = await self._batch_of(request)
         batch = await self._work.batches.cancel(batch.workspace_id, batch.id, KIND)
-        self._work.runner.wake()
+        self._work.runner.cancelled(batch.id)
         return json_response(_message_batch(request, batch))
 
     async def delete_batch(self, request: Request) -> Response:

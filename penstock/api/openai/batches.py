@@ -241,7 +241,7 @@ class OpenAIBatchEndpoints:
     async def cancel_batch(self, request: Request) -> Response:
         workspace_id, batch_id = principal_of(request).workspace_id, request.path_params["batch_id"]
         batch = await self._work.batches.cancel(workspace_id, batch_id, KIND)
-        self._work.runner.wake()
+        self._work.runner.cancelled(batch.id)
         return json_response(_wire_batch(batch))
 
 

@@ -77,6 +77,12 @@ class BatchRunner:
         """Look at the database now, because a batch was made or changed."""
         self._woken.set()
 
+    def cancelled(self, batch_id: str) -> None:
+        """Start no more lines of a batch that was marked as cancelled, from this moment on if it runs here."""
+        if batch_id in self._runs:
+            self._runs[batch_id][0].stop("canceled")
+        self.wake()
+
     async def stop(self, timeout_s: float = 0.0) -> None:
         """Let lines in flight end within `timeout_s`, and leave the other lines to the next process."""
         self._is_stopping = True
